@@ -91,7 +91,7 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
     shown = Table("device", what, "", "labels", box=None, padding=(0, 2, 0, 0))
     labels = " ".join(summary.labels(trial))
     for device in used[:most]:
-        phases = step_ledger.phases(step, (span for span in spans if span.device == device))
+        phases = step_ledger.phases(step, [span for span in spans if span.device == device])
         share = 1 - phases[UNATTRIBUTED] / step.seconds
         shown.add_row(str(device), ProgressBar(total=1.0, completed=share, width=30), words.percent(share), labels)
     if len(used) > most:

@@ -35,7 +35,7 @@ TRACE = "trace"
 """The key of a trial's provenance for the facts about its traces."""
 KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
 """The metrics of a device in a step, which a profiled step of `dpbench run` has too."""
-_WRAPPER = re.compile(r"(?P<name>\w*DataParallel)\.forward$|(?P<fsdp>FSDP)::")
+_WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
     pinned = not any("Pageable" in name for name in copies) if copies else None
     reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
-    wrapper = next((found["name"] or found["fsdp"] for found in named), "")
+    wrapper = next((found[1] or found[2] for found in named), "")
     backwards = _backwards(first.attributed)
     return Observed(
         command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
