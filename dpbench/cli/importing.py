@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 class DeviceTime:
     """How one device of a file spent the time `span_s` from its first to its last activity, in seconds.
 
-    `compute_s`, `copies_s` and `communication_s` are lengths of unions of intervals, which may overlap; memory fills
-    count as copies, and copies between two devices as communication. The exposed parts overlap with no compute kernel.
-    In `idle_s` the device ran nothing. `device` is the number in the file, and `name` its model, empty if unknown.
+    `device` is the number in the file, and `name` its model, empty if unknown. `compute_s`, `copies_s` and
+    `communication_s` are lengths of unions of intervals, which may overlap; memory fills count as copies, and copies
+    between two devices as communication. The exposed parts overlap with no compute kernel. `kernels_s` is all but
+    communication, and in `idle_s` the device ran nothing.
     """
 
     device: int
@@ -35,6 +36,7 @@ class DeviceTime:
     exposed_copies_s: float
     communication_s: float
     exposed_communication_s: float
+    kernels_s: float
     idle_s: float
 
 

@@ -12,7 +12,6 @@ collectives only the exposed parts count, during which the device runs no comput
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +21,17 @@ from typing import NamedTuple
 from dpbench.observe.kineto import DeviceEvent, HostEvent, Profile
 from dpbench.observe.stretches import LOADER, STEP, UPDATE, Stretch, phase_of_copy, stretches
 from dpbench.records import HOST, Phase, Span, Step
-from dpbench.records.activity import Activity, Interval, Kind, difference, intersection, kind_of, length, union
-
-_REDUCES = re.compile(r"reduce", re.IGNORECASE)
-_SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
+from dpbench.records.activity import (
+    Activity,
+    Interval,
+    Kind,
+    difference,
+    intersection,
+    kind_of,
+    length,
+    phase_of_collective,
+    union,
+)
 
 
 class NamedStep(NamedTuple):
@@ -86,7 +92,7 @@ def attribute(profile: Profile) -> Attributed:
         spans=tuple(sorted(spans, key=lambda span: (span.step, span.start_s))),
         host=tuple(_by_phase(timeline, step) for step in named),
         activities=tuple(
-            Activity(e.device, kind_of(e.name), (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
+            Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
             for e in profile.device
         ),
         unlaunched=unlaunched,
@@ -214,7 +220,7 @@ def _device_stretches(
         launched = None if launch is None else _launched(launch.thread, launch.start_us, by_thread, main)
         if launched is None and place is not None:
             launched = timeline[place].phase
-        phase = _phase_of_collective(event.name) if kind is Kind.COMMUNICATION else phase_of_copy(event.name)
+        phase = phase_of_collective(event.name) if kind is Kind.COMMUNICATION else phase_of_copy(event.name)
         if kind is Kind.COMMUNICATION and phase and phase is not launched:
             collectives.setdefault(phase, []).append(interval)
             continue
@@ -239,13 +245,6 @@ def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretc
     place = _at(own, at_us)
     phase = None if place is None else own[place].phase
     return phase if thread == main or phase is not Phase.FORWARD else None
-
-
-def _phase_of_collective(name: str) -> Phase | None:
-    """Return the phase of a collective; None for those of other kinds, which belong to the phase that launched them."""
-    if _SHARES.search(name):
-        return Phase.REPLICATE
-    return Phase.REDUCE if _REDUCES.search(name) else None
 
 
 def _pieces(one: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:

@@ -14,6 +14,7 @@ import hashlib
 import re
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -28,7 +29,7 @@ from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import Profile
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
-from dpbench.records.activity import Activity, Interval, Kind, difference, intersection, length, union
+from dpbench.records.activity import Activity, busy
 from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
@@ -37,8 +38,6 @@ PARTS = 5
 """The largest number of consecutive parts into which the steps of a trace are cut."""
 TRACE = "trace"
 """The key of a trial's provenance for the facts about its traces."""
-KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
-"""The metrics of a device in a step, which a profiled step of `dpbench run` has too."""
 _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 
@@ -132,18 +131,19 @@ def _part(trace: Trace, first: Trace, common: Sequence[str]) -> Trial:
 
 def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]) -> Iterator[Sample]:
     """Yield the busy seconds of each device in each step, by kernels and by collectives, and those that are exposed."""
-    for device in sorted({one.device for one in activities}):
-        mine = [one for one in activities if one.device == device]
-        collectives = union((one.start_s, one.end_s) for one in mine if one.kind is Kind.COMMUNICATION)
-        compute = union((one.start_s, one.end_s) for one in mine if one.kind is Kind.COMPUTE)
-        others = union((one.start_s, one.end_s) for one in mine if one.kind is not Kind.COMMUNICATION)
-        metrics: list[tuple[str, list[Interval]]] = [(KERNELS, others)]
-        if collectives:
-            metrics += [(COLLECTIVES, collectives), (EXPOSED, difference(collectives, compute))]
-        for metric, intervals in metrics:
-            for step in steps:
-                within = intersection(intervals, [(step.start_s, step.end_s)])
-                yield Sample(step.end_s, indices[device], metric, length(within))
+    ends = [step.end_s for step in steps]
+    within: list[list[Activity]] = [[] for _ in steps]
+    for one in activities:
+        for number in range(bisect_right(ends, one.start_s), len(steps)):
+            start_s, end_s = max(one.start_s, steps[number].start_s), min(one.end_s, ends[number])
+            if start_s < end_s:
+                within[number].append(one._replace(start_s=start_s, end_s=end_s))
+            if one.end_s <= ends[number]:
+                break
+    for step, mine in zip(steps, within, strict=True):
+        for device, times in busy(mine).items():
+            for metric, seconds in times.metrics.items():
+                yield Sample(step.end_s, indices[device], metric, seconds)
 
 
 def _case(traces: Sequence[Trace]) -> Case:

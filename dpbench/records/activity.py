@@ -12,7 +12,10 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
+
+from dpbench.records.case import Phase
 
 Interval = tuple[float, float]
 """The start and the end of an interval of time."""
@@ -28,24 +31,41 @@ class Kind(StrEnum):
     """A kernel of a collective, or a copy between two devices."""
 
 
-class Activity(NamedTuple):
-    """One kernel, copy or collective on a device, with its start and its end in seconds."""
-
-    device: int
-    kind: Kind
-    start_s: float
-    end_s: float
-
-
 _COMMUNICATION = re.compile(r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)", re.IGNORECASE)
 _COPY = re.compile(r"Memcpy|Memset|dma")
+_SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
+_REDUCES = re.compile(r"reduce", re.IGNORECASE)
+KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
+"""The metrics of a device in one step: kernels and copies, communication, and its exposed part."""
 
 
+@lru_cache(maxsize=4096)
 def kind_of(name: str) -> Kind:
     """Return the kind of the activity that a profiler of torch calls `name`."""
     if _COMMUNICATION.match(name):
         return Kind.COMMUNICATION
     return Kind.COPY if _COPY.match(name) else Kind.COMPUTE
+
+
+@lru_cache(maxsize=4096)
+def phase_of_collective(name: str) -> Phase | None:
+    """Return the phase that a kernel of a collective belongs to, wherever it was launched.
+
+    All-gather and broadcast are `replicate`, all-reduce and reduce-scatter are `reduce`. Return None for others, such
+    as all-to-all, which belong to the phase that launched them.
+    """
+    if _SHARES.search(name):
+        return Phase.REPLICATE
+    return Phase.REDUCE if _REDUCES.search(name) else None
+
+
+class Activity(NamedTuple):
+    """One kernel, copy or collective on a device: its name in the profile, and its start and its end in seconds."""
+
+    device: int
+    name: str
+    start_s: float
+    end_s: float
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -105,8 +125,8 @@ class Busy:
     """How a device spent the time `span_s` from its first to its last activity, in seconds.
 
     `compute_s`, `copies_s` and `communication_s` are the lengths of the unions of the activities of a kind; they may
-    overlap. The exposed parts are those during which the device ran no compute kernel. `idle_s` is the time in which
-    the device ran nothing.
+    overlap. The exposed parts are those during which the device ran no compute kernel. `kernels_s` is the length of the
+    union of all activities except communication. In `idle_s` the device ran nothing.
     """
 
     span_s: float = 0.0
@@ -115,23 +135,30 @@ class Busy:
     exposed_copies_s: float = 0.0
     communication_s: float = 0.0
     exposed_communication_s: float = 0.0
+    kernels_s: float = 0.0
     idle_s: float = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the seconds of a device by metric; those of communication only if there was any."""
+        found = {COLLECTIVES: self.communication_s, EXPOSED: self.exposed_communication_s}
+        return {KERNELS: self.kernels_s} | (found if self.communication_s else {})
 
 
 def busy(activities: Iterable[Activity]) -> dict[int, Busy]:
     """Return how each device spent the time from the first to the last of its activities, by device."""
     by_device: dict[int, dict[Kind, list[Interval]]] = {}
-    for device, kind, start_s, end_s in activities:
-        by_device.setdefault(device, {kind: [] for kind in Kind})[kind].append((start_s, end_s))
+    for device, name, start_s, end_s in activities:
+        by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append((start_s, end_s))
     return {device: _busy(kinds) for device, kinds in sorted(by_device.items())}
 
 
 def _busy(kinds: dict[Kind, list[Interval]]) -> Busy:
-    unions = {kind: union(intervals) for kind, intervals in kinds.items()}
-    every = union(interval for intervals in unions.values() for interval in intervals)
+    compute, copies, communication = (union(kinds[kind]) for kind in Kind)
+    kernels = union([*compute, *copies])
+    every = union([*kernels, *communication])
     if not every:
         return Busy()
-    compute, copies, communication = (unions[kind] for kind in Kind)
     span_s = every[-1][1] - every[0][0]
     return Busy(
         span_s=span_s,
@@ -140,5 +167,6 @@ def _busy(kinds: dict[Kind, list[Interval]]) -> Busy:
         exposed_copies_s=length(difference(copies, compute)),
         communication_s=length(communication),
         exposed_communication_s=length(difference(communication, compute)),
+        kernels_s=length(kernels),
         idle_s=max(0.0, span_s - length(every)),
     )

@@ -148,7 +148,7 @@ class Span:
     step: int
     phase: Phase
     device: int
-    clock: str  # "host" | "cuda_event"
+    clock: str  # "host" | "cuda_event" | "profiled_step"
     start_s: float
     end_s: float
 

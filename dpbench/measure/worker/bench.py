@@ -1,9 +1,13 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough.
 
 After timing, one step is profiled to measure the busy time of GPUs, which is the length of the union of the kernels'
-intervals. The spans of a clock show how long a phase occupied a device, including waiting; kernels show when the device
-computed. Collective kernels are counted separately, because a collective kernel that waits for other ranks counts as
-busy.
+intervals (`records.activity`). The spans of a clock show how long a phase occupied a device, including waiting; kernels
+show when the device computed. Communication is counted separately, because a collective kernel that waits for other
+ranks counts as busy.
+
+Where ranks add gradients during backward, the profiled step also gives the `reduce` phase of GPUs, for which no event
+can be recorded: the seconds of all-reduce during which the GPU runs no compute kernel. Each timed step gets these
+seconds, at the end of its backward. On CPUs, the strategy itself reports the phase of each step.
 """
 
 from __future__ import annotations
@@ -29,19 +33,20 @@ from dpbench.measure import clocks
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
-from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
+from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Span, Status, Trial, Verified, no_mark
+from dpbench.records.activity import Activity, Kind, busy, kind_of, phase_of_collective
+from dpbench.records.registry import Reduction
 from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy, begin
 
-METRIC = "kernel_busy_s"
-COLLECTIVE = "collective_busy_s"
+PROFILED = "profiled_step"
+"""The clock of a span whose duration is that of one profiled step."""
 
 
-def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Sample]:
-    """Run one step under torch.profiler and return the busy seconds of each GPU, as samples.
+def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Activity]:
+    """Run one step under torch.profiler and return the activities of the GPUs.
 
-    Collective kernels and other kernels have separate metrics. If several replicas share a GPU, its samples have the
-    device index of the first of these replicas.
+    If several replicas share a GPU, its activities have the device index of the first of these replicas.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
@@ -50,18 +55,46 @@ def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Samp
         step()
         for device in devices:
             device.synchronize()
-    kernels: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    for event in profiler.events() or ():
-        # annotations also appear on the GPU's timeline but include idle time
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            metric = COLLECTIVE if "nccl" in event.name.lower() else METRIC
-            interval = (event.time_range.start / 1e6, event.time_range.end / 1e6)
-            kernels.setdefault((event.device_index, metric), []).append(interval)
     first = {device.torch_device.index: device.index for device in reversed(devices)}
+    return activities_of(profiler.events() or (), first)
+
+
+def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activity]:
+    """Return the activities in the events of torch.profiler of the GPUs in `first`, which maps ordinals to devices."""
     return [
-        Sample(0.0, first[ordinal], metric, union(intervals))
-        for (ordinal, metric), intervals in sorted(kernels.items())
-        if ordinal in first
+        Activity(
+            first[event.device_index], event.name, event.time_range.start / 1e6, event.time_range.end / 1e6
+        )
+        for event in events
+        # annotations also appear on the GPU's timeline but include idle time
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        and event.device_index in first
+    ]  # fmt: skip
+
+
+def reductions(case: Case, spans: Sequence[Span], activities: Sequence[Activity]) -> list[Span]:
+    """Return the spans of the `reduce` phase that a profiled step of ranks gives to each timed step.
+
+    They are the exposed seconds of all-reduce on the device, at the end of the last backward of the step. The list is
+    empty for strategies that add gradients in other ways, and if the phase was recorded.
+    """
+    traits, last = case.traits, dict[tuple[int, int], Span]()
+    if not traits.ranks or traits.reduction is not Reduction.OVERLAPPED:
+        return []
+    for span in spans:
+        if span.phase is Phase.REDUCE:
+            return []
+        if span.phase is Phase.BACKWARD:
+            last[span.step, span.device] = max(span, last.get((span.step, span.device), span), key=lambda s: s.end_s)
+    # a broadcast of buffers is no reduction
+    adding = [
+        one for one in activities if kind_of(one.name) is Kind.COMPUTE or phase_of_collective(one.name) is Phase.REDUCE
+    ]
+    exposed = {device: times.exposed_communication_s for device, times in busy(adding).items()}
+    return [
+        replace(one, phase=Phase.REDUCE, clock=PROFILED, start_s=max(one.start_s, one.end_s - exposed[one.device]))
+        for one in last.values()
+        if exposed.get(one.device)
     ]
 
 
@@ -76,15 +109,6 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
         for device in devices:
             device.synchronize()
     profiler.export_chrome_trace(str(path))
-
-
-def union(intervals: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, each given as (start, end)."""
-    total, reach = 0.0, float("-inf")
-    for start, end in sorted(intervals):
-        total += max(0.0, end - max(start, reach))
-        reach = max(reach, end)
-    return total
 
 
 SLOW = 10
@@ -242,10 +266,13 @@ class CaseTimer:
         """
         of, warm = self._prepared, self._stopping.warmup
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
-        samples = [*self._listener.samples(), *_profiled(self._step, of.batches[0], of.devices, self._listener)]
+        activities = _profiled(self._step, of.batches[0], of.devices, self._listener)
+        samples = [*self._listener.samples(), *_busy_samples(activities)]
+        spans = self._listener.spans()
         return Trial(
             case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had enough steps",
-            verified=of.verified, steps=steps, spans=self._listener.spans(), samples=tuple(samples), memory=memory,
+            verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, activities)),
+            samples=tuple(samples), memory=memory,
             setup={**of.setup, "steps_s": self._steps_s}, provenance={**of.facts, **self._dispatched()},
         )  # fmt: skip
 
@@ -314,8 +341,8 @@ def _agreed(finished: bool) -> bool:
 
 def _profiled(
     step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clocks.Clock
-) -> list[Sample]:
-    """Return the busy seconds of the GPUs in one additional profiled step, as samples.
+) -> list[Activity]:
+    """Return the activities of the GPUs in one additional profiled step.
 
     The list is empty for CPU devices, whose busy time the host's clock measures, and if profiling is not permitted.
     """
@@ -325,6 +352,13 @@ def _profiled(
         return profiled(lambda: step(*batch), devices)
     except RuntimeError:  # profiling is not permitted: the trial is valid without busy time
         return []
+
+
+def _busy_samples(activities: Iterable[Activity]) -> Iterator[Sample]:
+    """Yield the busy seconds of the GPUs in a profiled step; it is outside the series, so their time is 0."""
+    for device, times in busy(activities).items():
+        for metric, seconds in times.metrics.items():
+            yield Sample(0.0, device, metric, seconds)
 
 
 def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:

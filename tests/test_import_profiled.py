@@ -1,0 +1,95 @@
+"""The profiled step of dpbench's own runs on GPUs, with the activities of real traces: busy times and reductions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from torch._C._autograd import DeviceType
+
+from dpbench.measure.worker import bench
+from dpbench.observe import kineto
+from dpbench.records import Case, Phase, Span, Step, ledger
+from dpbench.records.activity import Activity, busy
+from dpbench.records.trial import Trial
+from tests.kineto_files import EXCERPTS
+
+DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64, device_kind="cuda")
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return kineto.read(EXCERPTS / "a100-x2-ddp-rank0.json.gz")
+
+
+def events(profile, **changes):
+    """Return the device events of a trace as torch.profiler's `events()` gives them, in microseconds."""
+    return [
+        SimpleNamespace(**{
+            "device_type": DeviceType.CUDA, "device_index": one.device, "name": one.name,
+            "time_range": SimpleNamespace(start=one.start_us - profile.zero_us, end=one.end_us - profile.zero_us),
+        } | changes)
+        for one in profile.device
+    ]  # fmt: skip
+
+
+def test_events_of_a_profiler_are_the_activities_of_the_trace(profile) -> None:
+    found = bench.activities_of(events(profile), {0: 1})
+    times = busy(found)[1]
+    assert len(found) == len(profile.device)
+    # the whole span has two steps of 222 and 220 ms; the figures are those of HTA, which leaves out the second step
+    assert times.compute_s == pytest.approx(2 * 0.037625, rel=0.04)
+    assert times.exposed_communication_s == pytest.approx(times.communication_s * (1 - 0.15), rel=0.01)
+    assert [one.metric for one in bench._busy_samples(found)] == [
+        "kernel_busy_s", "collective_busy_s", "exposed_communication_s",
+    ]  # fmt: skip
+
+
+def test_annotations_hosts_and_gpus_of_others_are_no_activities(profile) -> None:
+    assert bench.activities_of(events(profile, is_user_annotation=True), {0: 0}) == []
+    assert bench.activities_of(events(profile, device_type=DeviceType.CPU), {0: 0}) == []
+    assert bench.activities_of(events(profile), {3: 0}) == []
+
+
+BACKWARD = tuple(
+    Span(step, Phase.BACKWARD, 0, "cuda_event", at, at + 0.05) for step in range(2) for at in (step + 0.1, step + 0.2)
+)
+
+
+def activities(*named: tuple[str, float, float]) -> list[Activity]:
+    return [Activity(0, *one) for one in named]
+
+
+REDUCING = activities(
+    ("ncclDevKernel_Broadcast_RING_LL", 0.00, 0.01), ("volta_sgemm", 0.10, 0.12), ("volta_sgemm", 0.12, 0.14),
+    ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 0.13, 0.15),
+)  # fmt: skip
+
+
+def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backward() -> None:
+    found = bench.reductions(DDP, BACKWARD, REDUCING)
+    assert [(one.step, one.phase, one.clock) for one in found] == [(n, Phase.REDUCE, bench.PROFILED) for n in range(2)]
+    assert [(one.start_s, one.end_s) for one in found] == [
+        (pytest.approx(0.24), 0.25), (pytest.approx(1.24), 1.25),
+    ]  # fmt: skip
+    trial = Trial(case=DDP, steps=tuple(Step(1.0, False, n + 1.0) for n in range(2)), spans=(*BACKWARD, *found))
+    for phases in ledger.of_trial(trial):
+        assert phases["reduce"] == pytest.approx(0.01)
+        assert phases["backward"] == pytest.approx(0.09)
+
+
+def test_a_reduction_is_never_longer_than_its_backward() -> None:
+    long = activities(("ncclDevKernel_AllReduce_Sum_f32", 0.0, 9.0))
+    assert {(one.start_s, one.end_s) for one in bench.reductions(DDP, BACKWARD, long)} == {(0.2, 0.25), (1.2, 1.25)}
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "single"])
+def test_other_strategies_get_no_reduction_from_the_profile(strategy) -> None:
+    assert bench.reductions(replace(DDP, strategy=strategy), BACKWARD, REDUCING) == []
+
+
+def test_a_recorded_reduction_stays() -> None:
+    recorded = Span(0, Phase.REDUCE, 0, "host", 0.24, 0.25)
+    assert bench.reductions(DDP, (*BACKWARD, recorded), REDUCING) == []
+    assert bench.reductions(DDP, BACKWARD, REDUCING[:3]) == []
