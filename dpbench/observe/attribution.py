@@ -72,7 +72,8 @@ def attribute(profile: Profile) -> Attributed:
     main = _main_thread(threads)
     named = steps_of(threads.get(main, ()))
     copied = _copied(profile)
-    by_thread = {name: list(stretches(events, copied.get(name, {}))) for name, events in threads.items()}
+    backwards = sorted(event.start_us for event in profile.host if event.backward)
+    by_thread = {name: list(stretches(events, copied.get(name, {}), backwards)) for name, events in threads.items()}
     timeline = _timeline(by_thread, main, named)
     spans: list[Span] = []
     unlaunched = 0

@@ -28,7 +28,7 @@ from dpbench.observe.alignment import Aligned, align
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import Profile
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
+from dpbench.records import HOST, Case, Phase, Sample, Source, Step, Trial, ledger, words
 from dpbench.records.activity import Activity, busy
 from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
@@ -254,15 +254,14 @@ def rounds(trial: Trial) -> list[Trial]:
 
 
 def _cut(trial: Trial, number: int, first: int, last: int) -> Trial:
+    """Return the part of a trial from the step `first` to the step before `last`, as round `number`."""
     steps = trial.steps[first:last]
-    ends = {step.end_s for step in steps}
-    spans: tuple[Span, ...] = tuple(
-        replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last
-    )
-    lower, upper = (steps[0].start_s, max(ends)) if steps else (0.0, 0.0)
+    after_s = trial.steps[first - 1].end_s if first else float("-inf")
+    until_s = steps[-1].end_s if steps else 0.0
+    spans = (replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last)
     return replace(
-        trial, round=number, steps=steps, spans=spans,
-        samples=tuple(one for one in trial.samples if lower < one.time_s <= upper),
+        trial, round=number, steps=steps, spans=tuple(spans),
+        samples=tuple(one for one in trial.samples if after_s < one.time_s <= until_s),
         setup={"steps_s": sum(step.seconds for step in steps)},
     )  # fmt: skip
 

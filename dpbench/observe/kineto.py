@@ -24,6 +24,7 @@ _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
 """The categories of the events of host threads, and whether they contain only annotations."""
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
+_ENGINE = "autograd::engine::"
 _NO_NUMBER = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 
@@ -159,7 +160,8 @@ def read(path: Path) -> Profile:
         end_us, thread = start_us + dur_us, str(event.tid)
         if on_host:
             sequence = _number(extra.sequence, -1) if extra else -1
-            backward = extra is not None and _number(extra.forward, 0) > 0
+            in_backward = extra is not None and _number(extra.forward, 0) > 0
+            backward = in_backward or event.name.startswith(_ENGINE)
             host.append(HostEvent(event.name, thread, start_us, end_us, sequence, backward))
         elif category in _LAUNCH:
             correlation = _number(extra.correlation, -1) if extra else -1

@@ -50,16 +50,19 @@ def phase_of_copy(name: str) -> Phase | None:
     return {"Memcpy HtoD": Phase.SCATTER, "Memcpy DtoH": Phase.READ}.get(name[:11])
 
 
-def stretches(events: Sequence[HostEvent], copied: Mapping[float, Phase]) -> Iterator[Stretch]:
+def stretches(
+    events: Sequence[HostEvent], copied: Mapping[float, Phase], backwards: Sequence[float]
+) -> Iterator[Stretch]:
     """Yield the stretches of one thread in order of time; an inner phase interrupts the outer one.
 
-    `events` are in order of their start, an event before those within it.
-    `copied` has the starts of the thread's copies between host and device, and their phases.
+    `events` are in order of their start, an event before those within it. `copied` has the starts in microseconds of
+    the thread's copies between host and device, and their phases. `backwards` are the starts of autograd's operators in
+    all threads, in order: on GPUs, autograd runs backward in a thread of its own, and this thread waits.
     """
     copies = sorted(copied)
     closures = _with_backward(events)
     stack: list[tuple[float, Phase | None, bool]] = []  # end, phase, whether its operators are outermost
-    at_us, state = float("-inf"), _State()
+    at_us, state, passed = float("-inf"), _State(), 0
 
     def until(now_us: float) -> Iterator[Stretch]:
         nonlocal at_us
@@ -74,6 +77,10 @@ def stretches(events: Sequence[HostEvent], copied: Mapping[float, Phase]) -> Ite
 
     for number, event in enumerate(events):
         yield from until(event.start_us)
+        reached = bisect_right(backwards, event.start_us)
+        if reached > passed:
+            passed = reached
+            state.backward()
         outer, outermost = (stack[-1][1], stack[-1][2]) if stack else (None, True)
         copies_here = copied[copies[i]] if (i := bisect_right(copies, event.start_us)) < len(copies) and (
             copies[i] < event.end_us
@@ -101,6 +108,10 @@ class _State:
     def __init__(self) -> None:
         self._after_backward = self._clips = False
 
+    def backward(self) -> None:
+        """Note that a backward pass has run."""
+        self._after_backward, self._clips = True, False
+
     def phase_of(
         self, event: HostEvent, outer: Phase | None, outermost: bool, copies: Phase | None, *, closure: bool
     ) -> tuple[Phase | None, bool]:
@@ -111,7 +122,7 @@ class _State:
         """
         name = event.name
         if event.backward or name.startswith("autograd::"):
-            self._after_backward, self._clips = True, False
+            self.backward()
             return Phase.REDUCE if _ADDING.match(name) else Phase.BACKWARD, False
         if outer in (Phase.DATA, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CLIP, Phase.REDUCE):
             return outer, False
