@@ -47,6 +47,8 @@ GIVEN: tuple[dict[str, Any], ...] = (
         "model": ("pkg.mod:net", "b:c"),
         "strategy": ("mine.py:s",),
         "schedules": ("pool", "workers=pool,replicas=cached"),
+        "optimizer": "own",
+        "unverified": True,
     },
     {"ladder": True, "device_kind": "cpu", "size": "full", "budget": 12.5, "batch_per_device": (4, 8)},
     {"device_ids": (0, "GPU-8d3e"), "device_kind": "cuda", "placement": "colocated", "precision": "bf16"},

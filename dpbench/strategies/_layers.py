@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from dpbench.engine.containers import mapped
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Mark, Phase
@@ -150,7 +151,7 @@ class SpreadStep:
         with precision_of(self._case):
             output = self._wrapped(*arguments)
             with mark(Phase.LOSS, last.index):
-                loss = self._model.loss(output.to(last.torch_device), target)
+                loss = self._model.loss(mapped(output, lambda tensor: tensor.to(last.torch_device)), target)
                 loss = loss if scale == 1.0 else loss * scale
         with flow.during(Phase.BACKWARD, flow.at):
             self._updates.scaled(loss).backward()

@@ -93,6 +93,8 @@ def stages(case: Case, model: Model, count: int) -> list[nn.Module]:
 
     Raises ValueError if the module has fewer layers than stages, or cannot be cut into a chain of stages.
     """
+    if model.owns_loss:
+        raise _no_chain(case, model, "its forward returns the loss, which needs the batch in the last stage too")
     groups = grouped(case, model, count)
     number_of = {layer: number for number, group in enumerate(groups) for layer in group}
     try:

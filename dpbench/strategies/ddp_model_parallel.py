@@ -61,16 +61,17 @@ class DdpModelParallel(Strategy):
             wrapped = DistributedDataParallel(model.module)  # without device_ids, it moves no inputs
             # DDP synchronises buffers before the first layer
             wrapped.register_forward_pre_hook(lambda *_: flow.enter(Phase.FORWARD, root))
-            yield _Step(case, SpreadStep(case, model, flow, mark, wrapped), ExposedReduction(wrapped, root))
+            step = SpreadStep(case, model, flow, mark, wrapped)
+            yield _Step(case, step, ExposedReduction(wrapped, root), owns_loss=model.owns_loss)
 
 
 class _Step:
     """The training step of one rank on its rows of the batch."""
 
-    def __init__(self, case: Case, step: SpreadStep, reduction: ExposedReduction) -> None:
+    def __init__(self, case: Case, step: SpreadStep, reduction: ExposedReduction, *, owns_loss: bool) -> None:
         import torch.distributed as dist
 
-        self._case, self._step, self._reduction = case, step, reduction
+        self._case, self._step, self._reduction, self._owns_loss = case, step, reduction, owns_loss
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
@@ -79,7 +80,11 @@ class _Step:
         from dpbench.strategies._ranks import rows_of
 
         *arguments, mine = (rows_of(a, self._case, self._rank) for a in (*positional(inputs), target))
-        return self._step(tuple(arguments), mine, len(mine) * self._world / self._case.batch_size)
+        rows = self._case.rows[self._rank]
+        # a model's own loss is a mean with an unknown divisor, so each rank has the same weight, as in `RankStep`
+        return self._step(
+            tuple(arguments), mine, 1.0 if self._owns_loss else rows * self._world / self._case.batch_size
+        )
 
     def observe(self) -> list[Observed]:
         """Return a list with the span of the exposed reduction in the last step; it is empty on GPUs."""
