@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from dpbench.analysis import comparison, summary
+from dpbench.analysis import comparison, frames, summary
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
 
 
@@ -317,7 +317,7 @@ def test_labels_stand_beside_every_figure(of: Case, source: Source, expected: se
 
 def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     table = summary.rows([trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))])
-    found = summary.frame(table).set_index("strategy")
+    found = frames.frame(table).set_index("strategy")
     assert list(found.index) == ["single", "ddp", "dp"]
     assert found.loc["dp", "speedup_value"] == pytest.approx(1.5)
     assert found.loc["dp", "busy_1_s"] == 0.5
@@ -325,10 +325,10 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     assert found.loc["dp", "labels"] == "MEASURED CPU-ONLY"
     assert found.loc["ddp", "status"] == "oom"
     assert found.loc["ddp", [c for c in found.columns if c.endswith(("_value", "_s"))]].isna().all()
-    assert summary.frame([]).empty
-    assert list(summary.frame([]).columns) == list(summary.frame(table).columns)
-    wide = summary.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"])
-    assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(summary.frame([]).columns) - {
+    assert frames.frame([]).empty
+    assert list(frames.frame([]).columns) == list(frames.frame(table).columns)
+    wide = frames.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"])
+    assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(frames.frame([]).columns) - {
         "run_id",
         "memory_8_bytes",
         "memory_9_bytes",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from dpbench.analysis import imbalance, stats, summary
+from dpbench.analysis import frames, imbalance, stats, summary
 from dpbench.records import Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.records.work import Shapes
 
@@ -240,8 +240,8 @@ def test_columns_are_the_same_for_every_table_and_frames_carry_them() -> None:
     columns = imbalance.columns([("a", trials)], [("a", row.case, row.source) for row in table])
     assert list(columns) == list(imbalance.columns([], []))
     assert len(columns) == 9 * len(imbalance.QUANTITIES)
-    framed = summary.frame(table, extra=columns).set_index("strategy")
+    framed = frames.frame(table, extra=columns).set_index("strategy")
     assert framed.loc["dp", "imbalance_busy_time_first_value"] == pytest.approx(1.5)
     assert framed.loc["dp", "imbalance_busy_time_verdict"] == "no control"
     assert framed.isna().loc["single", "imbalance_busy_time_first_value"]
-    assert list(summary.frame([], extra=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]
+    assert list(frames.frame([], extra=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]

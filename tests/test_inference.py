@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpbench import strategies
-from dpbench.analysis import findings, stats, summary, transfers
+from dpbench.analysis import findings, frames, stats, summary, transfers
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.measure.worker import trial
@@ -223,7 +223,7 @@ def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(rep
     assert part.labels == ("MEASURED", "CPU-ONLY")
     assert [line[4].small for line in part.table.lines] == ["300 steps"] * 3
     assert "not enough steps" in markdown.render(report)
-    table = summary.frame(report.rows)
+    table = frames.frame(report.rows)
     assert set(table["p99_withheld"]) == {"too few steps"}
     assert not [one for one in table["p95_withheld"] if one]
     assert (table["p95_low"] < table["p95_value"]).all()

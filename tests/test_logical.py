@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.cli import predicting
+from dpbench.cli.predicted import predictions_table
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.cpu_model import ENGINE, ProbedHost, step
 from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
@@ -179,7 +179,7 @@ def on_host(figures: dict[str, float]) -> Machine:
 
 def test_predictions_for_logical_devices_are_labelled_experimental() -> None:
     predictor = Predictor(on_host(FIGURES), measured={("net", "small", "fp32"): PROFILE})
-    header, *_, line = predicting.predictions_table([predictor.predict(case("ddp"))]).splitlines()
+    header, *_, line = predictions_table([predictor.predict(case("ddp"))]).splitlines()
     assert header.endswith("label")
     assert line.endswith("PREDICTED, EXPERIMENTAL, CPU-ONLY")
 

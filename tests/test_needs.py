@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.cli.predicting import needs_table as told
+from dpbench.cli.predicted import needs_table as told
 from dpbench.predict.cases import UNTRACED, Predictor, needs
 from dpbench.predict.memory import CONTEXT_BYTES, NCCL_BYTES
 from dpbench.records import Case, Source, Status, machine

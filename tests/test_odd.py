@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from dpbench.analysis import summary
+from dpbench.analysis import frames, summary
 from dpbench.analysis.findings import text
 from dpbench.cli.progress import table
 from dpbench.cli.showing import report_of
@@ -83,7 +83,7 @@ def readers(trials: list[Trial]) -> dict[str, str]:
         "page": page.render(content),
         "markdown": markdown.render(content),
         "explain": text.render(content.diagnoses, rows),
-        "csv": summary.frame(rows).to_csv(),
+        "csv": frames.frame(rows).to_csv(),
         "jsonl": "".join(export.jsonl(run.id, trials)),
     }
     for line in shown["jsonl"].splitlines():

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from dpbench.cli import predicting, shapes
+from dpbench.cli import predicted as tables
+from dpbench.cli import shapes
 from dpbench.cli.progress import Progress, device_bars
 from dpbench.measure import forecast
 from dpbench.measure import run as runner
@@ -75,7 +76,7 @@ def strict(text: str) -> typing.Any:
 @pytest.fixture
 def names(monkeypatch):
     """Let msgspec read the annotations whose names are imported for type checkers only."""
-    for module, kinds in ((shapes, (Forecast, Found)), (predicting, (Need, WhatIf)), (forecast, (Options,))):
+    for module, kinds in ((shapes, (Forecast, Found)), (tables, (Need, WhatIf)), (forecast, (Options,))):
         for kind in kinds:
             monkeypatch.setattr(module, kind.__name__, kind, raising=False)
 
@@ -124,7 +125,7 @@ def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, na
     assert [one.cases for one in read(shapes.RunList, dpbench("list", "runs", "--json")[1]).runs] == [3]
     assert [one.trials for one in read(shapes.ShownRun, dpbench("show", "--json")[1]).cases][-1] == {"oom": 1}
     asked = ("predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--devices", "1,2", "--strategies")
-    predicted = read(predicting.Predictions, dpbench(*asked, "single,dp", "--json")[1])
+    predicted = read(tables.Predictions, dpbench(*asked, "single,dp", "--json")[1])
     one, two = predicted.cases[0], predicted.cases[-1]
     assert one.step_s.low < one.step_s.value < one.step_s.high
     assert (two.case.devices, two.scaling, list(two.labels)) == (2, "weak", ["PREDICTED"])

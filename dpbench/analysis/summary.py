@@ -8,13 +8,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
 from dpbench.records import (
-    CASE_FIELDS,
     UNATTRIBUTED,
     Case,
     Fault,
@@ -31,17 +29,12 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.work import DRAWS
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 PERCENTILES = (95, 99)
 """The percentiles of the durations of steps; their median is `Row.step`."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with a description of its source."""
 COLOCATED = "COLOCATED"
 Value = TypeVar("Value")
-DEVICE_COLUMNS = 8
-"""The number of devices for which every flat table has columns, so that the tables of different runs match."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,47 +355,3 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
     return {device: statistics.median(values) for device, values in sorted(found.items())}
-
-
-def frame(
-    table: Sequence[Row],
-    run_ids: Sequence[str] = (),
-    extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
-) -> pd.DataFrame:
-    """Return the rows as a flat table with one line per row.
-
-    Each estimate and percentile has four columns: value, low, high and withheld. The last has the reason why reports do
-    not show the number; it is empty if they show it. The columns are the same for every run, except for devices beyond
-    the first eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have
-    one value per row.
-    """
-    import pandas as pd  # here, because a measuring process needs the rest of this module without it
-
-    count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
-    flat = [_record(row, count) for row in table]
-    found = pd.DataFrame(flat, columns=list(_record(BLANK, count)))
-    if extra:
-        found = pd.concat([found, pd.DataFrame(dict(extra))], axis=1)
-    if run_ids:
-        found.insert(0, "run_id", list(run_ids))
-    return found
-
-
-def _record(row: Row, devices: int) -> dict[str, object]:
-    """Return one line of the flat table by column name, with columns for `devices` devices."""
-    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
-    record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
-    for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
-        estimate: Estimate | None = getattr(row, name)
-        for part in ("value", "low", "high"):
-            record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
-        record[f"{name}_withheld"] = estimate.doubt if estimate else None
-    for number in PERCENTILES:
-        found = row.percentiles.get(number)
-        for part in ("value", "low", "high"):
-            record[f"p{number}_{part}"] = getattr(found, part) if found else None
-        record[f"p{number}_withheld"] = found.doubt or None if found else None
-    record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
-    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
-    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
-    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}

@@ -206,7 +206,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     trace: a timeline of the first good trial of each case, for Perfetto or speedscope; with --split for Holistic Trace
     Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
-    from dpbench.analysis import imbalance, summary
+    from dpbench.analysis import frames, imbalance, summary
     from dpbench.store import Store, export
 
     export.check(format, every=every, output=output, **only)
@@ -220,7 +220,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         beside = imbalance.columns(
             [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
         )
-        pieces = iter([summary.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
+        pieces = iter([frames.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
     else:
         pieces = export.pieces(format, runs, summary.labels, every=every, output=output, **only)
     try:

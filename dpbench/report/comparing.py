@@ -146,7 +146,7 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
 def numbers(found: Comparisons) -> list[dict[str, object]]:
     """Return one record per case in the order of the table: the case, its verdict, its numbers in seconds or as ratios.
 
-    A number in doubt is withheld, as in `summary.frame`: its reason is the value of the column whose name ends so.
+    A number in doubt is withheld, as in `frames.frame`: its reason is the value of the column whose name ends so.
     """
     return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
 

@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "ladder": ("step", "speedup", "phase"),
     "steps": ("step",),
 }
-"""The first parts of the names of the numbers that the page's script saves for a section; see `summary.frame`."""
+"""The first parts of the names of the numbers that the page's script saves for a section; see `frames.frame`."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.analysis import hosts
+from dpbench.analysis import frames, hosts
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import Row, frame
+from dpbench.analysis.summary import Row
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, schedule, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import HOSTS, Estimate
@@ -171,7 +171,7 @@ def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
 def as_json(rows: Sequence[Row]) -> str:
     """Return the numbers of all rows as JSON text that is safe inside an HTML script element."""
     ordered = small_multiples.order(rows)
-    flat = frame(ordered).to_dict("records")
+    flat = frames.frame(ordered).to_dict("records")
     return embedded([{"id": naming.case_id(row.case), **record} for row, record in zip(ordered, flat, strict=True)])
 
 

@@ -1,0 +1,175 @@
+"""Predicted: the tables and the JSON of `dpbench predict`."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dpbench.cli import shapes
+from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, schedule, words
+from dpbench.records.words import aligned
+
+if TYPE_CHECKING:
+    from dpbench.predict.cases import Need, Prediction
+    from dpbench.predict.scoring.published import Excluded
+    from dpbench.predict.scoring.score import ScoreLine
+    from dpbench.predict.what_if import WhatIf
+
+COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
+           "profile", "label")  # fmt: skip
+SHOWN = 0.03
+"""The smallest fraction of a step's time with which a phase is shown in the table of predictions."""
+SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
+          "hard n", "hard MAPE", "left out")  # fmt: skip
+
+
+def predictions_table(found: Sequence[Prediction]) -> str:
+    """Return the predictions as the text of a table with one line per case."""
+    return "\n".join(aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10)))
+
+
+def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
+    from dpbench.analysis.summary import labels
+    from dpbench.predict.cases import speedup
+
+    case = one.case
+    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
+    ratio, scaling = speedup(one, others)
+    weak = " weak" if scaling == "weak" else ""
+    return (
+        case.model, case.strategy + schedule, str(case.devices), str(case.batch_size),
+        words.number(one.seconds * 1e3), f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
+        words.number(case.batch_size / one.seconds),
+        f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "", _phases(one), one.profile,
+        ", ".join(labels(Trial(case=case, source=Source.PREDICTED))),
+    )  # fmt: skip
+
+
+def _phases(one: Prediction) -> str:
+    """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of the step."""
+    if not one.spans:
+        return "none (formula)"
+    charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
+    shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
+    return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
+
+
+NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "other GPUs", "GPU 0 reserved",
+         "with context and NCCL", "fits", "largest batch", "label")  # fmt: skip
+
+
+def needs_table(found: Iterable[Need]) -> str:
+    """Return a table with each case's memory peaks on device 0 and on the other devices, and whether the case fits."""
+    lines: list[tuple[str, ...]] = [NEEDS]
+    for one in found:
+        case = one.case
+        schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
+        head = (case.model, case.strategy + schedule, str(case.devices), str(case.batch_size))
+        if one.reason:
+            lines.append((*head, *["-"] * 4, one.reason, "", "PREDICTED"))
+            continue
+        allocated, reserved = one.peaks("allocated"), one.peaks("reserved")
+        fits = {True: "yes", False: f"no: device {one.failed_device}", None: "unknown"}[one.fits]
+        others = words.size(max(allocated[1:])) if allocated[1:] else ""
+        held = (words.size(allocated[0]), others, words.size(reserved[0]), words.size(one.process_bytes[0]))
+        lines.append((*head, *held, fits, "" if one.largest is None else str(one.largest), "PREDICTED"))
+    return "\n".join(aligned(lines, left=(0, 1, 8, 10)))
+
+
+def what_ifs_table(found: Sequence[WhatIf]) -> str:
+    """Return a table of the predicted gains from changes of the schedule or of the machine.
+
+    Schedules whose gains are equal in the precision of the table share one line, with the effect of the first rung.
+    """
+    lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast")]
+    for _, tied in itertools.groupby(
+        found, key=lambda one: (one.model, (bool(one.schedule) and _gain(one)) or one.change)
+    ):
+        group = sorted(tied, key=lambda one: list(schedule.EFFECTS).index(one.schedule) if one.schedule else 0)
+        one = group[0]
+        names = ", ".join(other.schedule for other in group)
+        change = f"schedule {names}: {schedule.EFFECTS[one.schedule]}" if one.schedule else one.change
+        lines.append((one.model, str(one.devices), str(one.batch), change, words.number(one.seconds * 1e3),
+                      words.number(one.batch / one.seconds), _gain(one)))  # fmt: skip
+    return "\n".join(aligned(lines, left=(0, 3)))
+
+
+def _gain(one: WhatIf) -> str:
+    return f"{words.number(one.gain)}x"
+
+
+def scores_table(lines: Iterable[ScoreLine]) -> str:
+    """Return the scores of predictions as a table with one line per group of rows, strategy and metric."""
+    rows = [SCORES]
+    for one in lines:
+        rows.append((
+            one.group, one.strategy, one.metric, str(one.n), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}",
+            f"{one.bias:+.1%}", f"{one.overhead:+.0%}", f"{one.skill:+.2f}",
+            "" if one.coverage is None else f"{one.coverage:.0%}", str(one.hard_n),
+            "" if one.hard_mape is None else f"{one.hard_mape:.1%}", str(one.excluded),
+        ))  # fmt: skip
+    return "\n".join(aligned(rows, left=(0, 1, 2)))
+
+
+def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
+    """Return one line of text per reason for leaving out rows: the number of rows, and the ids of the first `most`."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        reasons.setdefault(row.reason, []).append(row.id)
+    counts = Counter({reason: len(ids) for reason, ids in reasons.items()})
+    return "\n".join(
+        f"{count:5d}  {reason}: {', '.join(reasons[reason][:most])}{', ...' if count > most else ''}"
+        for reason, count in counts.most_common()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedCase:
+    """The prediction of one case: `step_s` and `speedup`, which is null without a case on one device.
+
+    Both have 80 % intervals.
+
+    `memory` is what `dpbench predict --memory` adds: the peaks in bytes of each device, and whether they fit.
+    """
+
+    label: str
+    labels: Sequence[str]
+    case: Case
+    step_s: shapes.Interval
+    samples_per_s: float
+    speedup: shapes.Interval | None
+    scaling: str
+    phases_s: Mapping[str, float]
+    profile: str
+    memory: Need | None
+
+    @classmethod
+    def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
+        """Return a prediction as a record; `others` are the predictions in which its baseline is sought."""
+        from dpbench.analysis.summary import labels
+        from dpbench.predict.cases import speedup
+
+        ratio, scaling = speedup(one, others)
+        return cls(
+            label=one.case.label, labels=labels(one.trial()), case=one.case, profile=one.profile, scaling=scaling,
+            step_s=shapes.Interval(value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""),
+            samples_per_s=one.case.batch_size / one.seconds, memory=one.need,
+            speedup=shapes.Interval.of(ratio),
+            phases_s=ledger.phases(Step(one.seconds, False, one.seconds), one.spans),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """The JSON of `dpbench predict`; `what_ifs` has the gains of changes of the schedule or of the machine."""
+
+    machine: str
+    description: str
+    answers: Sequence[shapes.AnswerFacts]
+    cases: Sequence[PredictedCase]
+    what_ifs: Sequence[WhatIf]
+    measured_steps: Sequence[str]
+    schema: int = shapes.SCHEMA
