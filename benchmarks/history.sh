@@ -103,7 +103,8 @@ mkdir -p .asv/trials
 "$python" -m asv run --bench just-discover --environment "existing:$python" --no-pull >"$work/discovered" 2>&1 ||
     { cat "$work/discovered" >&2; say "asv cannot list the benchmarks"; exit 1; }
 # shellcheck disable=SC2086  # one word per commit
-say "$("$python" reports/asv_history.py expect $commits)"
+expected=$("$python" reports/asv_history.py expect $commits)
+say "$expected"
 
 status=0
 for commit in $commits; do

@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,22 @@ def test_the_step_is_detected_and_drawn(kept: Path) -> None:
     assert panel.svg.count("data-bar") == 6 + 2
     ids = re.findall(r'<section id="([^"]*)"', page.render(found))
     assert ids.index("utilisation") < ids.index("history") < ids.index("cases")
+
+
+def test_a_step_within_the_intervals_does_not_count(tmp_path: Path) -> None:
+    pytest.importorskip("asv.step_detect", reason="asv detects the steps")
+    with Store.create(tmp_path / "s.db") as store:
+        for number, seconds in enumerate((0.010, 0.0101, 0.0102, 0.011, 0.0109)):
+            scales = (0.8, 1.0, 1.2, 0.9)
+            trials = [
+                replace(trial, steps=tuple(Step(one.seconds * scale, False, one.end_s) for one in trial.steps))
+                for trial, scale in zip(trials_of(CASE, seconds), scales, strict=True)
+            ]
+            last = add(store, trials, f"c0ffee{number}")
+    found = report(tmp_path / "s.db", last)
+    assert [(one.first, one.end) for one in found.histories[0].levels] == [(0, 5)]
+    (section,) = [one for one in figures.sections(found) if one.id == "history"]
+    assert section.panels[0].caption == "5 commits. No step is detected."
 
 
 def test_without_asv_the_section_has_no_steps_and_says_so(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:

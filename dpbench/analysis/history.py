@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from dpbench.analysis import stats, summary
@@ -72,7 +74,7 @@ def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mappin
     for case in cases:
         points = _points(case, usable)
         if len(points) >= COMMITS:
-            found.append(History(case, points, _levels([point.step.value for point in points])))
+            found.append(History(case, points, _levels([point.step for point in points])))
     return tuple(found)
 
 
@@ -107,10 +109,24 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
     return tuple(found)
 
 
-def _levels(seconds: Sequence[float]) -> tuple[Level, ...] | None:
-    """Return the levels of a series between the steps that asv detects; None if asv is not installed."""
+def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
+    """Return the levels of a series between the steps that asv detects; None if asv is not installed.
+
+    Of few points, asv makes a level of nearly every point. A detected step therefore counts only if the intervals of
+    the two points beside it do not overlap. The seconds of a level are the median of its points.
+    """
     try:
         from asv.step_detect import detect_steps
     except ImportError:
         return None
-    return tuple(Level(first, end, float(value)) for first, end, value, *_ in detect_steps(list(seconds)))
+    widths = [point.high - point.low for point in points]
+    least = max(widths) * 1e-3 or 1.0  # an interval without width would have an infinite weight
+    detected = detect_steps([point.value for point in points], [1 / max(width, least) for width in widths])
+    starts = [first for first, *_ in detected if first and _apart(points[first - 1], points[first])]
+    edges = pairwise([0, *starts, len(points)])
+    return tuple(Level(a, b, statistics.median(point.value for point in points[a:b])) for a, b in edges)
+
+
+def _apart(one: Estimate, other: Estimate) -> bool:
+    """Return whether the intervals of two estimates do not overlap."""
+    return one.high < other.low or other.high < one.low

@@ -30,8 +30,9 @@ def section(report: Report) -> Section | None:
     return Section(
         "history", "History",
         "The step time over the commits in the store, in the order of their first runs, on this machine and version of "
-        "torch. Whiskers are 95% intervals. A horizontal line is a level: between two levels, asv detects a step. Runs "
-        "at different times also differ in the state of the machine. Runs with uncommitted changes are left out.",
+        "torch. Whiskers are 95% intervals. A horizontal line is a level: between two levels, asv detects a step, and "
+        "the intervals beside the step do not overlap. Runs at different times also differ in the state of the "
+        "machine. Runs with uncommitted changes, and step times of too few rounds, are left out.",
         panels, " ".join(filter(None, (more, blind))),
     )  # fmt: skip
 
@@ -75,5 +76,5 @@ def _caption(history: History) -> str:
         way = "longer" if change > 0 else "shorter"
         said.append(f"At {history.points[after.first].commit} the step is {words.percent(abs(change))} {way}.")
     if history.levels is not None and len(levels) == 1:
-        said.append("asv detects no step.")
+        said.append("No step is detected.")
     return naming.plain(" ".join(said))
