@@ -59,7 +59,11 @@ its figures; NOISY says that other processes used the cores.</p>
 <h2>Earlier studies</h2>
 <ul>
 {% for name, title, paged in studies %}
-<li><a href="{{ name }}/README.md">{{ title }}</a>{% if paged %}, <a href="{{ name }}/index.html">page of {{ name }}</a>{% endif %}</li>
+<li><a href="{{ name }}/README.md">{{ title }}</a>
+{% if paged %}
+(<a href="{{ name }}/index.html">page of {{ name }}</a>)
+{% endif %}
+</li>
 {% endfor %}
 </ul>
 </section>
