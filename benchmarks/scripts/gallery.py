@@ -38,7 +38,7 @@ TEMPLATE = """<!doctype html>
 <body>
 <main class="runs">
 <h1>dpbench: reports of real runs</h1>
-<p>Every run here was made on a CPU: the authors have had no machine with a GPU. A label beside a run qualifies all of
+<p>{% if only_cpu %}Every run here was made on a CPU, and says nothing about GPUs. {% endif %}The labels of a run qualify
 its figures; NOISY says that other processes used the cores.</p>
 {% for name, one in entries %}
 <section id="{{ name }}">
@@ -127,7 +127,7 @@ def listed(reports: Path) -> str:
     style = page.text_of("page.css")
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(TEMPLATE).render(
-        entries=entries, studies=studies, trials=TRIALS, style=Markup(style),
+        entries=entries, studies=studies, only_cpu=all({"CPU-ONLY", "EMULATED"} & {*one.labels} for one in found.values()), trials=TRIALS, style=Markup(style),
         allowed=Markup(page.allowed(style)),
     )  # fmt: skip
 
