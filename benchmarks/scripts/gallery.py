@@ -38,8 +38,8 @@ TEMPLATE = """<!doctype html>
 <body>
 <main class="runs">
 <h1>dpbench: reports of real runs</h1>
-<p>{% if only_cpu %}Every run here was made on a CPU, and says nothing about GPUs. {% endif %}The labels of a run qualify
-its figures; NOISY says that other processes used the cores.</p>
+<p>{% if only_cpu %}Every run here was made on a CPU, and says nothing about GPUs. {% endif %}The labels of a run
+qualify its figures; NOISY says that other processes used the cores.</p>
 {% for name, one in entries %}
 <section id="{{ name }}">
 <h2>{{ one.title }}</h2>
@@ -124,10 +124,11 @@ def listed(reports: Path) -> str:
         for path in sorted(reports.glob("*/README.md"))
         if path.parent.name not in found and (heading := re.match(r"# (.+)", path.read_text(encoding="utf-8")))
     ]
+    only_cpu = all({"CPU-ONLY", "EMULATED"} & {*one.labels} for one in found.values())
     style = page.text_of("page.css")
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return jinja.from_string(TEMPLATE).render(
-        entries=entries, studies=studies, only_cpu=all({"CPU-ONLY", "EMULATED"} & {*one.labels} for one in found.values()), trials=TRIALS, style=Markup(style),
+        entries=entries, studies=studies, only_cpu=only_cpu, trials=TRIALS, style=Markup(style),
         allowed=Markup(page.allowed(style)),
     )  # fmt: skip
 
