@@ -65,7 +65,8 @@ class Verdict:
             return text
         return (
             f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
-            "draw them with torch from its default generator, or disable the model's randomness (for example dropout)"
+            "draw them with torch from its default generator, and not in compiled code or on layers spread over GPUs, "
+            "or disable the model's randomness (for example dropout)"
         )
 
 
@@ -221,11 +222,10 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
 def _replays(case: Case, parts: Split) -> bool:
     """Return whether each forward pass of a step can draw random numbers that its inputs determine.
 
-    Compiled code and the graphs of a GPU draw their own numbers, and so does each device of a forward that several
-    devices run.
+    Compiled code and the graphs of a GPU draw their own numbers.
     """
     graphs = case.schedule not in ("", FASTEST) and parse(case.schedule).graphs == "on"
-    return not (parts.spread or case.compile or graphs)
+    return parts.replays and not (case.compile or graphs)
 
 
 def _replay(module: nn.Module, parts: Split) -> None:

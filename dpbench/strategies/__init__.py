@@ -46,12 +46,13 @@ class Split:
     """How one step splits the batch: the number of samples of each forward pass, in the order of the batch.
 
     `block` is the name of the submodule that runs on the parts, if the rest of the module runs on the whole batch.
-    `spread` is whether a forward pass uses several devices, each of which draws its own random numbers.
+    `replays` is whether one call of the module's forward, with one generator of random numbers, is one forward pass;
+    verification can then replay the random numbers.
     """
 
     rows: tuple[int, ...]
     block: str = ""
-    spread: bool = False
+    replays: bool = True
 
 
 class Unpredictable(ValueError):
@@ -102,8 +103,9 @@ class Strategy(Protocol):
         By default, each replica runs its samples in one forward pass.
         """
         layers = self.traits.parallelism is Parallelism.LAYERS  # every device processes the whole batch
-        spread = layers or self.traits.devices_per_replica > 1
-        return Split((case.batch_size,) if layers else case.rows, spread=spread)
+        # each GPU has its own generator
+        generators = case.device_kind == "cuda" and (layers or self.traits.devices_per_replica > 1)
+        return Split((case.batch_size,) if layers else case.rows, replays=not generators)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return one step of a case as a graph of tasks, from which the predictor computes the step time.

@@ -56,7 +56,7 @@ class Pipelined(Strategy):
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch; one micro-batch has all rows if they cannot be split equally."""
         parts = 1 if case.batch_size % MICRO_BATCHES else MICRO_BATCHES
-        return Split(chunk_sizes(case.batch_size, parts), spread=True)
+        return Split(chunk_sizes(case.batch_size, parts), replays=False)
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
