@@ -46,10 +46,14 @@ def plug(library: str, name: str) -> Any:
             f"pip install 'torch-dpbench[{registry.LIBRARIES[library]}]'"
         ) from error
     except Exception as error:  # torchvision registers operators at import and raises RuntimeError without them
+        vision = (
+            ""
+            if registry.LIBRARIES[library] != "vision"
+            else ("torchvision 0.28.0, which timm also needs, fails with the CPU build of torch 2.13.0; ")
+        )
         raise ImportError(
             f"--model {library}:{name}: the installed {library} does not work with torch {torch.__version__} "
-            f"({type(error).__name__}: {error}); torchvision 0.28.0, which timm also needs, fails with the "
-            "CPU build of torch 2.13.0: install torch and torchvision from the same index"
+            f"({type(error).__name__}: {error}); {vision}install torch and {library} from the same index"
         ) from error
     found = form.make(imported, name)
     if found is None:
