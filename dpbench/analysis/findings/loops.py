@@ -1,6 +1,7 @@
 """Loops: the rules about observed training loops: loading, reads, copies, launches, evaluation, skipped updates.
 
-Each rule judges one loop alone, because nothing is like the loop of a user. The remedies are lines of code or commands.
+Each rule judges one loop without comparing it with others, because the loop of a user has no counterpart. The remedies
+are lines of code or commands.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
 MOST_WORKERS = 8
 """The largest number of workers that a line of code uses; the command measures how many are enough."""
 ASIDE = 0.2
-"""Evaluation or checkpoints dominate if they take at least this fraction of their own time and that of all steps."""
+"""Evaluation or checkpoints dominate if their time is at least this fraction of its sum with the time of all steps."""
 SKIPPED = 0.02
 """The fraction of updates that a GradScaler may skip; it skips a few while it looks for its scale."""
 PLACES = 3
@@ -104,7 +105,7 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     return Evidence(
         says="batches are copied to the GPU from pageable memory",
         numbers=f"{duration(seconds)} per step{moved}; a copy from pinned memory is faster, and with non_blocking=True "
-        "it can run beside the host",
+        "the host does not wait for it",
         size_s=seconds, share=context.share(Phase.SCATTER.value), code=PINNED.format(batch or "batch_size"),
     )  # fmt: skip
 
@@ -144,7 +145,7 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
 
 
 def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return the predicted gain of one process per device; `Missing` without a prediction, None if it is no gain."""
+    """Return the predicted gain of one process per device; return `Missing` with the reason if there is none."""
     other, step = context.alternative, context.row.step
     if isinstance(other, str) or step is None:
         return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
