@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from dpbench.analysis.findings.rule import Finding
 from dpbench.analysis.report import Report
 from dpbench.analysis.verdict import Ground
 from dpbench.cli.loading import loaders
-from dpbench.records import Phase, Source, Trial
+from dpbench.records import Phase, Sample, Source, Trial
 from dpbench.records.observed import Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
@@ -131,6 +132,12 @@ def test_a_loop_of_unknown_parts_names_them() -> None:
     assert any("not understood: autograd.grad was called" in str(one) for one in found.warnings)
 
 
+def test_an_unknown_fact_that_affects_no_step_leaves_the_verdict_as_it_is() -> None:
+    answer, _, _ = read(made.loop(unknown=(Unknown(problem="the number of workers is unknown", steps=0),)))
+    assert answer.choice is Choice.KEEP
+    assert "not understood: the number of workers is unknown;" in answer.certainty
+
+
 def test_reads_each_step_are_found_with_their_lines() -> None:
     places = {"train.py:31 item": 50, "train.py:40 cpu": 50, "log.py:7 print": 25, "log.py:9 item": 5}
     one = finding(on_gpu(made.with_part(Phase.READ, 0.003), reads=places), "reads", made.GPU_FACTS)
@@ -159,6 +166,9 @@ def test_launch_bound_needs_the_kernels_of_a_gpu_and_a_host_that_does_not_wait()
     assert "the batch of 64 is too small" in one.evidence.numbers
     assert not finding(on_gpu(busy={0: 0.0096}), "launches", made.GPU_FACTS), "a busy GPU"
     assert not finding(on_gpu(), "launches", made.GPU_FACTS), "unknown kernels"
+    collective = Sample(0.0, 0, "collective_busy_s", 0.0066)
+    beside = [replace(one, samples=(*one.samples, collective)) for one in on_gpu(busy={0: 0.003})]
+    assert not finding(beside, "launches", made.GPU_FACTS), "collectives fill the GPU"
     waits = on_gpu(made.with_part(Phase.DATA, 0.02), busy={0: 0.0096})
     assert not finding(waits, "launches", made.GPU_FACTS), "the host waits for its loader"
     assert not finding(made.loop(busy={0: 0.003}), "launches"), "a CPU has no launches"
@@ -197,6 +207,8 @@ def test_evaluation_and_checkpoints_are_compared_with_the_seconds_of_all_steps()
     assert finding(made.loop(checkpoint_s=0.5 * steps_s), "checkpoints")
     both, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.02), evaluation_s=0.3 * 52 * 0.0297))
     assert both.headline.startswith("the loop waits for its DataLoader"), "the larger of the two comes first"
+    both, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.02), evaluation_s=3 * 52 * 0.0297))
+    assert both.headline.startswith("evaluation takes"), "the larger of the two comes first"
 
 
 def test_skipped_updates_waste_their_steps() -> None:

@@ -156,7 +156,7 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
     for case, one in unknown:
         yield Caveat(
             kind="not understood", text=f"not understood: {one.problem}",
-            cases=((case, f"in {words.count(one.steps, 'step')}"),),
+            cases=((case, f"in {words.count(one.steps, 'step')}" if one.steps else ""),),
         )  # fmt: skip
 
 

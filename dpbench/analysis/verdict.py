@@ -14,7 +14,7 @@ from pathlib import PurePath
 from dpbench.analysis import decision
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
-from dpbench.analysis.findings import Diagnosis
+from dpbench.analysis.findings import Diagnosis, loops
 from dpbench.analysis.findings.rule import Evidence
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
@@ -195,8 +195,7 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
         gpus = dict.fromkeys(str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu"))
         where = f" on {', '.join(gpus)}" if gpus else ""
         yield f"from a profiler's trace{where}; the profiler itself slows the host"
-    for one in loop.unknown:
-        yield f"not understood: {one.problem} (in {words.count(one.steps, 'step')})"
+    yield from (f"not understood: {said}" for said in loops.unclear(loop))
     if foreign_load.NOISY in row.labels:
         yield f"other processes used the cores ({foreign_load.NOISY})"
     if row.case.device_kind == "cpu":

@@ -23,7 +23,10 @@ OBSERVED = "observed"
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """A part of a loop that dpbench did not understand: `problem` describes it, and `steps` is how many it affects."""
+    """A part of a loop that dpbench did not understand: `problem` describes it, and `steps` is how many it affects.
+
+    A fact that is unknown but changes no phase, such as the number of workers in a trace, affects 0 steps.
+    """
 
     problem: str
     steps: int

@@ -13,7 +13,7 @@ from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, J
 from dpbench.analysis.stats import quotient
 from dpbench.records import Case, Phase
 from dpbench.records.case import MOVING
-from dpbench.records.observed import Observed
+from dpbench.records.observed import Observed, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count, duration, interval, long_time, number, percent, size, time
@@ -36,8 +36,6 @@ MOST_WORKERS = 8
 """The largest number of workers that a line of code uses; the command measures how many are enough."""
 ASIDE = 0.2
 """Evaluation or checkpoints dominate if their time is at least this fraction of its sum with the time of all steps."""
-SKIPPED = 0.02
-"""The fraction of updates that a GradScaler may skip; it skips a few while it looks for its scale."""
 PLACES = 3
 """The largest number of places in the script that a finding names."""
 
@@ -118,7 +116,9 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
     row = context.row
     if context.case.device_kind != "cuda" or not row.busy or row.step is None:
         return None
-    busy_s = max(row.busy.values())
+    # busy time leaves out collectives, in which a GPU may wait for its peers
+    collectives = [s for trial in context.trials for v in trial.readings("collective_busy_s").values() for s in v]
+    busy_s = max(row.busy.values()) + max(collectives, default=0.0)
     waits_s = sum(row.phases.get(phase.value, 0.0) for phase in (Phase.DATA, *MOVING, Phase.READ))
     batch = f"the batch of {context.case.batch_size}" if context.case.batch_size else "the batch"
     other_s = busy_s + waits_s
@@ -185,7 +185,7 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
 
 def _skipped(context: CaseContext, loop: Observed) -> Judgement:
     steps = sum(len(trial.steps) for trial in context.trials)
-    if not steps or loop.skipped_updates < SKIPPED * steps or context.row.step is None:
+    if not steps or not loop.skipped_updates or context.row.step is None:
         return None
     lost = min(1.0, loop.skipped_updates / steps)
     return Evidence(
@@ -198,7 +198,11 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
 
 def unclear(loop: Observed) -> list[str]:
     """Return one text for each part of the loop that dpbench did not understand."""
-    return [f"{one.problem} (in {count(one.steps, 'step')})" for one in loop.unknown]
+    return [_affected(one) for one in loop.unknown]
+
+
+def _affected(one: Unknown) -> str:
+    return f"{one.problem} (in {count(one.steps, 'step')})" if one.steps else one.problem
 
 
 RULES = (
