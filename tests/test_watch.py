@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from torch.utils.data import DataLoader, dataloader
 
-from dpbench.observe import loop, script, seams
+import dpbench
+from dpbench.cli import cli
+from dpbench.observe import joining, loop, script, seams
+from dpbench.observe.moments import GpuTimes
 from dpbench.observe.recorder import Recorder
-from dpbench.records import UNATTRIBUTED, ledger
+from dpbench.records import HOST, UNATTRIBUTED, Phase, ledger
+from dpbench.records.observed import observed
+from dpbench.records.registry import Role
+from dpbench.store import Store
+from tests.test_clock import Time, gpus
 
 HEAD = '''
 import sys, time
@@ -189,6 +201,18 @@ for epoch in range(4):
     torch.save(net, __import__("io").BytesIO())
     losses.append(loss.item())
 """,
+    "engine": """
+import dpbench
+net.layers[3].p = 0.0  # replicas draw random numbers in the order in which their threads run
+wrapped = dpbench.DataParallel(net, device_ids=["cpu", "cpu"])
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for x, y in batches():
+    opt.zero_grad()
+    loss = criterion(wrapped(x), y)
+    loss.backward()
+    opt.step()
+    losses.append(loss.item())
+""",
     "graph": """
 opt = torch.optim.Adam(net.parameters())
 data = Rows(64)
@@ -234,15 +258,6 @@ def watched(folder: Path, name: str, plant: str = "", width: int = 16) -> tuple[
     return loop.of(recorder), recorder, variables
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Run the scripts with one thread of torch, as their steps are too small for several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_path: Path) -> None:
     found, recorder, variables = watched(tmp_path, name, width=1024)
@@ -262,6 +277,8 @@ def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_
     assert found.loader_workers == (-1 if name in ("hand", "graph") else 0)
     assert (found.evaluation_s > 0.05) == (name in ("evaluated", "graph"))
     assert (found.checkpoint_s > 0) == (name == "evaluated")
+    assert recorder.seen.devices == (2 if name == "engine" else 1)
+    assert ({"scatter", "replicate", "gather"} <= {*rows[-1]}) == (name == "engine")
     assert not torch.nn.Module.__call__.__qualname__.startswith("Outermost")
     assert "item" not in vars(torch.Tensor)
 
@@ -279,3 +296,183 @@ def test_a_planted_delay_appears_in_its_phase(name: str, place: str, tmp_path: P
     without = min(seconds for seconds, planted in times if not planted)
     remains = min(seconds - planted for seconds, planted in times if planted)
     assert remains == pytest.approx(without, abs=max(0.3e-3, 0.1 * min(slept.values())))
+
+
+def test_moments_on_gpus_are_placed_where_the_device_reaches_them() -> None:
+    time = Time()
+    (device,) = gpus(time, 1.0001)
+    times = GpuTimes([device], time.now)
+    waited = device.synchronised
+    found = []
+    for _ in range(3):
+        device.launch(0.5)
+        start = times.now()
+        device.launch(2.0)
+        found.append((start, times.now()))
+        time.at += 0.1  # the host runs ahead
+        times.updated()
+    assert device.synchronised == waited
+    times.stop()
+    assert [float(start) for start, _ in found] == pytest.approx([1000, 1000.1, 1000.2])
+    placed = [(times.seconds(start, 0), times.seconds(end, 0)) for start, end in found]
+    for (start, end), expected in zip(placed, [1000.5, 1003, 1005.5], strict=True):
+        assert (start, end) == pytest.approx((expected, expected + 2), abs=1e-3)
+
+
+def test_long_loops_keep_a_sample_without_a_period() -> None:
+    recorder = Recorder(spans=200)
+    kept = []
+    for number in range(20_000):
+        if recorder.begin(Phase.FORWARD):
+            recorder.end()
+            kept.append(number)
+        recorder.update(1, "SGD")
+    assert kept[:100] == list(range(100))
+    assert 300 < len(recorder.intervals) == len(kept) < 2000
+    assert len(recorder.ends) == 20_000
+    found = loop.of(recorder)
+    assert len(found.steps) == len(kept) - 1
+    assert all(step.seconds < 0.1 for step in found.steps)
+    blocks = {number // 32 for number in kept if number > 1000}
+    assert {block % 2 for block in blocks} == {0, 1}
+
+
+def test_other_threads_and_forked_processes_record_nothing() -> None:
+    recorder = Recorder()
+    began: list[bool] = []
+    thread = threading.Thread(target=lambda: began.append(recorder.begin(Phase.READ)))
+    thread.start()
+    thread.join()
+    assert began == [False]
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(recorder.begin(Phase.READ)))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert recorder.begin(Phase.READ)
+
+
+ENDS = {"pass": 0, "sys.exit(3)": 3, "sys.exit('bad luck')": 1, "raise RuntimeError('mine')": 1,
+        "raise KeyboardInterrupt": 130}  # fmt: skip
+
+
+@pytest.mark.parametrize("last", ENDS)
+def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
+    last: str, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "train.py"
+    file.write_text(HEAD + SCRIPTS["plain"] + f"assert __name__ == '__main__' and __file__ == sys.argv[0]\n{last}\n")
+    done = CliRunner().invoke(
+        cli, ["watch", "--output", str(path), "--name", "mine", "--tag", "a=b", str(file), "x", "16", "--name", "z"]
+    )
+    assert done.exit_code == ENDS[last], done.output
+    error = capfd.readouterr().err + done.output
+    assert ("RuntimeError: mine" in error) == ("mine" in last)
+    assert "dpbench/observe" not in error
+    with Store.read(path) as opened:
+        (run,) = opened.runs()
+        found = opened.trials(run.id)
+    assert run.naming.name == "mine"
+    assert run.naming.tags == {"a": "b"}
+    facts = observed(found[0])
+    assert facts
+    assert facts.command == f"dpbench watch {file} x 16 --name z"
+    line = next(at for at, text in enumerate(file.read_text().splitlines(), 1) if "loss.item()" in text)
+    assert facts.reads == {f"train.py:{line} item": sum(len(one.timed) for one in found)}
+    assert found[0].case.traits.role is Role.OBSERVED
+    assert found[0].case.loader == 0
+    assert found[0].case.batch_size == 16
+    assert sum(len(one.steps) for one in found) == 23
+    assert found[0].provenance["model"]["parameter_tensors"] == 6
+
+
+def test_a_block_of_code_is_watched(path: Path) -> None:
+    net = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with dpbench.watch(path, name="block") as result:
+        for _ in range(20):
+            optimizer.zero_grad()
+            net(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+    with Store.read(path) as opened:
+        assert opened.runs()[0].id == result.run_id
+        assert sum(len(one.steps) for one in opened.trials(result.run_id)) == 19
+    assert not net._forward_pre_hooks
+
+
+def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: Path) -> None:
+    recorder = Recorder()
+    for _ in range(6):
+        with recorder.mark(Phase.FORWARD, 0):
+            pass
+        recorder.update(1, "SGD")
+    found = [loop.of(recorder, first=rank) for rank in (0, 1)]
+    environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}
+    seats = [joining.Seat.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
+    seats[1].write(replace(found[1], steps=found[1].steps[:3], numbers=found[1].numbers[:3]), ())
+    whole, _, ranks = seats[0].joined(found[0], (), deadline_s=0.1)
+    assert ranks == 2
+    assert len(whole.steps) == 3
+    assert {span.device for span in whole.spans} == {HOST, 0, 1}
+    assert [one.problem for one in whole.unknown][-2:] == [
+        "no steps arrived from rank 2", "2 steps of rank 0 that not all ranks took",
+    ]  # fmt: skip
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_seams_are_those_of_the_tested_torch() -> None:
+    where = f"the seams are tested with torch {seams.TESTED}, this is {torch.__version__}"
+    assert torch.__version__.startswith(f"{seams.TESTED}."), where
+    assert hasattr(dataloader._BaseDataLoaderIter, "__next__"), where
+    assert isinstance(iter(DataLoader([1])), dataloader._BaseDataLoaderIter), where
+    assert hasattr(iter(DataLoader([1])), "_dataset"), where
+    assert all(hasattr(torch.nn.functional, name) for name in seams.LOSSES), where
+    assert all(hasattr(torch.Tensor, name) for name in (*seams.READS, *seams.MOVES)), where
+
+
+LAUNCHED = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+torch.set_num_threads(1)
+net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
+if sys.argv[1] == "fsdp":
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+else:
+    net = nn.parallel.DistributedDataParallel(net)
+data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x, y in DataLoader(data, batch_size=32, sampler=DistributedSampler(data)):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_ranks_of_torchrun_are_one_run(kind: str, tmp_path: Path, path: Path) -> None:
+    (tmp_path / "train.py").write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run(
+        [*command, "-m", "dpbench", "watch", "--output", str(path), "train.py", kind], check=True, timeout=120,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
+    )  # fmt: skip
+    with Store.read(path) as opened:
+        (run,) = opened.runs()
+        found = opened.trials(run.id)
+    assert sum(len(one.steps) for one in found) == 15
+    assert found[0].case.devices == 2
+    assert found[0].case.batch_size == 64
+    assert found[0].case.traits.ranks
+    spans = found[0].spans
+    assert {span.device for span in spans if span.phase is Phase.BACKWARD} == {0, 1}
+    assert ({span.device for span in spans if span.phase is Phase.REDUCE} == {0, 1}) == (kind == "ddp")
+    assert observed(found[0]).wrapper == {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel"}[kind]  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ has ended, `GpuTimes` converts the events of moments to the time at which each d
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,14 +29,14 @@ class GpuTimes:
     It waits for the devices once when it starts and once when it stops, never in between.
     """
 
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self._clock, self._stack, self._updates = CudaClock(devices), ExitStack(), 0
+    def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
+        self._clock, self._stack, self._now, self._updates = CudaClock(devices, now), ExitStack(), now, 0
         self._stack.enter_context(self._clock.block())
         self._place: Any = None
 
     def now(self) -> Moment:
         """Return this moment, with an event on every device."""
-        moment = Moment(time.perf_counter())
+        moment = Moment(self._now())
         moment.events, moment.update = self._clock.events(), self._updates
         return moment
 

@@ -55,7 +55,6 @@ def watch(
         with seams.installed(recorder):
             yield result
     finally:
-        recorder.stop()
         if live is not None:
             live.write("\r\x1b[K")
         source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
@@ -65,10 +64,15 @@ def watch(
 def _store(
     recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: joining.Seat
 ) -> None:
-    """Store the steps of a recorder as a run, and complete the result; `source` is the script and its command.
+    """Stop a recorder, store its steps as a run, and complete the result; `source` is the script and its command.
 
     Only rank 0 of a launch stores, together with the steps of the other ranks.
     """
+    try:
+        recorder.stop()
+    except RuntimeError as error:  # an error of a GPU, which also ended the script, leaves no times of its steps
+        result.unknown.append(f"the GPUs cannot tell when they did the work: {error}")
+        return
     found = loop.of(recorder, first=seat.rank)
     memory: tuple[Memory, ...] = (trials.resident(),)
     ranks, result.rank, result.steps = 1, seat.rank, len(found.steps)
