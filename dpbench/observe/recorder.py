@@ -140,7 +140,8 @@ class Recorder:
         self.kept = True
         self._thread = threading.get_ident()
         self._most, self._total, self._full = spans, 0, 0
-        self._stack: list[_Open] = []
+        self.open: list[_Open] = []
+        """The spans that are open, the outermost first."""
         self._spans: list[Raw] = []
         self._start: Any = None
         self._updating: Any = None
@@ -159,7 +160,7 @@ class Recorder:
         """
         if not self.mine or not (self.kept or kind in ASIDE):
             return False
-        stack = self._stack
+        stack = self.open
         if stack:
             top = stack[-1]
             if kind not in INTERRUPTS.get(top.kind, ()):
@@ -175,17 +176,17 @@ class Recorder:
 
     def end(self) -> None:
         """End the span that began last."""
-        if not self._stack:  # the recorder was stopped meanwhile
+        if not self.open:  # the recorder was stopped meanwhile
             return
-        one, now = self._stack.pop(), self.now()
+        one, now = self.open.pop(), self.now()
         self._log(one.kind, one.start, now, one.note)
-        if self._stack:
-            self._stack[-1].start = now
+        if self.open:
+            self.open[-1].start = now
         if one.kind == Phase.BACKWARD and self.reduction is not None:
             for phase, device, start, end in self.reduction(now):
                 if one.start < start < end:  # a backward that does not reduce leaves the time of an earlier one
                     self._spans.append(Raw(phase, start, end, device))
-        if one.kind == Phase.BACKWARD and not self._stack and not self.seen.optimizers:
+        if one.kind == Phase.BACKWARD and not self.open and not self.seen.optimizers:
             self._updating, self._left = now, False
 
     def add(self, kind: str, start: Any, end: Any, device: int = OWN, note: Any = None) -> None:
@@ -195,7 +196,7 @@ class Recorder:
 
     def note(self, note: Any) -> None:
         """Set the note of the span that began last."""
-        self._stack[-1].note = note
+        self.open[-1].note = note
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
         """Return a context manager that records a phase of dpbench's engine, from any thread."""
@@ -232,7 +233,7 @@ class Recorder:
     @property
     def inside(self) -> str:
         """Return the kind of the span that is open, or an empty text."""
-        return self._stack[-1].kind if self._stack else ""
+        return self.open[-1].kind if self.open else ""
 
     # -- intervals
 
@@ -258,7 +259,7 @@ class Recorder:
 
     def updated_by_hand(self) -> None:
         """Note that the script has left a block without gradients, in which it may have updated the weights."""
-        if self._updating is not None and not self._stack and self.mine:
+        if self._updating is not None and not self.open and self.mine:
             self._updating, self._left = self.now(), True
 
     def _by_hand(self) -> None:
@@ -307,7 +308,7 @@ class Recorder:
     def stop(self) -> list[Raw]:
         """Stop recording; return the spans since the last update."""
         self.active = False
-        self._stack.clear()
+        self.open.clear()
         if self.gpus is not None:
             self.gpus.stop()
         return self._spans

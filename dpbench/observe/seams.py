@@ -200,11 +200,13 @@ def _losses(recorder: Recorder, replace: Callable[..., None]) -> None:
 
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
     """Install the seams of tensors: copies to a device, and values that the host waits for."""
+    open_spans = recorder.open
 
     def moving(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)
         def move(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not recorder.mine or recorder.inside:
+            # the first test is the cheapest: clipping moves the norm of every parameter
+            if open_spans or torch.compiler.is_compiling() or not recorder.mine:
                 return was(self, *args, **kwargs)
             start = recorder.now()
             found = was(self, *args, **kwargs)
@@ -233,7 +235,8 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
 
         return make
 
-    for name in MOVES:
+    # a CPU build of torch has no other device to copy to
+    for name in MOVES if torch.version.cuda or torch.version.hip else ():
         replace(torch.Tensor, name, moving)
     for name in READS:
         replace(torch.Tensor, name, reading(name))
