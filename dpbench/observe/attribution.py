@@ -12,7 +12,7 @@ collectives only the exposed parts count, during which the device runs no comput
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +26,7 @@ from dpbench.records.activity import (
     Interval,
     Kind,
     difference,
-    intersection,
     kind_of,
-    length,
     phase_of_collective,
     union,
 )
@@ -91,7 +89,7 @@ def attribute(profile: Profile) -> Attributed:
             Step((step.end_us - step.start_us) / 1e6, not step.whole, (step.end_us - zero_us) / 1e6) for step in named
         ),
         spans=tuple(sorted(spans, key=lambda span: (span.step, span.start_s))),
-        host=tuple(_by_phase(timeline, step) for step in named),
+        host=_by_phase(timeline, named),
         activities=tuple(
             Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
             for e in profile.device
@@ -137,7 +135,12 @@ def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
     whole.
     """
     found = [NamedStep(event.name, event.start_us, event.end_us, True) for event in main if STEP.match(event.name)]
-    if found:
+    if found:  # a profiler that is started again counts from the beginning
+        times = Counter[str]()
+        for number, step in enumerate(found):
+            times[step.name] += 1
+            if times[step.name] > 1:
+                found[number] = step._replace(name=f"{step.name} ({times[step.name]})")
         return tuple(found)
     updates: list[HostEvent] = []
     for event in main:  # an optimizer may call another one within its step
@@ -281,15 +284,16 @@ def _host_spans(
         if one.phase is Phase.DATA:
             yield from _spans([one], HOST, steps, zero_us)
             continue
-        alone = difference([(one.start_us, one.end_us)], busy)
+        first = bisect_right(busy, one.start_us, key=lambda interval: interval[1])
+        last = bisect_left(busy, one.end_us, key=lambda interval: interval[0])
+        alone = difference([(one.start_us, one.end_us)], busy[first:last])
         yield from _spans((Stretch(start, end, one.phase) for start, end in alone), device, steps, zero_us)
 
 
-def _by_phase(timeline: Iterable[Stretch], step: NamedStep) -> dict[str, float]:
-    """Return the seconds that the host spent in each phase of a step, in the order of `Phase`."""
-    found: dict[Phase, list[Interval]] = {}
+def _by_phase(timeline: Iterable[Stretch], steps: Sequence[NamedStep]) -> tuple[dict[str, float], ...]:
+    """Return, for each step, the seconds that the host spent in each phase, in the order of `Phase`."""
+    found: list[dict[Phase, float]] = [{} for _ in steps]
     for one in timeline:
-        found.setdefault(one.phase, []).append((one.start_us, one.end_us))
-    whole = [(step.start_us, step.end_us)]
-    seconds = {phase: length(intersection(union(found[phase]), whole)) / 1e6 for phase in Phase if phase in found}
-    return {phase.value: value for phase, value in seconds.items() if value}
+        for number, start_us, end_us in _pieces(one, steps):
+            found[number][one.phase] = found[number].get(one.phase, 0.0) + (end_us - start_us) / 1e6
+    return tuple({phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in found)

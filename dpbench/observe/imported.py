@@ -14,7 +14,7 @@ import hashlib
 import re
 import statistics
 import time
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -28,7 +28,7 @@ from dpbench.observe.alignment import Aligned, align
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import Profile
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Step, Trial, ledger, words
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
 from dpbench.records.activity import Activity, busy
 from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
@@ -104,7 +104,8 @@ def _loop(profiles: Sequence[Profile]) -> Loop:
 def _trial(traces: Sequence[Trace]) -> Trial:
     """Return the trial of the steps that all traces of a loop have."""
     names = [trace.attributed.names for trace in traces]
-    common = [name for name in names[0] if all(name in one for one in names)]
+    everywhere = set(names[0]).intersection(*names[1:])
+    common = [name for name in names[0] if name in everywhere]
     parts = [_part(trace, traces[0], common) for trace in traces]
     steps, spans = ledger.joined(parts) if len(parts) > 1 else (parts[0].steps, parts[0].spans)
     return replace(
@@ -118,9 +119,14 @@ def _trial(traces: Sequence[Trace]) -> Trial:
 def _part(trace: Trace, first: Trace, common: Sequence[str]) -> Trial:
     """Return the trial of one rank, on the clock of the first rank, with the indices that its devices have there."""
     found, indices = trace.attributed, {HOST: HOST, **trace.indices}
-    numbers = {found.names.index(name): place for place, name in enumerate(common)}
+    places = {name: place for place, name in enumerate(common)}
+    numbers = {number: places[name] for number, name in enumerate(found.names) if name in places}
     steps = tuple(found.steps[number] for number in numbers)
-    spans = (replace(s, step=numbers[s.step], device=indices[s.device]) for s in found.spans if s.step in numbers)
+    spans = (
+        Span(numbers[one.step], one.phase, indices[one.device], one.clock, one.start_s, one.end_s)
+        for one in found.spans
+        if one.step in numbers
+    )
     part = Trial(
         case=_case([trace]), source=Source.IMPORTED, reason="the trace ended", steps=steps, spans=tuple(spans),
         samples=tuple(_samples(found.activities, steps, indices)), started_s=time.time(),
@@ -195,7 +201,8 @@ def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
 
 def _backwards(found: Attributed) -> int:
     """Return the median number of stretches of backward in a step, at least 1."""
-    counts = [sum(1 for span in found.backwards if step.start_s <= span[0] < step.end_s) for step in found.steps]
+    starts = sorted(start_s for start_s, _ in found.backwards)
+    counts = [bisect_left(starts, step.end_s) - bisect_left(starts, step.start_s) for step in found.steps]
     return max(1, round(statistics.median(counts))) if counts else 1
 
 

@@ -191,7 +191,7 @@ def _number(value: int | str | float | None, default: int) -> int:
     if isinstance(value, str):
         digits = value.rpartition(" ")[2]
         return int(digits) if digits.isdecimal() else default
-    return default if value is None else int(value)
+    return int(value) if value is not None and math.isfinite(value) else default
 
 
 def _content(path: Path) -> bytes:
@@ -222,7 +222,7 @@ def _decoded(path: Path, content: bytes) -> _File:
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}") from error
 
 
@@ -245,7 +245,7 @@ def _place(content: bytes) -> str:
                 msgspec.json.decode(event, type=_Event)
             except msgspec.ValidationError:
                 return f"event {place}: "
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         pass
     return ""
 
