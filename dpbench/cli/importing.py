@@ -143,12 +143,10 @@ def _file(trace: Trace, loop: Loop) -> TraceFile:
     from dpbench.records import UNATTRIBUTED, Phase
     from dpbench.records.activity import busy
     from dpbench.records.ledger import Ledger
-    from dpbench.records.observed import observed
 
     found, profile = trace.attributed, trace.profile
     names = {gpu.id: gpu.name for gpu in profile.gpus}
     every = [phase.value for phase in Phase]
-    facts = observed(loop.trial)
     return TraceFile(
         path=str(profile.path), rank=profile.rank, world_size=profile.world_size,
         clock=Clock(**asdict(trace.aligned)) if trace.aligned else None,
@@ -166,7 +164,7 @@ def _file(trace: Trace, loop: Loop) -> TraceFile:
                 found.names, found.steps, Ledger(found.steps, found.spans).phases, found.host, strict=True
             )
         ],
-        notes=[one.problem for one in facts.unknown] if facts else [],
+        notes=loop.notes,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from dpbench.observe.kineto import Profile
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
 from dpbench.records.activity import Activity, busy
-from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, traits
+from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
@@ -61,6 +61,18 @@ class Loop:
 
     traces: tuple[Trace, ...]
     trial: Trial
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences about facts that the traces lack, and about the parts of the loop that are not known."""
+        first = self.traces[0].profile
+        facts = observed(self.trial)
+        missing = first.world_size - len(self.traces)
+        return (
+            *([f"the traces of {missing} of {first.world_size} ranks were not given"] if missing > 0 else []),
+            *(["the trace does not tell how many workers the DataLoader has"] if _workers(first) == -1 else []),
+            *(one.problem for one in (facts.unknown if facts else ())),
+        )
 
 
 def load(paths: Sequence[Path]) -> list[Loop]:
@@ -202,7 +214,7 @@ def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
         command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
         loader_workers=-1 if workers is None else workers, pinned=pinned,
         reads={"a copy to the host, at a place that the trace does not tell": reads} if reads else {},
-        unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common, workers)),
+        unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
     )  # fmt: skip
 
 
@@ -213,15 +225,11 @@ def _backwards(found: Attributed) -> int:
     return max(1, round(statistics.median(counts))) if counts else 1
 
 
-def _problems(traces: Sequence[Trace], common: Sequence[str], workers: int | None) -> Iterator[str]:
-    """Yield sentences about the facts that the traces lack, and about events that were left out."""
+def _problems(traces: Sequence[Trace], common: Sequence[str]) -> Iterator[str]:
+    """Yield sentences about parts of the steps that are not known, and about events that were left out."""
     first = traces[0].profile
-    if first.world_size > len(traces):
-        yield f"the traces of {first.world_size - len(traces)} of {first.world_size} ranks were not given"
     if not common:
         yield "the traces have no common step: no ProfilerStep annotation and no optimizer's step"
-    if workers == -1:
-        yield "the trace does not tell how many workers the DataLoader has"
     for trace in traces:
         yield from trace.profile.notes
         if trace.attributed.unlaunched:
