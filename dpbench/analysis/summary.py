@@ -142,11 +142,7 @@ def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return the series from which estimates of a case are made: its rounds or, for a short observed loop, its steps.
-
-    The rounds of an observed loop are consecutive parts of one process. With fewer parts than an estimate needs, each
-    step is a part.
-    """
+    """Return the series for estimates of a case: its rounds or, for an observed loop with few of them, its steps."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))
