@@ -27,6 +27,8 @@ LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
 AGAIN = 64
 """The number of updates after which they are looked for again, and then whenever the number has doubled."""
+COUNTED = 64
+"""The number of updates in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
 """The open spans in which a call of a module is an outermost one: none, and an optimizer's step with its closure."""
 SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
@@ -174,12 +176,18 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
         if id(module) not in seen.trained:
             seen.trained.add(id(module))
             _settings(recorder, module)
+        if len(recorder.ends) >= COUNTED:
+            return _within(recorder, module)
         leaf = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()), None)
         if leaf is not None:
             seen.rows[len(leaf)] += 1
-    if isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1:
-        return WITHIN
-    return Phase.FORWARD
+    return _within(recorder, module)
+
+
+def _within(recorder: Recorder, module: Any) -> str:
+    """Return the kind of a forward: a wrapper over several devices records its own phases."""
+    wraps = isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1
+    return WITHIN if wraps else Phase.FORWARD
 
 
 def _settings(recorder: Recorder, module: nn.Module) -> None:
