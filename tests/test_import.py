@@ -139,8 +139,8 @@ def test_the_last_of_several_optimizers_ends_a_step_and_one_within_another_does_
     trace = Writer()
     for at in (0.0, 100.0, 200.0):
         trace.note("Optimizer.step#Shampoo.step", at + 50, at + 60)
-        trace.note("Optimizer.step#SGD.step", at + 52, at + 55)
         trace.note("Optimizer.step#EMA.step", at + 70, at + 80)
+        trace.note("Optimizer.step#SGD.step", at + 72, at + 75)
     found = loop_of(trace.write(tmp_path / "a.json"))
     assert [step.end_s for step in found.trial.steps] == pytest.approx([0.03, 0.13, 0.23])
     assert found.trial.case.optimizer == "ema+sgd+shampoo"

@@ -78,7 +78,7 @@ def attribute(profile: Profile) -> Attributed:
     hulls: list[Interval] = []
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        found, missing = _device_stretches(events, profile, by_thread, main, timeline)
+        found, missing = _device_stretches(events, profile, by_thread, timeline)
         unlaunched += missing
         hulls += [(one.start_us, one.end_us) for one in found]
         spans += _spans(found, device, named, zero_us)
@@ -205,7 +205,7 @@ def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
 
 
 def _device_stretches(
-    events: Sequence[DeviceEvent], profile: Profile, by_thread: Mapping[str, Sequence[Stretch]], main: str,
+    events: Sequence[DeviceEvent], profile: Profile, by_thread: Mapping[str, Sequence[Stretch]],
     timeline: Sequence[Stretch],
 ) -> tuple[list[Stretch], int]:  # fmt: skip
     """Return the stretches of one device by phase, and the number of its activities without a launch."""
@@ -221,7 +221,7 @@ def _device_stretches(
         if launch is None:
             missing += 1
         place = None if launch is None else _at(timeline, launch.start_us)
-        launched = None if launch is None else _launched(launch.thread, launch.start_us, by_thread, main)
+        launched = None if launch is None else _launched(launch.thread, launch.start_us, by_thread)
         if launched is None and place is not None:
             launched = timeline[place].phase
         phase = phase_of_collective(event.name) if kind is Kind.COMMUNICATION else phase_of_copy(event.name)
@@ -240,15 +240,11 @@ def _device_stretches(
     return found, missing
 
 
-def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]], main: str) -> Phase | None:
-    """Return the phase of the thread that launched an activity at a moment.
-
-    A thread of torch.nn.DataParallel runs one replica's forward: its operators alone do not name a phase of the loop.
-    """
+def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
+    """Return the phase of the thread that launched an activity at a moment; None if it was in no phase."""
     own = by_thread.get(thread, ())
     place = _at(own, at_us)
-    phase = None if place is None else own[place].phase
-    return phase if thread == main or phase is not Phase.FORWARD else None
+    return None if place is None else own[place].phase
 
 
 def _pieces(one: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
