@@ -19,7 +19,7 @@ from dpbench.cli.running import run
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
-from dpbench.records import Case, Fault, Source, Status, Trial, plan
+from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
 from tests.test_options import parsed
 
@@ -31,7 +31,7 @@ GIB = 2**30
 
 def row(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.03, n: int = 10, **changes: object) -> Row:
     """Return the row of a case; `value` is its speed-up (0 for none), and the interval is `off` to each side."""
-    fields = {f.name for f in summary.CASE_FIELDS} - {"strategy", "devices"}
+    fields = {f.name for f in CASE_FIELDS} - {"strategy", "devices"}
     setting = {"model": "resnet18", "batch_size": 64, **GPU}
     setting |= {name: changes.pop(name) for name in fields & changes.keys()}
     if strategy == "dp" and "schedule" not in setting:

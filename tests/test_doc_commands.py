@@ -37,6 +37,18 @@ MODULE = re.findall(r"```python\n# mymodel.py\n(.*?)```", README, re.S)[0]
 RUNS = re.compile(r"[0-9a-f]{8}")
 
 
+TRAIN = """
+import torch
+
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(20):
+    optimizer.zero_grad()
+    net(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+"""
+
+
 def modules(folder: Path) -> None:
     """Write the modules that commands name."""
     (folder / "pkg").mkdir()
@@ -44,6 +56,7 @@ def modules(folder: Path) -> None:
     (folder / "pkg" / "mod.py").write_text(f"{MODULE}\nobj = net\n")
     (folder / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
     (folder / "data.py").write_text("train = list(range(999))\n")
+    (folder / "train.py").write_text(TRAIN)
 
 
 def files(folder: Path, arguments: list[str]) -> list[str]:
@@ -51,6 +64,8 @@ def files(folder: Path, arguments: list[str]) -> list[str]:
     modules(folder)
     shutil.copy(ROOT / "dpbench" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml")
     shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
+    for rank in range(2):
+        shutil.copy(ROOT / "tests" / "data" / "traces" / f"x128-rank{rank}.json.gz", folder / f"rank{rank}.json.gz")
     if arguments[0] in ("run", "loaders"):
         return arguments
     if "--from" in arguments:  # a prediction for GPUs needs steps that one such GPU has run

@@ -240,9 +240,12 @@ def test_shapes_move_neither_statistics_nor_random_numbers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.module.buffers(), strict=True))
     assert torch.equal(state, torch.get_rng_state())
     module = torch.nn.Linear(3, 3)
-    module.forward = lambda x: (x, x)  # type: ignore[method-assign,assignment]
+    batch = (torch.zeros(4, 3), torch.zeros(4))
     odd: Any = SimpleNamespace(module=module)
-    assert Shapes.of({FACT: of_model(odd, (torch.zeros(4, 3), torch.zeros(4)))}) is None
+    module.forward = lambda x: (x, x)  # type: ignore[method-assign,assignment]
+    assert of_model(odd, batch)["output_bytes"] == 24
+    module.forward = lambda x: x.absent  # type: ignore[method-assign,assignment]
+    assert Shapes.of({FACT: of_model(odd, batch)}) is None
 
 
 # ---------------------------------------------------------------- out of memory

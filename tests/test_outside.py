@@ -190,9 +190,13 @@ def test_files_of_the_same_name_are_different_modules(tmp_path: Path) -> None:
     assert len(modules) == 2
 
 
+FREE = (Role.OTHER, Role.OBSERVED)
+"""The roles that no strategy of dpbench must have."""
+
+
 def test_each_role_has_one_strategy_of_dpbench() -> None:
-    roles = [role for name in registry.own("strategies") if (role := registry.traits(name).role) is not Role.OTHER]
-    assert sorted(roles) == sorted(role for role in Role if role is not Role.OTHER)
+    roles = [role for name in registry.own("strategies") if (role := registry.traits(name).role) not in FREE]
+    assert sorted(roles) == sorted(role for role in Role if role not in FREE)
     assert all(registry.traits(registry.of_role(role)).role is role for role in roles)
 
 

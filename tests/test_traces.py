@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from dpbench import cli
 from dpbench.analysis.summary import labels
-from dpbench.records import HOST, Phase, Source, Span, Status, Trial, Verified
+from dpbench.records import HOST, Phase, Source, Span, Status, Trial, Verified, observed
+from dpbench.records.registry import Parallelism
 from dpbench.store import export
 from dpbench.store.export.traces import TICKS, lanes
 from tests import exported
@@ -243,9 +244,12 @@ def test_a_case_that_is_not_there_is_named_with_those_that_are(dpbench, tmp_path
 
 
 def test_cases_that_differ_in_what_the_label_leaves_out_have_names_of_their_own():
-    limit = replace(DP, options=(("role", "limit"),), device_ids=(1, 0), optimizer="adam")
+    limit = replace(DP, options=(("role", "limit"),), device_ids=(1, 0))
     assert export.name(DP) == DP.label == limit.label
-    assert export.name(limit) == f"{DP.label} device_ids=1,0 optimizer=adam options=role:limit"
+    assert export.name(limit) == f"{DP.label} device_ids=1,0 options=role:limit"
+    assert export.name(replace(DP, optimizer="adam")) == f"{DP.label} adam optimizer"
+    loop = replace(DP, strategy="script", declared=observed.traits(Parallelism.NONE))
+    assert export.name(loop) == loop.label
 
 
 def test_a_run_without_a_measured_trial_says_so(dpbench, tmp_path):

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import click
 
-from dpbench.cli.config import Documented
+from dpbench.cli.config import EXITS, Documented
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, json_option
 
 
 @click.command(
     cls=Documented,
-    short_help="Take a step with a model, and print what it does and what is wrong with it.",
+    short_help="Take a step with your model, and print its faults.",
     exits={0: "the model can be measured", EXIT_FAILED: "the model has a fault", EXIT_USAGE: "wrong usage"},
 )
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
@@ -56,7 +56,7 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
 @click.command(
     cls=Documented,
     short_help="Write a commented example of a model file, which runs.",
-    exits={0: "the file was written", EXIT_USAGE: "the file exists already, or wrong usage"},
+    exits=EXITS | {0: "the file was written", EXIT_USAGE: "the file exists already, or wrong usage"},
 )
 @click.argument("file", type=click.Path(path_type=Path), default="model.py")
 def init(file: Path) -> None:

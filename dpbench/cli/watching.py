@@ -18,7 +18,7 @@ from dpbench.cli.showing import choose, print_answers, print_notes, print_table,
     cls=Documented,
     short_help="Run a training script unchanged, and record its steps.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    exits={0: "the script ended", EXIT_USAGE: "wrong usage", EXIT_FAILED: "the script took no steps that can be seen"},
+    exits={0: "the script ended", EXIT_FAILED: "the script took no steps that can be seen", EXIT_USAGE: "wrong usage"},
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option(

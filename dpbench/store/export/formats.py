@@ -53,12 +53,15 @@ IN_LABEL = frozenset(
         "devices",
         "device_kind",
         "placement",
+        "optimizer",
+        "unverified",
+        "declared",
         "batch_size",
         "precision",
         *HABITS,
     }
 )
-"""The fields of a case that are part of its label, `Case.label`."""
+"""The fields of a case that a name leaves out: its label has them, and a strategy declares its traits."""
 
 
 def name(case: Case) -> str:
