@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpbench.observe import seams
 from dpbench.observe.recorder import Recorder
 
-STEPS, LEFT_OUT = 16, 5
+STEPS, LEFT_OUT = 64, 24
 
 
 def main() -> None:
