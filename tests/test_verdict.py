@@ -128,14 +128,14 @@ def test_a_loop_of_unknown_parts_names_them() -> None:
     answer, diagnosis, found = read(made.loop(unknown=unknown))
     assert answer.choice is Choice.UNKNOWN
     assert "autograd.grad was called" in answer.headline
-    assert diagnosis.unjudged[0] == "autograd.grad was called (in 40 steps)"
+    assert diagnosis.unjudged[0] == "not understood: autograd.grad was called (in 40 steps)"
     assert any("not understood: autograd.grad was called" in str(one) for one in found.warnings)
 
 
 def test_an_unknown_fact_that_affects_no_step_leaves_the_verdict_as_it_is() -> None:
     answer, _, _ = read(made.loop(unknown=(Unknown(problem="the number of workers is unknown", steps=0),)))
     assert answer.choice is Choice.KEEP
-    assert "not understood: the number of workers is unknown;" in answer.certainty
+    assert "the number of workers is unknown;" in answer.certainty
 
 
 def test_reads_each_step_are_found_with_their_lines() -> None:

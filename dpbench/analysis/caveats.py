@@ -155,7 +155,7 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
     unknown = {(trial.case, one): None for trial in trials if (loop := observed(trial)) for one in loop.unknown}
     for case, one in unknown:
         yield Caveat(
-            kind="not understood", text=f"not understood: {one.problem}",
+            kind="not understood", text=str(one),
             cases=((case, f"in {words.count(one.steps, 'step')}" if one.steps else ""),),
         )  # fmt: skip
 

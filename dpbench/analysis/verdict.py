@@ -195,7 +195,7 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
         gpus = dict.fromkeys(str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu"))
         where = f" on {', '.join(gpus)}" if gpus else ""
         yield f"from a profiler's trace{where}; the profiler itself slows the host"
-    yield from (f"not understood: {said}" for said in loops.unclear(loop))
+    yield from loops.unclear(loop)
     if foreign_load.NOISY in row.labels:
         yield f"other processes used the cores ({foreign_load.NOISY})"
     if row.case.device_kind == "cpu":

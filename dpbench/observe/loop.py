@@ -106,12 +106,13 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
                 spans.append(span)
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
         updates[sum(_last_of(raws, at) for at in range(len(raws)))] += 1
+    # definitions that hold for the whole loop: they say what a phase contains, and leave no step unclear
     if steps and not ended:
         unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
-                "module after backward, and `optimizer` is the time since backward"] = len(steps)  # fmt: skip
+                "module after backward, and `optimizer` is the time since backward"] = 0  # fmt: skip
     if steps and not loaded:
         unknown["the loop has no DataLoader: `data` is the time from the end of a step to its first transfer or "
-                "forward"] = len(steps)  # fmt: skip
+                "forward"] = 0  # fmt: skip
     missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
     if missing and timed:
         unknown["a step without a call of backward: its gradients come from a place that dpbench does not see"] = (

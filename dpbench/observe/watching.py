@@ -82,7 +82,9 @@ def _store(
     if seat.size > 1:
         found, memory, ranks = seat.joined(found, memory)
         recorder.seen.ranks = True
-    result.unknown = [f"{one.problem} ({count(one.steps, 'step')})" for one in found.unknown]
+    result.unknown = [
+        f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem for one in found.unknown
+    ]
     if not found.steps:
         return
     watched = trials.Watched(

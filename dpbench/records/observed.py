@@ -25,11 +25,16 @@ OBSERVED = "observed"
 class Unknown:
     """A part of a loop that dpbench did not understand: `problem` describes it, and `steps` is how many it affects.
 
-    A fact that is unknown but changes no phase, such as the number of workers in a trace, affects 0 steps.
+    A fact that is unknown but changes no phase, such as the number of workers in a trace, affects 0 steps. So does a
+    definition that dpbench had to choose, such as that of `data` in a loop without a DataLoader.
     """
 
     problem: str
     steps: int
+
+    def __str__(self) -> str:
+        """Return the problem as text, after "not understood:" if it affects steps."""
+        return f"not understood: {self.problem}" if self.steps else self.problem
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,7 @@ def unclear(loop: Observed) -> list[str]:
 
 
 def _affected(one: Unknown) -> str:
-    return f"{one.problem} (in {count(one.steps, 'step')})" if one.steps else one.problem
+    return f"{one} (in {count(one.steps, 'step')})" if one.steps else str(one)
 
 
 RULES = (
