@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -270,8 +271,9 @@ def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_
     assert states[1] == states_alone[1]
     rows = ledger.Ledger(found.steps, found.spans).phases[3:]
     assert len(found.steps) == (22 if name == "hand" else 23)
-    # the least disturbed step, because other processes may use the cores
-    assert min(row[UNATTRIBUTED] / sum(row.values()) for row in rows) < 0.05
+    shares = statistics.quantiles(row[UNATTRIBUTED] / sum(row.values()) for row in rows)
+    # the first steps of an epoch look for new modules, and these epochs have six steps
+    assert shares[0 if name == "evaluated" else 1] < 0.05
     assert found.updates == {"scaler": 2, "gan": 3, "lbfgs": 3}.get(name, 1)
     assert recorder.seen.skipped == (name == "scaler")
     assert found.loader_workers == (-1 if name in ("hand", "graph") else 0)

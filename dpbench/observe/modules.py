@@ -145,7 +145,8 @@ def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
     recorder = outermost._recorder
     if not recorder.mine:
         return
-    outermost._opened.append(recorder.begin(_kind(recorder, module, args, kwargs), id(module)))
+    start = recorder.now()  # the look at the module and its arguments is a part of the call
+    outermost._opened.append(recorder.begin(_kind(recorder, module, args, kwargs), id(module), start))
 
 
 def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: Any) -> None:

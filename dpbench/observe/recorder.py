@@ -152,11 +152,11 @@ class Recorder:
 
     # -- spans
 
-    def begin(self, kind: str, note: Any = None) -> bool:
+    def begin(self, kind: str, note: Any = None, start: Any = None) -> bool:
         """Begin a span; return whether it is recorded, in which case `end` must be called.
 
-        A span is not recorded in another thread, inside a span that it does not interrupt, and in an interval that is
-        not kept.
+        The span begins at the moment `start`, or now. A span is not recorded in another thread, inside a span that it
+        does not interrupt, and in an interval that is not kept.
         """
         if not self.mine or not (self.kept or kind in ASIDE):
             return False
@@ -165,12 +165,12 @@ class Recorder:
             top = stack[-1]
             if kind not in INTERRUPTS.get(top.kind, ()):
                 return False
-            now = self.now()
+            now = start or self.now()
             self._log(top.kind, top.start, now, top.note or INTERRUPTED)
         else:
             if self._updating is not None and kind in (Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION):
                 self._by_hand()
-            now = self.now()
+            now = start or self.now()
         stack.append(_Open(kind, now, note))
         return True
 

@@ -92,11 +92,27 @@ def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitSta
     """Install the seams of optimizers: a step ends an interval, unless a GradScaler or an engine ends it."""
     open_ones: list[int] = []
     recorded: list[bool] = []
+    called: dict[int, Any] = {}
+    classes: set[type] = set()
+
+    def calling(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if recorder.mine and recorder.kept and not torch.compiler.is_compiling():
+                called[id(self)] = recorder.now()
+            return was(self, *args, **kwargs)
+
+        return step
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if recorder.mine:
-            open_ones.append(id(optimizer))
-            recorded.append(recorder.begin(Phase.OPTIMIZER))
+        if not recorder.mine:
+            return
+        open_ones.append(id(optimizer))
+        # torch records a range for its profiler before it calls this hook, which takes longer than a small step's glue
+        recorded.append(recorder.begin(Phase.OPTIMIZER, start=called.pop(id(optimizer), None)))
+        if type(optimizer) not in classes:
+            classes.add(type(optimizer))
+            replace(type(optimizer), "step", calling)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not recorder.mine or id(optimizer) not in open_ones:
