@@ -55,7 +55,7 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(fo
 
 def test_what_was_measured_is_kept_when_ranks_are_killed_and_the_same_command_goes_on(folder: Folder) -> None:
     command = ("--model", "nets:good", "--strategies", "single,ddp,fsdp", "--devices", "1,2", "--limit", "20", *RUN[:-1])
-    command = (*command, "12,18,24")  # enough trials that neither run ends before it is killed
+    command = (*command, "12,18")  # enough trials that neither run ends before it is killed
     run = launch(folder, *command)
     assert poll(folder.final, 60), run.err()
     run.processes[1].send_signal(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_what_was_measured_is_kept_when_ranks_are_killed_and_the_same_command_go
     again.processes[0].send_signal(signal.SIGKILL)
     assert again.codes()[1] == 64
     assert "lost the connection to rank 0" in again.err(1)
-    assert "resuming run" in again.err() or len(kept) == 15
+    assert "resuming run" in again.err() or len(kept) == 10
     assert folder.final()[: len(kept)] == kept, "what was measured stays"
     assert folder.mark.settles() == ""
 
