@@ -54,8 +54,8 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(fo
 
 
 def test_what_was_measured_is_kept_when_ranks_are_killed_and_the_same_command_goes_on(folder: Folder) -> None:
-    command = ("--model", "nets:good", "--strategies", "single,ddp,fsdp", "--devices", "1,2", "--limit", "20", *RUN[:-1])
-    command = (*command, "12,18")  # enough trials that neither run ends before it is killed
+    axes = ("--model", "nets:good", "--strategies", "single,ddp,fsdp", "--devices", "1,2", "--limit", "20")
+    command = (*axes, *RUN[:-1], "12,18")  # enough trials that neither run ends before it is killed
     run = launch(folder, *command)
     assert poll(folder.final, 60), run.err()
     run.processes[1].send_signal(signal.SIGKILL)
