@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel
+from dpbench.engine.parallel_apply import in_stages
+from dpbench.engine.workers import Serial, Spawn, Workers
+from dpbench.hardware.devices import resolve
 from tests.engine_nets import chunked_gradients, cpus, made, mlp, wave
 
 # ---------------------------------------------------------------- thread settings
@@ -64,6 +67,18 @@ def test_replicas_run_under_the_callers_settings(enter: Any, grad: bool, inferen
     assert output.dtype == (dtype or torch.float32)
     assert output.is_inference() == inference
     assert output.requires_grad == grad
+
+
+@pytest.mark.parametrize("workers", [Spawn(), Serial()], ids=["threads", "caller"])
+def test_the_call_between_two_stages_runs_under_the_callers_settings(workers: Workers) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def between() -> None:
+        seen.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        in_stages(lambda i: None, between, lambda i: None, resolve(cpus(3)), workers)
+    assert seen == [(False, True)]
 
 
 def test_autocast_cache_setting_reaches_the_replicas() -> None:

@@ -40,6 +40,14 @@ def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow() -> None:
     assert 0.5 < first / second <= 1.1  # device 0 also gathers and updates: it never gets more
 
 
+def test_automatic_chunk_sizes_stay_equal_where_a_batch_has_fewer_rows_than_devices() -> None:
+    module, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu"] * 3, "workers=serial", chunk_sizes="auto") as step:
+        for _ in range(9):
+            step(x, x)
+        assert step.chunk_sizes is None
+
+
 def test_fastest_settles_and_stays() -> None:
     module, loss, batches = problem("mlp", 8, 70)
     with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"]) as step:

@@ -50,18 +50,19 @@ def reduce(
             root.wait(device)
             root.borrow(one)
         with root.guard():
-            return [_sum(parts, root, comm_dtype) for parts in zip(*gradients, strict=True)]
+            return [_sum(parts, devices, comm_dtype) for parts in zip(*gradients, strict=True)]
 
 
-def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the sum of `parts` on the device `root`, added in order.
+def _sum(parts: Sequence[torch.Tensor], devices: Sequence[Device], comm_dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the sum of `parts` on the first device, added in order; `parts[i]` is the gradient of replica i.
 
     A single part is returned unchanged. If all parts are sparse, the sum is sparse. With `comm_dtype`, every part is
     rounded to that dtype for the transfer.
     """
-    total = arrive(parts[0], root, comm_dtype) if len(parts) > 1 else parts[0]
+    root = devices[0]
+    total = arrive(parts[0], root, root, comm_dtype) if len(parts) > 1 else parts[0]
     for number, part in enumerate(parts[1:]):
-        here = arrive(part, root, comm_dtype)
+        here = arrive(part, devices[number + 1], root, comm_dtype)
         if total.is_sparse and not here.is_sparse:  # torch cannot add a dense tensor to a sparse one
             total = here + total
         else:
@@ -69,15 +70,19 @@ def _sum(parts: Sequence[torch.Tensor], root: Device, comm_dtype: torch.dtype | 
     return total
 
 
-def arrive(part: torch.Tensor, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a gradient on the device `root`, in the gradient's own dtype.
+def arrive(part: torch.Tensor, source: Device, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a gradient of the replica on `source`, on the device `root` and in the gradient's own dtype.
 
-    If `comm_dtype` is given, the gradient is rounded to that dtype for the transfer.
+    If `comm_dtype` is given, the gradient is rounded to that dtype for the transfer. Call this in the guard of `root`.
     """
     home = root.torch_device
     if comm_dtype is None or not part.is_floating_point():
         return part if part.device == home else part.to(home, non_blocking=True)  # the check is cheaper than `to`
-    return part.to(comm_dtype).to(home, non_blocking=True).to(part.dtype)
+    if part.device == home:
+        return part.to(comm_dtype).to(part.dtype)
+    with source.guard():  # another stream of its GPU might round the gradient before it is computed
+        rounded = part.to(comm_dtype).to(home, non_blocking=True)
+    return rounded.to(part.dtype)
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
@@ -185,8 +190,12 @@ class Exchange:
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
         """Make every device wait for the collectives queued so far; the time of the wait counts for `phase`."""
         with self._marked(phase):
-            for i in range(len(self._devices)):
-                self._collectives.lead(i)
+            self.lead()
+
+    def lead(self) -> None:
+        """Make every device wait for the collectives queued so far, without a mark."""
+        for i in range(len(self._devices)):
+            self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Run an all-gather on the flat weights, in place, after each device has stepped its own part of them.

@@ -92,7 +92,7 @@ def _run(
         if errors or between is None:
             return
         try:
-            with guards[0]:
+            with settings(), guards[0]:  # the last thread to arrive calls this
                 between()
         except BaseException as error:
             errors[BETWEEN] = error

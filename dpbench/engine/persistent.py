@@ -46,13 +46,12 @@ class ReplicaWeights:
             if flat:
                 self.flats.append([device.put(buffer) for buffer in flat.buffers])
                 views = flat.layout.views(self.flats[-1], self.originals)
-            with device.guard():
-                self.parameters.append(
-                    [
-                        nn.Parameter(views[i] if i in views else device.put(p.detach()), p.requires_grad)
-                        for i, p in enumerate(self.originals)
-                    ]
-                )
+            self.parameters.append(
+                [
+                    nn.Parameter(views[i] if i in views else device.put(p.detach()), p.requires_grad)
+                    for i, p in enumerate(self.originals)
+                ]
+            )
         held = set(flat.views) if flat else set()
         outside = [i for i in range(len(self.originals)) if i not in held]
         self._outside = [[parameters[i].data for i in outside] for parameters in self.parameters]

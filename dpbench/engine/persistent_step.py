@@ -278,6 +278,9 @@ class PersistentReplicas:
             run_on_devices(step, owners, workers)
             if update.shared:
                 update.spread(workers)
+        if update.shared and not update.collective:
+            for device in self._devices[1:]:  # all later writes of weights wait for device 0
+                self._devices[0].wait(device)
         self._weights.clear()
         update.show()
         if update.joined:  # torch does not see that a step of a flat buffer writes the parameters
@@ -299,6 +302,10 @@ class PersistentReplicas:
         if self._overlap:
             self._overlap.close()
             self._overlap = None
+        if exchange := self._update.exchange:  # a failed step leaves work behind that uses the memory freed here
+            exchange.lead()
+        for device in self._devices[1:]:
+            self._devices[0].wait(device)
         if self._update.shared and self._seen and not self._whole:
             self._update.gather_gradients()
         self._update.close()

@@ -9,26 +9,41 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
+from dpbench.engine.autotune import WORK
 from dpbench.engine.containers import device_of, first_tensor, keys_of, mapped, parts_of, rebuilt, tensors_in
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
-from dpbench.records import HOST, Mark, Phase, no_mark
+from dpbench.records import Mark, Phase, chunk_sizes, no_mark
 
 AUTO = "auto"
 SETTLING = 8
 """The number of steps that are timed to determine the weights for "auto"; the first half of them is warm-up."""
 
 
+@dataclass(frozen=True)
+class _Timed:
+    """The time of one phase on a device: its seconds on the host's clock, or its two timing events."""
+
+    device: int
+    seconds: float = 0.0
+    events: tuple[Any, Any] | None = None
+
+    def read(self) -> float:
+        """Return the time of the phase in seconds."""
+        return float(self.events[0].elapsed_time(self.events[1])) / 1e3 if self.events else self.seconds
+
+
 class Shares:
     """The division of a batch's rows between devices, in proportion to weights.
 
     `chunk_sizes` are the weights, or "auto" to determine them from the speed measured in the first steps. None means
-    torch's equal chunks.
+    torch's equal chunks. GPUs are timed with events, because the host's calls return before the GPUs have finished.
     """
 
     def __init__(self, chunk_sizes: Sequence[float] | str | None, devices: Sequence[Device]) -> None:
@@ -43,7 +58,7 @@ class Shares:
                 raise ValueError(
                     f"chunk_sizes needs one weight above 0 for each of the {len(devices)} devices, got {chunk_sizes}"
                 )
-        self._busy: list[dict[int, float]] = []
+        self._steps: list[tuple[list[int], list[_Timed]]] = []
         self._rows: list[int] = []
 
     def sizes(self, value: Any) -> list[int] | None:
@@ -53,8 +68,11 @@ class Shares:
         tensor = first_tensor(value)
         if tensor is None or not tensor.dim():
             return None
-        self._rows = apportion(tensor.size(0), self.weights or [1.0] * len(self._devices))
-        return self._rows if self.weights else None
+        if self.weights is None:
+            pieces = chunk_sizes(tensor.size(0), len(self._devices))
+            self._rows = [*pieces, *[0] * (len(self._devices) - len(pieces))]
+            return None
+        return apportion(tensor.size(0), self.weights)
 
     @property
     def settled(self) -> bool:
@@ -67,19 +85,25 @@ class Shares:
         if self.settled:
             yield mark
             return
-        busy: dict[int, float] = {}
+        found: list[_Timed] = []
+        devices = {device.index: device for device in self._devices}
 
         @contextmanager
-        def watching(phase: Phase, device: int) -> Iterator[None]:
+        def watching(phase: Phase, index: int) -> Iterator[None]:
+            start = devices[index].event() if index in devices else None
             start_s = time.perf_counter()
-            with mark(phase, device):
+            with mark(phase, index):
                 yield
-            if device != HOST:
-                busy[device] = busy.get(device, 0.0) + time.perf_counter() - start_s
+            if start is not None:
+                # in other phases, a GPU waits for other GPUs
+                if phase in WORK:
+                    found.append(_Timed(index, events=(start, devices[index].event())))
+            elif index in devices:
+                found.append(_Timed(index, seconds=time.perf_counter() - start_s))
 
         yield watching
-        self._busy.append(busy)
-        if len(self._busy) == SETTLING:
+        self._steps.append((self._rows, found))
+        if len(self._steps) == SETTLING:
             self._decide()
 
     def _decide(self) -> None:
@@ -87,15 +111,20 @@ class Shares:
 
         The cost of a device is its measured time per row, including the time of its other work. If all devices report
         their peak memory, time and memory are each taken relative to the lowest of all devices, and the cost is the
-        higher of the two.
+        higher of the two. The host waits for GPUs here, once, because their events must be complete.
         """
-        seen = self._busy[SETTLING // 2 :]
+        for device in self._devices:
+            device.synchronize()
+        seen = self._steps[SETTLING // 2 :]
         cost = [
-            statistics.median(step.get(d.index, 0.0) for step in seen) / max(rows, 1)
-            for d, rows in zip(self._devices, self._rows, strict=True)
+            statistics.median(
+                sum(one.read() for one in timed if one.device == device.index) / max(rows[i], 1) for rows, timed in seen
+            )
+            for i, device in enumerate(self._devices)
         ]
+        self._steps.clear()
         memory = [device.memory() for device in self._devices]
-        if all(size is not None for size in memory):  # use the higher of the two relative costs
+        if min(cost) > 0 and all(size is not None for size in memory):  # use the higher of the two relative costs
             peaks = [float(size or 1) for size in memory]
             cost = [max(c / min(cost), m / min(peaks)) for c, m in zip(cost, peaks, strict=True)]
         if min(cost) > 0:

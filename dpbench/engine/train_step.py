@@ -24,7 +24,7 @@ from dpbench.engine.replicas import replicas_of
 from dpbench.engine.scatter import Shares, checked_target, place_target, scatter
 from dpbench.engine.workers import IntraOp, Workers, choose, keep_memory, without_cast_cache
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices import Devices, as_devices, resolve
+from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
 
@@ -172,8 +172,8 @@ class TrainStep:
         self._prepare()
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
-            with self._threads:
-                if self._shares.settled and (self._autotuner is None or self._autotuner.settled):
+            with self._threads, holding(self.devices):
+                if self.settled:
                     self._marking.mark = self._mark
                     return self._step(arguments, target)
                 with (
@@ -362,6 +362,11 @@ class TrainStep:
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
+
+    @property
+    def settled(self) -> bool:
+        """Return whether all is chosen; until then, steps are timed to choose workers ("fastest") and chunk sizes."""
+        return self._shares.settled and (self._autotuner is None or self._autotuner.settled)
 
     @property
     def advice(self) -> str:

@@ -205,7 +205,7 @@ class Update:
             single = self._sum_small(i, sources) if wanted is None else self._sums[i]
             for one in single:
                 if wanted is None or one.segment.parameter in wanted:
-                    self._sum(device, one, [gradients[one.segment.parameter] for _, gradients in sources])
+                    self._sum(device, one, [(other, gradients[one.segment.parameter]) for other, gradients in sources])
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
         """Sum the small gradients of device i's shards in one call, if possible.
@@ -222,15 +222,15 @@ class Update:
         sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
         return self._large[i]
 
-    def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
+    def _sum(self, device: Device, one: Sum, found: Sequence[tuple[Device, torch.Tensor | None]]) -> None:
         """Write the sum of one segment's gradients to the segment's target on `device`.
 
-        `found` has each replica's gradient of the parameter, which is None if the replica did not use the parameter.
+        `found` has each replica's device and gradient, which is None if the replica did not use the parameter.
         """
         comm = self.comm_dtype if len(found) > 1 else None
-        parts = [one.of(part) for part in found if part is not None]
-        if comm is not None or not self._on_host:
-            parts = [arrive(part, device, comm) for part in parts]
+        own = [(other, one.of(part)) for other, part in found if part is not None]
+        summing = comm is not None or not self._on_host
+        parts = [arrive(part, other, device, comm) if summing else part for other, part in own]
         if not parts:
             one.target.zero_()
         elif len(parts) == 1:

@@ -34,7 +34,8 @@ Step = Callable[[Any, Any], "torch.Tensor"]
 
 If the function is an object with a method `observe()`, the timer calls this method after each step, outside the timed
 region. `observe()` returns the spans that only a library's internal timers record, as a list of
-(phase, device, start_s, end_s).
+(phase, device, start_s, end_s). If the object has a method `settled()`, the steps before which it returns False
+belong to the warm-up, because a strategy that times alternatives in its first steps is not yet the one to measure.
 """
 
 Forward = Callable[..., "torch.Tensor"]

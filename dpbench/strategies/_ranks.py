@@ -44,7 +44,7 @@ class RankStep:
         """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on this rank's chunk of the batch, of which only this chunk may be given, and return the loss.
+        """Train on this rank's chunk, and return the loss; the arguments are the whole batch or already this chunk.
 
         The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch; if the model
         returns its own loss, this is the mean of the losses of all forward passes.

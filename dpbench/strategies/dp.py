@@ -29,6 +29,7 @@ from dpbench.strategies._tasks import Chain
 if TYPE_CHECKING:
     import torch
 
+    from dpbench.engine.train_step import TrainStep
     from dpbench.models import Model
 
 
@@ -68,15 +69,8 @@ class Engine(Strategy):
         )  # fmt: skip
         scheduler = scheduler_of(case, model, train_step.optimizer)
 
-        def step(inputs: Any, target: Any) -> torch.Tensor:
-            with precision_of(case):
-                loss = train_step(inputs, target)
-            if scheduler is not None:
-                scheduler.step()
-            return loss
-
         with train_step:
-            yield step
+            yield _Training(case, train_step, scheduler)
 
     @contextmanager
     def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
@@ -101,6 +95,25 @@ class Engine(Strategy):
         The result is empty for `fastest`, because the engine chooses its schedule at run time.
         """
         return () if case.schedule == FASTEST else _tasks.scheduled(case, shapes)
+
+
+class _Training:
+    """The engine's training step in the precision of a case, followed by a step of the scheduler, if there is one."""
+
+    def __init__(self, case: Case, train_step: TrainStep, scheduler: Any) -> None:
+        self._case, self._train_step, self._scheduler = case, train_step, scheduler
+
+    def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Take one training step, and return the loss, detached, on the first device."""
+        with precision_of(self._case):
+            loss = self._train_step(inputs, target)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return loss
+
+    def settled(self) -> bool:
+        """Return whether `fastest` has chosen its way of running; until then, its steps wait for the devices."""
+        return self._train_step.settled
 
 
 def schedule_of(case: Case) -> Schedule:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class ModelParallel(Strategy):
     """The strategy that trains in one process, with contiguous groups of the module's layers on several devices."""
 
-    traits = Traits(parallelism=Parallelism.LAYERS)
+    traits = Traits(parallelism=Parallelism.LAYERS, shared_stream=True)
 
     @contextmanager
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:

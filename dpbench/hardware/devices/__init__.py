@@ -5,7 +5,8 @@ Ids are torch's ids of GPUs, "cpu" once for each logical CPU device, or "emulate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,15 @@ def as_devices(devices: Devices) -> list[Device]:
         return resolve(devices)  # which refuses a single id
     given: list[Any] = list(devices)
     return given if given and hasattr(given[0], "put") else resolve(given)
+
+
+@contextmanager
+def holding(devices: Sequence[Device]) -> Iterator[None]:
+    """In the context, keep the streams that are current in the calling thread as those of `devices`, in all threads."""
+    with ExitStack() as held:
+        for device in devices:
+            held.enter_context(device.hold())
+        yield
 
 
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:

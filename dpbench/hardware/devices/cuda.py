@@ -7,9 +7,9 @@ share one GPU and by default have separate streams, so that their kernels may ov
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, cast
 
 import torch
 from torch.cuda import comm, nccl
@@ -32,12 +32,26 @@ class CudaDevice:
         self.name = f"cuda:{ordinal}" + (f"/{index}" if own_stream or shares_memory else "")
         self.torch_device = torch.device("cuda", ordinal)
         self._own = torch.cuda.Stream(ordinal) if own_stream else None
+        self._held: torch.cuda.Stream | None = None
         self._shares_memory = shares_memory
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Return this replica's own stream; if it has none, the stream that is current on its GPU in this thread."""
-        return self._own or torch.cuda.current_stream(self.ordinal)
+        """Return this replica's own stream; if it has none, the held stream, or else this thread's current stream."""
+        return self._own or self._held or torch.cuda.current_stream(self.ordinal)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep the stream that is current on this GPU in the calling thread as this device's stream, in all threads.
+
+        Without this, the stream would depend on the thread that looks it up: it is that of another replica in the guard
+        of a replica on the same GPU, and the default stream in the threads in which autograd runs backward.
+        """
+        before, self._held = self._held, self.stream
+        try:
+            yield
+        finally:
+            self._held = before
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new copy of `tensor` on this GPU, made on this device's stream.
@@ -51,12 +65,14 @@ class CudaDevice:
         return copy
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of `tensors` on this GPU, made in one kernel launch if `tensors` are already on this GPU."""
+        """Return copies of `tensors` on this GPU, made in one kernel launch if `tensors` are already on this GPU.
+
+        The device of `tensors` must wait for this device before `tensors` are written or freed.
+        """
         self._follow(tensors)
         with self.guard():
             copies = [torch.empty_like(tensor, device=self.torch_device) for tensor in tensors]
             copy_all(copies, tensors)
-        self.borrow(tensors)
         return copies
 
     def guard(self) -> AbstractContextManager[Any]:
@@ -139,10 +155,15 @@ class CudaDevice:
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
         """Return the sums on this GPU: item k is the sum of `tensors[i][k]` over all devices i.
 
-        The tensors are summed in buffers of 10 MiB, by NCCL if torch has NCCL.
+        The tensors are summed in buffers of 10 MiB, by NCCL if torch has NCCL. All devices wait for this device:
+        autograd makes only the stream of its node, which is that of this device, wait for the gradients.
         """
         real = [[torch.view_as_real(t) if t.is_complex() else t for t in one] for one in tensors]
-        sums = comm.reduce_add_coalesced(real, self.ordinal)
+        with ExitStack() as guards:
+            for device in devices[1:]:
+                device.wait(cast(Device, self))
+                guards.enter_context(device.guard())
+            sums = comm.reduce_add_coalesced(real, self.ordinal)
         return [torch.view_as_complex(s) if t.is_complex() else s for s, t in zip(sums, tensors[0], strict=True)]
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:

@@ -50,6 +50,10 @@ class HostDevice:
         """Return a context manager that does nothing: the host is always current, and has no streams."""
         return nullcontext()
 
+    def hold(self) -> AbstractContextManager[Any]:
+        """Return a context manager that does nothing: the host has no streams."""
+        return nullcontext()
+
     def settle(self) -> None:
         """Do nothing: no core is assigned to this device."""
 
