@@ -168,6 +168,25 @@ def test_device_0_is_a_finding_when_it_is_decidedly_busier() -> None:
     assert "1.12× (1.12–1.12)" in seen.evidence.says
 
 
+def test_a_slow_device_is_named() -> None:
+    def row(busy: dict[int, float], strategy: str = "dp") -> list[Trial]:
+        return measured(case(strategy, devices=len(busy)), LEVEL, busy=busy)
+
+    even = {0: 0.015, 1: 0.010, 2: 0.010, 3: 0.010}
+    assert "slow device" not in found(one(), row(even))
+    assert "slow device" not in found(one(), row({**even, 2: 0.0109}))
+    seen = found(one(), row({**even, 2: 0.0112}))["slow device"].evidence
+    assert "device 2 is slow: it is busy 1.12× (1.12–1.12) as long as the others" in seen.says
+    assert seen.size_s.value == pytest.approx(0.0012, rel=0.02)
+    assert "device 0" in found(one(), row(even, "ddp"))["slow device"].evidence.says  # the ranks all do the same work
+    assert "as long as device 0" in found(one(), row({0: 0.010, 1: 0.012}))["slow device"].evidence.says
+
+
+def test_a_device_with_fewer_rows_does_not_make_the_others_slow() -> None:
+    last = measured(case(devices=3, batch=65), LEVEL, busy={0: 0.022, 1: 0.022, 2: 0.017})  # 22, 22 and 21 rows
+    assert "slow device" not in found(one(), last)
+
+
 def test_memory_of_device_0_costs_no_time_and_stands_last() -> None:
     def row(first: int, strategy: str = "dp") -> list[Trial]:
         return measured(

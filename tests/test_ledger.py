@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -213,6 +214,15 @@ def test_the_middle_half_leaves_out_a_quarter_on_either_side(count: int, kept: l
     assert ledger.middle_half(list(range(count))) == kept
 
 
+def test_a_device_that_begins_the_next_step_early_is_occupied_in_the_present_step() -> None:
+    steps = (Step(10.0, True, 110.0), Step(10.0, False, 120.0), Step(10.0, False, 130.0))
+    spans = [
+        span(0, 10, step=0), span(10, 20, step=1), span(20, 30, step=2),  # device 0 ends every step
+        span(9, 12, "scatter", 1, 1), span(13, 16, device=1, step=1), span(18, 25, "scatter", 1, 2),
+    ]  # fmt: skip
+    assert ledger.Ledger(steps, spans).occupied == {0: [10.0, 10.0], 1: [pytest.approx(2 + 3 + 2), pytest.approx(5)]}
+
+
 def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
     """Rank 0 waits from 2 to 6 for rank 1's backward: that is backward, not communication."""
     case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)
@@ -224,6 +234,31 @@ def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
     steps, spans = ledger.joined([early, late])
     assert steps == (Step(8.0, False, 108.0),)
     assert ledger.phases(steps[0], spans) == {"backward": 6.0, "reduce": 2.0, UNATTRIBUTED: 0.0}
+
+
+def test_a_rank_that_waits_inside_backward_charges_the_phase_of_the_last_rank() -> None:
+    """Rank 0 is in backward from 1 on, and waits from 3 to 6 for rank 1, which is in forward until 4."""
+    case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)
+    parts = [
+        Trial(
+            case=case, steps=(Step(8.0, False, 108.0),),
+            spans=(
+                span(0, forward, device=rank), span(forward, 8, "backward", rank), span(arrives, 8, "reduce", rank),
+            ),
+        )
+        for rank, forward, arrives in ((0, 1, 3), (1, 4, 6))
+    ]  # fmt: skip
+    for order in (parts, parts[::-1]):
+        steps, spans = ledger.joined(order)
+        assert ledger.phases(steps[0], spans) == {"forward": 4.0, "backward": 2.0, "reduce": 2.0, UNATTRIBUTED: 0.0}
+    spans = tuple(
+        replace(one, end_s=108.0 - 1e-7) if one.phase is Phase.BACKWARD and not one.device else one
+        for part in parts
+        for one in part.spans
+    )
+    early = [replace(part, spans=tuple(s for s in spans if s.device == i)) for i, part in enumerate(parts)]
+    steps, joined = ledger.joined(early)
+    assert ledger.phases(steps[0], joined)["forward"] == 4.0  # rank 0's clock is 0.1 us behind
 
 
 def test_a_rank_that_left_before_another_arrived_has_reduced_nothing() -> None:

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from dpbench.hardware import nvml
+from dpbench.measure.server import environment
 from tests.recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
 
 UUIDS = tuple(recorded("h100_x4").recording["uuids"])
@@ -215,6 +216,49 @@ def test_a_uuid_is_the_gpu_that_cuda_shows_under_its_ordinal(monkeypatch):
         nvml.cuda_ordinals([UUIDS[0]], recorded("h100_x4"))
     with pytest.raises(LookupError, match="GPU- matches 2 GPUs"):
         nvml.cuda_ordinals(["GPU-"], recorded("h100_x4"))
+
+
+def unlike():
+    """Return a machine whose second GPU has another name than the other three."""
+    library = recorded("h100_x4")
+    library.nvmlDeviceGetName = lambda handle: "NVIDIA A2" if handle == UUIDS[1] else "NVIDIA H100 80GB HBM3"
+    return library
+
+
+@pytest.mark.parametrize("visible", [None, "1,0"])
+def test_an_order_of_unlike_gpus_that_only_cuda_knows_is_refused(visible):
+    fastest = environ(visible) | {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    with pytest.raises(LookupError, match=r"FASTEST_FIRST numbers unlike GPUs .NVIDIA A2, NVIDIA H100.*PCI_BUS_ID"):
+        nvml.describe(unlike(), fastest)
+    assert len(nvml.describe(recorded("h100_x4"), fastest)["gpus"]) in (2, 4), "like GPUs have one order"
+    listed = nvml.describe(unlike(), environ(f"{UUIDS[1]},{UUIDS[0]}") | fastest | {"CUDA_VISIBLE_DEVICES": UUIDS[1]})
+    assert [gpu["uuid"] for gpu in listed["gpus"]] == [UUIDS[1]]
+
+
+def test_measuring_processes_number_gpus_as_nvml_does_unless_the_user_chose(monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    assert environment()["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    assert environment()["CUDA_DEVICE_ORDER"] == "FASTEST_FIRST"
+
+
+def test_samples_follow_the_uuids_that_cuda_gives():
+    visible = nvml.describe(recorded("h100_x4"), {})["gpus"]
+    bare = [uuid.removeprefix("GPU-") for uuid in UUIDS]
+    assert nvml.replicas_of((), [bare[2], bare[0]], visible) == {2: 0, 0: 1}
+    assert nvml.replicas_of((1, 3), [bare[2], bare[0]], visible) == {2: 0, 0: 1}, "not the ordinals, which may differ"
+    assert nvml.replicas_of((), [bare[2], "unknown"], visible) == {2: 0}, "an unknown GPU has no samples"
+    assert nvml.replicas_of((3, 1), (), visible) == {3: 0, 1: 1}
+    assert nvml.replicas_of((), (), visible) == {0: 0, 1: 1, 2: 2, 3: 3}
+    assert nvml.replicas_of((0,), ["mig"], visible[:1]) == {0: 0}, "with one GPU there is nothing to confuse"
+
+
+def test_a_script_numbers_unlike_gpus_as_cuda_does():
+    order = [UUIDS[0], UUIDS[2], UUIDS[3], UUIDS[1]]
+    assert [gpu["uuid"] for gpu in nvml.describe_for(order, unlike(), {})["gpus"]] == order
+    assert [gpu["index"] for gpu in nvml.describe_for(order, unlike(), {})["gpus"]] == [0, 1, 2, 3]
+    assert nvml.describe_for([], unlike(), {})["gpus"] == [], "the order is unknown"
+    assert [gpu["uuid"] for gpu in nvml.describe_for([], recorded("h100_x4"), {})["gpus"]] == list(UUIDS)
 
 
 def test_description_names_driver_and_gpus(monkeypatch):

@@ -209,7 +209,7 @@ def test_defaults_can_be_planned(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("available", "expected"), [(0, (1,)), (1, (1,)), (2, (1, 2)), (5, (1, 2, 4)), (8, (1, 2, 4, 8))]
+    ("available", "expected"), [(0, (1,)), (1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 2, 8))]
 )
 def test_default_devices_fit_what_there_is(available: int, expected: tuple[int, ...]) -> None:
     assert plan.default_devices(available, "spread") == expected

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dpbench.measure.rounds import shortage
 from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Status, Step, Trial, Verified, plan
 
@@ -160,3 +161,13 @@ def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypa
     done = trial.run_together([SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path)
     assert [t.status for t in done] == [Status.FAILED, Status.FAILED]
     assert all("planted" in t.reason and "measured together with 1 other case(s)" in t.reason for t in done)
+
+
+def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() -> None:
+    assert shortage(100.0, 52, 1.8) == ""
+    assert shortage(float("inf"), 10_000, 5.0) == ""
+    said = shortage(93.0, 52, 1.8)
+    assert "52 trials are left" in said
+    assert "96.2 s" in said
+    assert "93.0 s are left" in said
+    assert "--budget" in said

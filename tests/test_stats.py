@@ -354,3 +354,23 @@ def test_half_width_is_a_fraction_whatever_the_unit(given: list[float], scale: f
         warnings.simplefilter("error")
         assert half_width([v * scale for v in given]) == pytest.approx(half_width(given), rel=1e-9, abs=1e-12)
     assert half_width(given) >= 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 10, 31, 100])
+def test_medians_of_resamples_are_distributed_as_those_of_drawn_steps(n: int) -> None:
+    draw = np.random.default_rng(n)
+    pool = np.exp(0.2 * draw.standard_normal(n))
+    drawn = np.median(pool[draw.integers(n, size=(20_000, n))], axis=1)
+    found = stats.resampled_medians(pool, 20_000, draw)
+    assert {*np.round(found, 12)} <= {*np.round((pool[:, None] + pool[None, :]) / 2, 12).ravel()}
+    for share in (0.025, 0.25, 0.5, 0.75, 0.975):
+        at = np.quantile(drawn, share)
+        for side in (np.less, np.less_equal):  # the medians are discrete
+            assert side(found, at).mean() == pytest.approx(side(drawn, at).mean(), abs=0.02)
+
+
+def test_medians_of_resamples_keep_the_devices_of_a_step_together() -> None:
+    draw = np.random.default_rng(0)
+    common = draw.random(25)
+    found = stats.resampled_medians(np.stack([common, common + 1], axis=1), 500, draw)
+    assert np.allclose(found[:, 1] - found[:, 0], 1)

@@ -120,6 +120,20 @@ def frame(
     return found
 
 
+def csv(table: pd.DataFrame) -> str:
+    """Return a table as CSV text in which no text is a formula to a spreadsheet; numbers stay as they are."""
+    inert = table.copy()
+    for name, column in table.items():
+        if not pd.api.types.is_numeric_dtype(column):
+            inert[name] = pd.Series([*map(_inert, column)], column.index, object)
+    return inert.to_csv(index=False)
+
+
+def _inert(cell: object) -> object:
+    """Return a cell; a text that a spreadsheet would compute gets an apostrophe in front."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+
+
 def _record(row: summary.Row, devices: int) -> dict[str, object]:
     """Return one line of the flat table by column name, with columns for `devices` devices."""
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}

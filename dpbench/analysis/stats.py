@@ -189,9 +189,30 @@ def _medians(
     draws = np.empty((*chosen.shape, *pools[0].shape[1:]))
     for number, pool in enumerate(pools):
         here = chosen == number
-        picks = generator.integers(len(pool), size=(int(here.sum()), len(pool)))
-        draws[here] = np.median(pool[picks], axis=1)
+        draws[here] = resampled_medians(pool, int(here.sum()), generator)
     return scale(np.array([np.median(pool, axis=0) for pool in pools])), scale(draws)
+
+
+def resampled_medians(pool: Array, count: int, generator: np.random.Generator) -> Array:
+    """Return the medians of `count` resamples of the steps in `pool`, whose first axis is the steps.
+
+    A resample draws as many steps as there are, with replacement; it draws each step with all its devices, if there is
+    an axis of devices. For one number per step, the steps themselves need not be drawn. The k-th smallest of n uniform
+    numbers has the distribution Beta(k, n - k + 1), and each of the larger ones is uniform above it. The step at the
+    rank of such a number is distributed as the k-th smallest step of a resample (David and Nagaraja, "Order
+    Statistics", 2003, sections 2.1 and 2.5).
+    """
+    n = len(pool)
+    if pool.ndim > 1:
+        picks = generator.integers(n, size=(count, n))
+        return np.asarray(np.median(pool[picks], axis=1))
+    ordered, middle = np.sort(pool), (n + 1) // 2
+    first = generator.beta(middle, n - middle + 1, size=count)
+    low = ordered[np.minimum((n * first).astype(int), n - 1)]
+    if n % 2:
+        return np.asarray(low)
+    second = 1 - (1 - first) * generator.random(count) ** (1 / (n - middle))
+    return np.asarray((low + ordered[np.minimum((n * second).astype(int), n - 1)]) / 2)
 
 
 def _centre(values: Array) -> Array:

@@ -330,19 +330,29 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     """Return the ratio of device 0's busy time to the mean of the other devices', with its interval over the rounds.
 
-    `source` is the description of a metric in `BUSY_METRICS`. Return None if a device has a busy time of 0, if the
-    rounds have different devices, or without readings of device 0 and another device.
+    Return None if `busy_of` has no readings of device 0 and another device.
     """
-    metric = next(name for name, words in BUSY_METRICS.items() if words == source)
+    devices, vectors = busy_of(trials, source)
+    return stats.first_over_rest(vectors) if devices[:1] == (0,) and len(devices) > 1 else None
+
+
+def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stats.Vectors]:
+    """Return the devices with work, and by round their busy seconds, with one row per step and one column per device.
+
+    `source` is the description of a metric in `BUSY_METRICS`. Both are empty if a device has a busy time of 0, if the
+    rounds have different devices, or without readings.
+    """
+    metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
     vectors: dict[int, list[tuple[float, ...]]] = {}
+    found: set[tuple[int, ...]] = set()
     for trial in trials:
         # devices without rows of the batch do no work and are left out
         values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < trial.case.working}
-        if 0 in values and len(values) > 1:
+        if values:
+            found.add(tuple(sorted(values)))
             vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
     idle = any(min(row) <= 0 for rows in vectors.values() for row in rows)
-    alike = len({len(rows[0]) for rows in vectors.values()}) == 1
-    return stats.first_over_rest(vectors) if alike and not idle else None
+    return ((), {}) if len(found) != 1 or idle else (found.pop(), vectors)
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:

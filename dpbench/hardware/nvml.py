@@ -22,6 +22,9 @@ Library = Any  # pynvml has no type information, and a protocol of its forty fun
 Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
 
+ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FIRST"
+"""The environment variable for the order of CUDA's numbers, the order of NVML, and CUDA's default."""
+
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
 # Errors after which a call is not repeated: invalid argument, not supported, no permission, function not found, version
@@ -150,7 +153,8 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
     """Open NVML until the `with` block ends.
 
     Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ` provides
-    CUDA_VISIBLE_DEVICES.
+    CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, which is PCI_BUS_ID if it is not set, as in the processes that measure.
+    Raises LookupError if CUDA's numbers of the GPUs are unknown (see `_visible_handles`).
     """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
@@ -158,19 +162,19 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
         return
     try:
         physical = _physical(library)
-        handles = _visible_handles(library, physical, environ.get("CUDA_VISIBLE_DEVICES"))
+        handles = _visible_handles(library, physical, environ)
         gpus = tuple(_gpu(library, handle, index) for index, handle in enumerate(handles))
         yield Nvml(gpus=gpus, physical_gpus=len(physical), library=library) if physical else None
     finally:
         _tell(library, library.nvmlShutdown)
 
 
-def describe(library: Library = None) -> dict[str, Any]:
+def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return facts for provenance: driver versions, the number of physical GPUs, and the GPUs that are visible to CUDA.
 
-    `physical_gpus` is 0 if NVML reports no GPU.
+    `physical_gpus` is 0 if NVML reports no GPU. `environ` and errors are those of `open_nvml`.
     """
-    with open_nvml(library) as nvml:
+    with open_nvml(library, environ) as nvml:
         if nvml is None:
             return {"physical_gpus": 0, "gpus": []}
         cuda = _tell(nvml.library, nvml.library.nvmlSystemGetCudaDriverVersion)
@@ -178,6 +182,23 @@ def describe(library: Library = None) -> dict[str, Any]:
         versions = {"driver": driver, "cuda_driver": cuda and f"{cuda // 1000}.{cuda % 1000 // 10}"}
         gpus = [gpu.describe() for gpu in nvml.gpus]
         return {**_known(versions), "physical_gpus": nvml.physical_gpus, "gpus": gpus}
+
+
+def describe_for(
+    uuids: Sequence[str], library: Library = None, environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return the facts of `describe` in a process whose order of GPUs is not chosen by dpbench.
+
+    CUDA's default order there is FASTEST_FIRST. Where it numbers unlike GPUs, the GPUs are those with the UUIDs
+    `uuids`, which CUDA gives in this process.
+    """
+    try:
+        return describe(library, {ORDER: FASTEST_FIRST, **environ})
+    except LookupError:
+        facts = describe(library, {})
+        places = replicas_of((), uuids, facts["gpus"]) if uuids else {}
+        found = sorted((places[gpu["index"]], gpu) for gpu in facts["gpus"] if gpu["index"] in places)
+        return {**facts, "gpus": [{**gpu, "index": index} for index, gpu in found]}
 
 
 def cuda_device_count(library: Library = None) -> int:
@@ -232,19 +253,47 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _visible_handles(library: Library, physical: dict[str, Handle], visible: str | None) -> list[Handle]:
+def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Return the index of the replica on each GPU, by the ordinal under which the samplers number the GPU.
+
+    `ordinals` are the CUDA ordinals that the case names, and `uuids` are the UUIDs of its GPUs in CUDA, both by index
+    of the replica; `visible` are the facts of the GPUs from `describe`. The UUIDs decide if they are known and several
+    GPUs are visible; a GPU whose UUID is not among `visible` is left out. If the case names no ordinals and the UUIDs
+    are unknown, the ordinals are the indices.
+    """
+    if uuids and len(visible) > 1:
+        known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
+        return {known[_bare(uuid)]: index for index, uuid in enumerate(uuids) if _bare(uuid) in known}
+    return {ordinal: index for index, ordinal in enumerate(ordinals or range(len(visible)))}
+
+
+def _bare(uuid: str) -> str:
+    """Return a UUID without the prefix of NVML, which torch does not print."""
+    return uuid.removeprefix("GPU-").removeprefix("MIG-")
+
+
+def _visible_handles(library: Library, physical: dict[str, Handle], environ: Mapping[str, str]) -> list[Handle]:
     """Return the NVML handles of the GPUs that are visible to CUDA, in the order of CUDA's numbers.
 
-    `physical` maps UUIDs to handles, and `visible` is the value of CUDA_VISIBLE_DEVICES. GPUs are numbered in PCI
-    order, as in NVML. CUDA's default order, CUDA_DEVICE_ORDER=FASTEST_FIRST, cannot be determined without CUDA; with
-    identical GPUs both orders are the same.
+    `physical` maps UUIDs to handles. NVML numbers GPUs in PCI order. CUDA's order FASTEST_FIRST cannot be determined
+    without CUDA, but identical GPUs have the same numbers in both orders. Raises LookupError if this order numbers
+    unlike GPUs.
     """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip().startswith("MIG-"):
         # CUDA shows a process only one MIG instance, the first in the list; NVML may not accept the older names
         instance = _tell(library, library.nvmlDeviceGetHandleByUUID, visible.split(",")[0].strip())
         return [] if instance is None else [instance]
     handles = list(physical.values())
-    return [handles[position] for position in cuda_visible(visible, list(physical))]
+    chosen = [handles[position] for position in cuda_visible(visible, list(physical))]
+    order, numbered = environ.get(ORDER, PCI_ORDER), visible is None or not visible.strip().startswith("GPU-")
+    names = {_tell(library, library.nvmlDeviceGetName, handle) for handle in handles} if order != PCI_ORDER else set()
+    if chosen and numbered and len(names) > 1:
+        raise LookupError(
+            f"{ORDER}={order} numbers unlike GPUs ({', '.join(sorted(map(str, names)))}) in an order that is unknown "
+            f"without CUDA: unset {ORDER}, set it to {PCI_ORDER}, or list UUIDs in CUDA_VISIBLE_DEVICES"
+        )
+    return chosen
 
 
 def _physical(library: Library) -> dict[str, Handle]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dpbench.records import Case, Trial
+from dpbench.records import Case, Trial, words
 
 
 class RoundsRule(Protocol):
@@ -45,3 +45,22 @@ class Fixed:
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
         """Return an empty dictionary, because the plan itself fixes the number of rounds."""
         return {}
+
+
+LEAST_S = 0.05
+"""The least seconds of timed steps that a trial gets while the budget lasts."""
+
+
+def shortage(left_s: float, trials: int, overhead_s: float) -> str:
+    """Return a line of text which says that the rest of a budget is too short for `trials` trials, "" if it is not.
+
+    `left_s` is the rest of the budget, and `overhead_s` is the measured time of a trial without its steps, in seconds.
+    """
+    needed_s = trials * (overhead_s + LEAST_S)
+    if needed_s <= left_s:
+        return ""
+    return (
+        f"the budget is too short: {words.count(trials, 'trial')} are left, which take at least {words.time(needed_s)} "
+        f"({words.time(overhead_s)} each without steps), but {words.time(max(0.0, left_s))} are left; the last ones "
+        f"will be skipped. Give --budget, or fewer --devices or --models"
+    )

@@ -122,7 +122,7 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """How a device spent the time `span_s` from its first to its last activity, in seconds.
+    """The use that a device made of the time `span_s` from its first to its last activity, in seconds.
 
     `compute_s`, `copies_s` and `communication_s` are the lengths of the unions of the activities of a kind; they may
     overlap. The exposed parts are those during which the device ran no compute kernel. `kernels_s` is the length of the

@@ -8,11 +8,14 @@ span covers is charged as `unattributed`. It is not computed as a difference, so
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
+from dpbench.records.activity import union
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
 if TYPE_CHECKING:  # records.trial imports this module
@@ -51,14 +54,16 @@ class Ledger:
 
     @cached_property
     def occupied(self) -> Mapping[int, list[float]]:
-        """Return, by device, the seconds of each timed step during which at least one span was open on the device."""
+        """Return, by device, the seconds of each timed step during which at least one span was open on the device.
+
+        Spans of the next step count too: a GPU that has finished its part of a step begins the next step while another
+        GPU, which ends the step, still works.
+        """
+        timed = [step for step in self._steps if not step.warmup]
         found: dict[int, list[float]] = {}
-        used = sorted({span.device for span in self._spans} - {HOST})
-        for step, spans in zip(self._steps, by_step(self._spans, len(self._steps)), strict=True):
-            if not step.warmup:
-                for device in used:
-                    mine = [span for span in spans if span.device == device]
-                    found.setdefault(device, []).append(step.seconds - phases(step, mine)[UNATTRIBUTED])
+        for device in sorted({span.device for span in self._spans} - {HOST}) if timed else ():
+            before = _open_before(span for span in self._spans if span.device == device)
+            found[device] = [min(step.seconds, before(step.end_s) - before(step.start_s)) for step in timed]
         return found
 
     @cached_property
@@ -141,6 +146,22 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
     return charged
 
 
+def _open_before(spans: Iterable[Span]) -> Callable[[float], float]:
+    """Return a function of a time that returns the seconds before this time in which at least one of `spans` was open.
+
+    The time is in seconds on the clock of the spans.
+    """
+    disjoint = union((span.start_s, span.end_s) for span in spans)
+    starts = [start for start, _ in disjoint]
+    sums = [0.0, *accumulate(end - start for start, end in disjoint)]
+
+    def before(time_s: float) -> float:
+        place = bisect_right(starts, time_s)
+        return sums[place] - max(0.0, disjoint[place - 1][1] - time_s) if place else 0.0
+
+    return before
+
+
 def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
     """Return a list with the spans of each step, in the order of the steps; `steps` is the number of steps."""
     rows: list[list[Span]] = [[] for _ in range(steps)]
@@ -175,18 +196,26 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 
     `parts` are the trials of the ranks. Each step is that of the rank which finished it last. A reduction starts only
     when the last rank arrives, so each rank's reduce span is cut to begin at that time. The time that other ranks wait
-    for the last rank thus counts as the phase in which the last rank still is.
+    for the last rank thus counts as the phase in which the last rank still is. For the same reason, a rank's backward
+    span that contains the beginning of the rank's reduction is cut to end there.
     """
     steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
     spans = [span for part in parts for span in part.spans]
     arrived: dict[int, float] = {}
+    arrivals: dict[tuple[int, int], float] = {}
     for span in spans:
         if span.phase is Phase.REDUCE:
             arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))
-    return steps, tuple(
-        replace(span, start_s=min(span.end_s, arrived[span.step])) if span.phase is Phase.REDUCE else span
-        for span in spans
-    )
+            arrivals[span.step, span.device] = max(span.start_s, arrivals.get((span.step, span.device), span.start_s))
+
+    def cut(span: Span) -> Span:
+        if span.phase is Phase.REDUCE:
+            return replace(span, start_s=min(span.end_s, arrived[span.step]))
+        end_s = arrivals.get((span.step, span.device), span.end_s)
+        inside = span.phase is Phase.BACKWARD and span.start_s <= end_s < span.end_s
+        return replace(span, end_s=end_s) if inside else span
+
+    return steps, tuple(map(cut, spans))
 
 
 def typical(trial: Trial) -> dict[str, float]:

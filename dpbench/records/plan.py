@@ -302,10 +302,11 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the default numbers of devices of a sweep: 1, 2, 4 and 8, up to `available`; colocated: 1 and 2."""
-    if placement == "colocated":
-        return (1, 2)
-    return tuple(count for count in (1, 2, 4, 8) if count <= available) or (1,)
+    """Return the default numbers of devices of a sweep: 1, 2 and all that are `available`; colocated: 1 and 2.
+
+    A sweep of 1, 2, 4 and 8 GPUs does not end within the default budget: each trial creates a context on each GPU.
+    """
+    return (1, 2) if placement == "colocated" else tuple(sorted({1, min(2, available), available} - {0}))
 
 
 def place(text: str) -> tuple[int, str]:

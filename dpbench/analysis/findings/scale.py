@@ -17,14 +17,14 @@ from dpbench.analysis.findings.rule import (
     share_of,
 )
 from dpbench.analysis.findings.text import devices, strategy
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import Row, busy_of
 from dpbench.records import Case, schedule
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
 
 LEVEL = 1.1
-"""The largest ratio of device 0's memory to the other devices' mean at which the devices count as balanced."""
+"""The largest ratio of a device's memory or busy time to the other devices' mean at which they count as balanced."""
 
 
 def _busy(context: CaseContext) -> Judgement:
@@ -48,6 +48,37 @@ def _busy(context: CaseContext) -> Judgement:
         says=f"device 0 is busy {times(row.imbalance)} as long as the others on average",
         numbers=f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for {time(rest)} on average "
         f"({row.busy_source})",
+        size_s=Estimate(value, low, high, e.n, signed=True),
+    )
+
+
+def _slow_device(context: CaseContext) -> Judgement:
+    """Return evidence if a device is clearly longer busy than the others for the same number of rows; else None.
+
+    Where one process runs all devices, device 0 has additional work: it is never the slow one, and the others are
+    compared with it only if there is just one other. Return `Missing` if there are not enough rounds.
+    """
+    row, rows = context.row, context.case.rows
+    devices, vectors = busy_of([trial for trial in context.trials if trial.trusted], row.busy_source)
+    alike = [device for device in devices if device < len(rows) and rows[device] == rows[0]]
+    suspects = [device for device in alike if device or not context.engine]
+    if context.case.traits.devices_per_replica > 1 or len(alike) < 2 or not suspects:
+        return None
+    slow = max(suspects, key=lambda device: row.busy[device])
+    peers = [device for device in suspects if device != slow] or [device for device in alike if device != slow]
+    columns = [devices.index(device) for device in (slow, *peers)]
+    e = stats.first_over_rest({n: [tuple(v[c] for c in columns) for v in each] for n, each in vectors.items()})
+    if e.doubt:
+        return _doubted("whether one device is slower than the others") if e.value > LEVEL else None
+    if e.low <= LEVEL:
+        return None
+    rest = sum(row.busy[device] for device in peers) / len(peers)
+    value, low, high = ((ratio - 1) * rest for ratio in (e.value, e.low, e.high))
+    return Evidence(
+        says=f"device {slow} is slow: it is busy {times(e)} as long as "
+        f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} with as many rows",
+        numbers=f"device {slow} is busy for {time(row.busy[slow])} per step, "
+        f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(rest)} ({row.busy_source})",
         size_s=Estimate(value, low, high, e.n, signed=True),
     )
 
@@ -288,6 +319,11 @@ RULES = (
         remedy="move work from device 0 to the others: the loss (local_loss), the update (zero1), or rows of the batch "
         "(TrainStep's chunk_sizes)",
         switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,), alone=True,
+    ),
+    FindingRule(
+        name="slow device", when=_slow_device,
+        remedy="look at the clock, temperature and other processes of the slow device; leave it out, or give it fewer "
+        "rows of the batch (TrainStep's chunk_sizes=\"auto\")",
     ),
     FindingRule(
         name="memory", when=_memory,

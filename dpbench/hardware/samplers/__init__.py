@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dpbench.hardware import signals
 from dpbench.records import Sample
 
 
@@ -162,20 +163,24 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
     command += ["--devices", ",".join(map(str, devices))]
     # the child must import the same modules as this process
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    pipe = subprocess.PIPE
+    process, pipe, env = None, subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
     try:
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env={**os.environ, "PYTHONPATH": path})
-    except OSError as error:
-        log.warning("the sampler process did not start, so this run has no samples: %s", error)
-        return None
-    try:
+        with signals.held():
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=env)
         if _hears(process, b"ready", START_TIMEOUT_S):
             return process
         why = f"the process did not answer within {START_TIMEOUT_S:g} s"
     except EOFError:
         why = "the process ended at once"
+    except OSError as error:
+        why = str(error)
+    except BaseException:  # such as Ctrl-C
+        if process is not None:
+            _end(process)
+        raise
     log.warning("the sampler process did not start, so this run has no samples: %s", why)
-    _end(process)
+    if process is not None:
+        _end(process)
     return None
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from dpbench.hardware import signals
 from dpbench.hardware.processes import die_with_parent
 from dpbench.hardware.samplers.host import ROOT_PID
 from dpbench.records import Sample, registry
@@ -34,8 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives; return exit status 0."""
     options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and then ends this process
+    signals.ignore((signal.SIGINT, signal.SIGHUP))  # the parent handles them, and then ends this process
     stopped = _stop_signal()
+    signals.release()
     die_with_parent(options.parent_pid, signal.SIGTERM)
     os.environ[ROOT_PID] = str(options.root_pid)
     series: list[list[Sample]] = []

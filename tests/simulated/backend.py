@@ -1,0 +1,248 @@
+"""The simulated machine behind dpbench's `Device` and `Clock` protocols.
+
+Tensors are those of the emulated devices: their values are computed at once on the host. Every operator on them also
+queues simulated work on the current stream of its device. `running` installs this, and yields the devices.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._autograd import DeviceType
+from torch.utils.flop_counter import flop_registry
+
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import _wrapper
+from dpbench.hardware.devices.host import EmulatedDevice
+from dpbench.measure import clocks
+from dpbench.measure.worker import bench
+from dpbench.records import HOST, Phase
+from dpbench.records.activity import Activity
+from tests.simulated.machine import Machine
+from tests.simulated.timeline import Event, Stream
+
+aten = torch.ops.aten
+_quiet = threading.local()
+FREE = ("empty", "detach", "_unsafe_view", "alias", "set_", "lift_fresh", "resize_", "unbind", "split")
+"""Prefixes of the names of operators that start no kernel, besides views."""
+
+
+@contextmanager
+def values_only() -> Iterator[None]:
+    """Inside the context, operators of this thread compute values but queue no simulated work."""
+    before = getattr(_quiet, "on", False)
+    _quiet.on = True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
+class SimulatedDevice(EmulatedDevice):
+    """A GPU of a simulated machine, used through the current stream, as spread replicas do on real GPUs."""
+
+    def __init__(self, index: int, machine: Machine) -> None:
+        super().__init__(index)
+        self.machine, self.stream = machine, machine.streams[index]
+
+    def wait(self, other: Device) -> None:
+        """Make this device's stream wait for that of `other`."""
+        if isinstance(other, SimulatedDevice):
+            self.machine.timeline.wait(self.stream, other.stream)
+
+    def event(self) -> Event:
+        """Record and return an event; creating and recording it costs the host one call."""
+        self.machine.timeline.spend(self.machine.timeline.call_s / 5)
+        event = Event(self.machine.timeline, self.index)
+        event.record(self.stream)
+        return event
+
+    def synchronize(self) -> None:
+        """Block the host until the work of this GPU is complete, on all its streams."""
+        self.machine.timeline.synchronize(streams_of(self.machine, self.index))
+
+    def can_collect(self, devices: Sequence[Device]) -> bool:
+        """Return whether there are several devices."""
+        return len(devices) > 1
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+        """Return copies of `tensors` on all `devices`, made by NCCL on their current streams."""
+        _group(self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors), "Broadcast")
+        with values_only():
+            return [[t if d is devices[0] else t.to(d.torch_device, copy=True) for t in tensors] for d in devices]
+
+    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+        """Return the sums on this device, made by NCCL on the current streams."""
+        _group(self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors[0]), "Reduce")
+        with values_only():
+            return [sum(t.to(self.torch_device) for t in each) for each in zip(*tensors, strict=True)]  # type: ignore[misc]
+
+
+def streams_of(machine: Machine, device: int) -> list[Stream]:
+    """Return all streams of a device."""
+    return [stream for stream in machine.streams if stream.device == device]
+
+
+def _group(machine: Machine, streams: Sequence[Stream], devices: Sequence[Device], size: int, name: str) -> None:
+    """Queue one NCCL kernel per device."""
+    ordinals = [device.torch_device.index for device in devices]
+    machine.timeline.collective(
+        [streams[i] for i in ordinals], machine.ring_s(ordinals, size), f"ncclDevKernel_{name}_Sum_f32_RING_LL"
+    )
+
+
+def _queue(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+    """Queue the work of one operator on the simulated machine."""
+    name, streams = func.name().removeprefix("aten::"), machine.streams
+    if func.namespace == "prim" or func.is_view or name.startswith(FREE):
+        return
+    if name.startswith("_local_scalar_dense"):
+        machine.timeline.read(streams[args[0].device.index], machine.host_s(args[0].nbytes))
+        return
+    for source, target in _copies(func, args, result):
+        _copy(machine, source, target)
+        if source.device != target.device:
+            continue
+    if func in _wrapper.ANY_DEVICE or name.startswith("_foreach_copy"):
+        return
+    flops = (
+        flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        if func.overloadpacket in flop_registry
+        else 0
+    )
+    if name.startswith("_foreach_"):
+        lists = [value for value in args if isinstance(value, list | tuple)]
+        by_device: dict[int, int] = {}
+        for tensor in _wrapper._tensors(lists):
+            if tensor.device.type == _wrapper.LAZY:
+                by_device[tensor.device.index] = by_device.get(tensor.device.index, 0) + tensor.nbytes
+    else:
+        tensors = [t for t in _wrapper._tensors((*args, result)) if t.device.type == _wrapper.LAZY]
+        by_device = {tensors[0].device.index: sum(t.nbytes for t in tensors)} if tensors else {}
+    for device, size in by_device.items():
+        seconds = machine.rates.kernel_s + max(flops / machine.rates.flops, size / machine.rates.memory)
+        machine.timeline.kernel(streams[device], seconds, f"kernel_{name}")
+
+
+def _copies(func: Any, args: Sequence[Any], result: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the pairs (source, target) of tensors that an operator copies."""
+    if func is aten._to_copy.default:
+        return [(args[0], result)]
+    if func is aten.copy_.default:
+        return [(args[1], args[0])]
+    if func.name().startswith("aten::_foreach_copy"):
+        return [(source, target) for target, source in zip(*args[:2], strict=True)]
+    return []
+
+
+def _copy(machine: Machine, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Queue one copy: a kernel on one device, or a transfer between devices or between a device and the host."""
+    of, to, line = source.device, target.device, machine.timeline
+    if of == to:
+        line.kernel(
+            machine.streams[to.index], machine.rates.kernel_s + 2 * source.nbytes / machine.rates.memory, "copy"
+        )
+    elif of.type != _wrapper.LAZY:
+        line.copy(None, machine.streams[to.index], machine.host_s(source.nbytes), "Memcpy HtoD (Pinned -> Device)")
+    elif to.type != _wrapper.LAZY:
+        line.read(machine.streams[of.index], machine.host_s(source.nbytes))
+    else:
+        seconds = machine.link_s(of.index, to.index, source.nbytes)
+        line.copy(machine.streams[of.index], machine.streams[to.index], seconds, "Memcpy PtoP (Device -> Device)")
+
+
+@dataclass(frozen=True)
+class TrueSpan:
+    """A phase on a device, or on the host, in true seconds."""
+
+    step: int
+    phase: Phase
+    device: int
+    start_s: float
+    end_s: float
+
+
+class Witness(clocks.CudaClock):
+    """A `CudaClock` over simulated devices, which also notes the true times that the simulation knows.
+
+    `true_ends` has the true end of each step: the time at which the work queued so far is complete on all devices.
+    """
+
+    def __init__(self, devices: Sequence[SimulatedDevice]) -> None:
+        self.line = devices[0].machine.timeline
+        super().__init__(devices, now=self.line.now)
+        self.sims, self.true_spans, self.true_ends, self.true_begins = devices, list[TrueSpan](), [], []
+        self.host_ends: list[float] = []
+
+    def _front(self, device: int) -> float:
+        stream = self.sims[0].machine.streams[device] if device != HOST else None
+        return self.line.now() if stream is None else self.line.front(stream)
+
+    @contextmanager
+    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+        step = len(self.true_ends)
+        with super().mark(phase, device):
+            start_s = self._front(device)
+            yield
+            end_s = self._front(device)
+        self.true_spans.append(TrueSpan(step, phase, device, start_s, end_s))
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        with super().block():
+            self.true_begins.append((len(self.true_ends), max(self._front(d.index) for d in self.sims)))
+            yield
+
+    @contextmanager
+    def step(self, *, warmup: bool) -> Iterator[None]:
+        with super().step(warmup=warmup):
+            yield
+            self.host_ends.append(self.line.now())
+        self.true_ends.append(max(self._front(d.index) for d in self.sims))
+
+
+def _profiled(machine: Machine) -> Callable[..., list[Activity]]:
+    """Return a replacement of `bench.profiled` that reads the activities of a step from the timeline."""
+
+    def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Activity]:
+        for device in devices:
+            device.synchronize()
+        before = len(machine.timeline.work)
+        step()
+        for device in devices:
+            device.synchronize()
+        events = [
+            SimpleNamespace(
+                device_type=DeviceType.CUDA, device_index=work.device, name=work.name,
+                time_range=SimpleNamespace(start=work.start_s * 1e6, end=work.end_s * 1e6),
+            )
+            for work in machine.timeline.work[before:]
+        ]  # fmt: skip
+        return bench.activities_of(events, {device.torch_device.index: device.index for device in devices})
+
+    return profiled
+
+
+@contextmanager
+def running(machine: Machine) -> Iterator[list[SimulatedDevice]]:
+    """Inside the context, operators on emulated tensors queue work on `machine`; yield its devices."""
+    real = _wrapper._dispatch
+
+    def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = real(func, args, kwargs)
+        if not getattr(_quiet, "on", False):
+            _queue(machine, func, args, kwargs, result)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_wrapper, "_dispatch", dispatch)
+        patch.setattr(clocks, "choose", Witness)
+        patch.setattr(bench, "profiled", _profiled(machine))
+        yield [SimulatedDevice(gpu.index, machine) for gpu in machine.timeline.gpus]

@@ -1,0 +1,93 @@
+"""Ranks with overlapped reduction on simulated GPUs: the reduce phase, for which no event can be recorded, is true.
+
+Every rank has a separate CudaClock, as in its process. Backward fills buckets of gradients; each bucket is reduced on
+another stream of the GPU, and the main stream waits for the last bucket before the update.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+
+from dpbench.measure.clocks import CudaClock
+from dpbench.measure.merging import merge
+from dpbench.measure.worker import bench
+from dpbench.records import Case, Phase, Status, Trial, Verified, ledger
+from dpbench.records.activity import Activity
+from tests.simulated.backend import SimulatedDevice
+from tests.simulated.machine import Machine
+from tests.simulated.timeline import Gpu, Stream
+
+FORWARD_S, BUCKET_S, UPDATE_S, STEPS, RANKS = 2e-3, 2e-3, 1e-3, 6, 4
+
+
+def trained(machine: Machine, reduce_s: float, buckets: int = 2) -> Trial:
+    """Return the merged trial of ranks, of which each bucket of gradients is all-reduced in `reduce_s` seconds."""
+    line, ranks = machine.timeline, range(RANKS)
+    devices = [SimulatedDevice(rank, machine) for rank in ranks]
+    main, beside = machine.streams, [Stream(rank) for rank in ranks]
+    clocks = [CudaClock([device], now=line.now) for device in devices]
+    with ExitStack() as blocks:
+        for clock in clocks:
+            blocks.enter_context(clock.block())
+        for _ in range(STEPS):
+            before = len(line.work)
+            with ExitStack() as steps:
+                for clock in clocks:
+                    steps.enter_context(clock.step(warmup=False))
+                for rank in ranks:
+                    with clocks[rank].mark(Phase.FORWARD, rank):
+                        line.kernel(main[rank], FORWARD_S, "gemm")
+                with ExitStack() as backwards:
+                    for rank in ranks:
+                        backwards.enter_context(clocks[rank].mark(Phase.BACKWARD, rank))
+                    for _ in range(buckets):
+                        for rank in ranks:
+                            line.kernel(main[rank], BUCKET_S, "gemm")
+                            line.wait(beside[rank], main[rank])
+                        line.collective(beside, reduce_s, "ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+                    for rank in ranks:
+                        line.wait(main[rank], beside[rank])
+                for rank in ranks:
+                    with clocks[rank].mark(Phase.OPTIMIZER, rank):
+                        line.kernel(main[rank], UPDATE_S, "foreach")
+    case = Case(model="mlp", strategy="ddp", device_kind="cuda", devices=RANKS, batch_size=64)
+    parts = []
+    for rank in ranks:
+        mine = [Activity(w.device, w.name, w.start_s, w.end_s) for w in line.work[before:] if w.device == rank]
+        spans = clocks[rank].spans()
+        parts.append(
+            Trial(
+                case=case, status=Status.OK, verified=Verified.BITWISE, steps=clocks[rank].steps(),
+                spans=(*spans, *bench.reductions(case, spans, mine)),
+            )
+        )  # fmt: skip
+    return merge(parts)
+
+
+def machine(speed: float = 1.0) -> Machine:
+    """Return a machine with four GPUs, of which GPU 2 has this speed."""
+    return Machine(
+        [Gpu(i, offset_s=7.0 * i, drift=i * 1e-5, speeds=[(0.0, speed if i == 2 else 1.0)]) for i in range(4)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("speed", "reduce_s", "forward_s", "backward_s", "exposed_s", "update_s"),
+    [
+        (1.0, 1e-3, 2e-3, 4e-3, 1e-3, 1e-3),  # the first bucket is hidden behind the second part of backward
+        (1.0, 3e-3, 2e-3, 4e-3, 4e-3, 1e-3),  # the second bucket waits for the first, of which 2 ms are hidden
+        (0.5, 1e-3, 4e-3, 8e-3, 1e-3, 2e-3),  # the fast ranks' wait for the slow one does not count as reduction
+    ],
+)  # fmt: skip
+def test_the_reduce_phase_of_ranks_is_the_exposed_part_of_the_collectives(
+    speed: float, reduce_s: float, forward_s: float, backward_s: float, exposed_s: float, update_s: float
+) -> None:
+    trial = trained(machine(speed), reduce_s)
+    expected = {"forward": forward_s, "backward": backward_s, "reduce": exposed_s, "optimizer": update_s}
+    step_s = sum(expected.values())
+    found = ledger.typical(trial)
+    assert sum(found.values()) == pytest.approx(step_s, rel=0.01)
+    for phase, seconds in expected.items():
+        assert found[phase] == pytest.approx(seconds, abs=0.01 * step_s), found

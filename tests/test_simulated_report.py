@@ -1,0 +1,127 @@
+"""dpbench's timing loop, clock, samplers and report on simulated GPUs return the truth that the simulation knows.
+
+Every scenario runs the engine on the simulated machine, and compares with the simulation's own times within 1 % of the
+step. The simulation shares no code with the clock and the ledger.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dpbench.analysis.report import Report
+from dpbench.records import HOST, Trial
+from tests.simulated.machine import Machine
+from tests.simulated.scenario import Truth, as_rounds, case_of, report_of, run
+from tests.simulated.timeline import Gpu
+
+SLOW_GPU = {2: [(0.0, 0.5)]}
+THROTTLED = {2: [(0.0, 1.0), (1000.05, 0.5)]}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "one": {"count": 1},
+    "two": {"count": 2},
+    "four": {"count": 4},
+    "eight": {"count": 8},
+    "drifting clocks": {"count": 4, "drift": 1e-3, "resolution_s": 1e-6},
+    "slow host": {"count": 4, "call_s": 1e-4},
+    "slow GPU": {"count": 4, "speeds": SLOW_GPU},
+    "throttled GPU": {"count": 4, "speeds": THROTTLED, "lag_s": 0.005},
+    "slow link": {"count": 4, "slow_links": {(2, 3): 0.1}},
+}  # fmt: skip
+Ran = tuple[Machine, Trial, Truth, Report]
+
+
+def machine(
+    count: int, speeds: dict[int, list[tuple[float, float]]] | None = None, drift: float = 0.0,
+    resolution_s: float = 0.5e-6, **changed: Any,
+) -> Machine:  # fmt: skip
+    """Return a machine whose event clocks all differ, and whose PCI order is the reverse of CUDA's."""
+    gpus = [
+        Gpu(i, offset_s=10.0 * i, drift=drift * (i + 1), resolution_s=resolution_s,
+            speeds=(speeds or {}).get(i, [(0.0, 1.0)]))
+        for i in range(count)
+    ]  # fmt: skip
+    return Machine(gpus, **changed)
+
+
+@pytest.fixture(scope="module", params=SCENARIOS)
+def ran(request: pytest.FixtureRequest) -> Ran:
+    return ran_of(request.param)
+
+
+def ran_of(name: str) -> Ran:
+    simulated = machine(**SCENARIOS[name])
+    trial, truth = run(simulated, case_of(SCENARIOS[name]["count"]))
+    return simulated, trial, truth, report_of(as_rounds(trial))
+
+
+def test_steps_and_phases_and_occupied_times_are_the_true_ones(ran: Ran) -> None:
+    _, trial, truth, report = ran
+    step_s = truth.step_s()
+    for k in truth.timed:
+        start_s, end_s = truth.steps[k]
+        assert trial.steps[k].seconds == pytest.approx(end_s - start_s, rel=0.01)
+    (row,) = report.rows
+    assert row.step is not None
+    assert row.step.value == pytest.approx(step_s, rel=0.01)
+    found, true = defaultdict(list), defaultdict(list)
+    for one, place in ((trial.spans, found), (truth.spans, true)):
+        for span in one:
+            place[span.step, span.phase, span.device].append((span.start_s, span.end_s))
+    assert {key for key in true if key[0] in truth.timed} <= set(found)
+    for key, spans in found.items():
+        if key[0] in truth.timed:
+            assert np.array(sorted(spans)) == pytest.approx(np.array(sorted(true[key])), abs=0.01 * step_s, rel=0), key
+    for device in range(trial.case.devices):
+        assert row.occupied[device] == pytest.approx(truth.occupied_s(device), rel=0.01)
+
+
+def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:
+    simulated, trial, truth, report = ran
+    (row,) = report.rows
+    # the profiled step is the last one: everything that the timeline did after the last timed step
+    window = truth.steps[-1][1], simulated.timeline.now()
+    true = {d: simulated.busy_s(d, *window, kinds=("compute", "copy")) for d in range(trial.case.devices)}
+    moved = {d: simulated.busy_s(d, *window, kinds=("collective", "peer")) for d in true}
+    assert row.busy == pytest.approx(true, rel=0.01)
+    if trial.case.devices > 1:
+        readings = trial.readings("collective_busy_s")
+        assert {device: values[0] for device, values in readings.items()} == pytest.approx(moved, rel=0.01)
+        first = true[0] / np.mean([seconds for device, seconds in true.items() if device])
+        assert row.imbalance is not None
+        assert row.imbalance.value == pytest.approx(first, rel=0.01)
+
+
+def test_counters_of_every_gpu_are_its_own(ran: Ran) -> None:
+    _, trial, _, _ = ran
+    for device, values in trial.readings("temperature_c").items():
+        assert set(values) == {60.0 + device}
+
+
+def test_the_host_runs_ahead_of_its_devices_unless_it_is_slow() -> None:
+    for name, ahead in (("four", True), ("slow host", False)):
+        _, _, truth, _ = ran_of(name)
+        lead_s = [
+            truth.steps[s.step][0] - s.end_s for s in truth.spans if s.device == HOST and s.step == truth.timed[-1]
+        ]
+        assert (min(lead_s) > 0) is ahead
+
+
+@pytest.mark.parametrize("name", ["slow GPU", "throttled GPU"])
+def test_a_slow_gpu_is_found_and_named(name: str) -> None:
+    *_, report = ran_of(name)
+    (diagnosis,) = report.diagnoses
+    (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.name == "slow device"]
+    assert "device 2 is slow: it is busy 1.99×" in says
+    throttled = [detail for one in report.warnings if one.kind == "throttling" for _, detail in one.cases]
+    assert [detail.partition(" on ")[2] for detail in throttled] == ["GPU 2, heat (driver)"] * (name != "slow GPU")
+
+
+@pytest.mark.parametrize("name", ["two", "eight", "drifting clocks", "slow host", "slow link"])
+def test_no_gpu_is_called_slow_or_throttled_without_reason(name: str) -> None:
+    *_, report = ran_of(name)
+    assert not [one for one in report.warnings if one.kind == "throttling"]
+    assert "slow device" not in {one.rule.name for found in report.diagnoses for one in found.findings}
