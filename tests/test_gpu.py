@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 import torch.nn.functional as F
 
 from dpbench import models
+from dpbench.analysis.report import Report
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.hardware.devices import open_devices, resolve
-from dpbench.hardware.nvml import open_nvml
+from dpbench.hardware.nvml import describe, open_nvml
+from dpbench.hardware.provenance import collect
 from dpbench.measure import clocks
 from dpbench.measure.server import Server
+from dpbench.measure.worker.facts import gpu_uuids
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified, ledger
 from dpbench.records.schedule import RUNGS
 
@@ -188,6 +192,52 @@ def test_rungs_on_distinct_gpus_agree_with_reference_within_rounding(rung: str, 
     ids = list(range(torch.cuda.device_count()))
     loose = {} if RUNGS[rung].exact else {"rtol": 2e-2, "atol": 2e-3}
     _near(_trained(rung, ids, **options), _trained("reference", ids, **options), **loose)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("strategy", ["dp", "torch_dp", "ddp"])
+def test_spread_devices_go_from_the_worker_to_the_report(server: Server, strategy: str) -> None:
+    case = replace(_case(strategy, 2, "resnet18"), placement="spread")
+    single = server.run(_case("single", 1, "resnet18"), Effort(budget_s=0.5), 0, 120.0)
+    trial = server.run(case, Effort(budget_s=0.5), 0, 120.0)
+    assert trial.status is Status.OK, trial.reason
+    assert {span.device for span in trial.spans} >= {0, 1}
+    for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True):
+        assert sum(phases.values()) == pytest.approx(step.seconds)
+    busy = {sample.device for sample in trial.samples if sample.metric == "kernel_busy_s"}
+    assert busy == {0, 1}, "both GPUs computed"
+    report = Report.of([single, trial], run_id="gpus", started_s=0.0, provenance=collect(describe()))
+    assert [row.case for row in report.rows] == [single.case, case]
+
+
+@pytest.mark.multi_gpu
+def test_nvml_and_cuda_number_gpus_alike() -> None:
+    found = [one.removeprefix("GPU-") for one in gpu_uuids(range(torch.cuda.device_count()))]
+    with open_nvml() as nvml:
+        assert nvml is not None
+        assert [gpu.uuid.removeprefix("GPU-") for gpu in nvml.gpus] == found, "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+
+
+def test_host_spans_lie_within_the_steps(server: Server) -> None:
+    trial = server.run(_case("dp", 2), Effort(budget_s=0.3), 0, 120.0)
+    host = [span for span in trial.spans if span.device == HOST]
+    assert host, "the engine marks work of the host"
+    first, last = trial.steps[0].start_s, trial.steps[-1].end_s
+    assert all(first - 0.1 <= span.start_s <= span.end_s <= last + 0.1 for span in host)
+
+
+@pytest.mark.multi_gpu
+def test_auto_chunks_on_like_gpus_are_nearly_equal() -> None:
+    loaded = models.load("resnet18", "small", 0)
+    module = loaded.module.cuda()
+    with TrainStep(
+        module, loaded.loss, lambda p: torch.optim.SGD(p, lr=0.01), [0, 1], "persistent", chunk_sizes="auto"
+    ) as step:
+        for seed in range(40):
+            step(*loaded.batch(64, seed))
+        assert step.chunk_sizes is not None
+        first, second = step.chunk_sizes
+    assert 0.5 < first / second < 2.0
 
 
 @pytest.mark.multi_gpu
