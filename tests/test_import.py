@@ -8,6 +8,7 @@ import statistics
 
 import pytest
 
+from dpbench import observe
 from dpbench.cli import cli, main
 from dpbench.observe import imported, kineto
 from dpbench.observe.attribution import attribute
@@ -392,7 +393,7 @@ def test_more_steps_make_up_to_five_rounds(tmp_path) -> None:
     for number in range(12):
         step_of(trace, 100.0 * number, number=number)
     trial = loop_of(trace.write(tmp_path / "a.json")).trial
-    parts = imported.rounds(trial)
+    parts = observe.parts(trial)
     assert [len(part.steps) for part in parts] == [2, 2, 3, 2, 3]
     assert [step for part in parts for step in part.steps] == list(trial.steps)
     assert sum(len(part.spans) for part in parts) == len(trial.spans)

@@ -61,12 +61,12 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
     spans = predictor.predict(two).spans
     backward_s = sum(span.end_s - span.start_s for span in spans if span.phase is Phase.BACKWARD and span.device == 0)
     assert predictor.predict(one).seconds == pytest.approx(0.0098, rel=0.02)
-    assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and what the reduction beside it costs"
+    assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and the cost of the concurrent reduction"
 
 
 LACKING: dict[str, tuple[Callable[[], watched.Loop], str]] = {
-    "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "the batch size is unknown"),
-    "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "the facts parameter_bytes, buffer"),
+    "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown: give --model"),
+    "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
     "processor": (lambda: loop_of(of=loops.case()), "kind cpu, but the machine rtx-3090-x8 has"),
     "steps": (lambda: replace(loop_of(of=GPU), trials=()), "no step has a result"),

@@ -11,7 +11,7 @@ import click
 
 from dpbench.cli.config import Documented
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Tag
-from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, write_report
+from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, try_report
 
 
 @click.command(
@@ -41,33 +41,31 @@ def watch(
     from dpbench.observe.watching import watch as watching
 
     if not module and not Path(script).is_file():
-        raise click.UsageError(f"there is no script {script}; for a module, give -m and its name")
+        raise click.UsageError(f"the script {script} does not exist; for a module, give -m and its name")
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
     live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
     with watching(store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live) as result:
         code = run(script, arguments, module=module)
     if result.rank:
         sys.exit(code)
-    for problem in result.unknown:
-        click.echo(f"note: {problem}", err=True)
-    if result.run_id:
-        _show(store, result.run_id)
-    else:
+    shown = bool(result.run_id) and _show(store, result.run_id)
+    if not result.run_id:
+        for problem in result.unknown:
+            click.echo(f"note: {problem}", err=True)
         click.echo("error: dpbench saw no step of training: nothing is stored", err=True)
-    sys.exit(code or (0 if result.run_id else EXIT_FAILED))
+    sys.exit(code or (0 if shown else EXIT_FAILED))
 
 
-def _show(store: Path, run_id: str) -> None:
-    """Print the answers and the table of a run, and write its page, as `dpbench run` does."""
+def _show(store: Path, run_id: str) -> bool:
+    """Print the answers and the table of a run, and write its page; return whether the page was written."""
     from dpbench.store import Store
 
     with Store.read(store) as opened:
         chosen = choose(opened.runs(), run_id)
         shown = report_of(chosen, opened.summaries(run_id))
-    written = write_report(None, shown)
     print_warnings(shown)
     where = [] if store == STORE else ["--store", str(store)]
     print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
     print_table(shown)
     print_notes(shown)
-    click.echo(f"report: {written}   store: {store}   run: {run_id[:8]}", err=True)
+    return try_report(None, shown, store)

@@ -32,9 +32,9 @@ class Aligned:
 
 
 def align(first: Profile, other: Profile) -> Aligned | None:
-    """Return how the clock of `other` differs from that of `first`; None if the collectives do not tell it.
+    """Return how the clock of `other` differs from that of `first`; None if it does not follow from the collectives.
 
-    A kind of collective of which the two traces have different numbers, as sampled traces do, tells nothing.
+    A kind of collective that occurs a different number of times in the two traces, as in sampled traces, is ignored.
     """
     mine, theirs = _ends(first), _ends(other)
     differences = [

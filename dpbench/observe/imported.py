@@ -1,7 +1,6 @@
 """Imported: make trials of profiler traces, one case for each training loop, and store them as a run.
 
-Traces of different ranks of one process group belong to one case. The steps are cut into consecutive parts, which are
-stored as the rounds of the case: they show how much the loop varies in one process, not between processes.
+Traces of different ranks of one process group belong to one case.
 
 The busy times cover all work of the file, in the fractions of a microsecond that it gives. Holistic Trace Analysis
 leaves out the work launched after the last `ProfilerStep` has begun, and rounds the ends of each kernel inwards to
@@ -24,7 +23,7 @@ from typing import Any
 
 from dpbench.hardware import provenance
 from dpbench.measure.merging import shifted
-from dpbench.observe import kineto
+from dpbench.observe import kineto, parts
 from dpbench.observe.alignment import Aligned, align
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import Profile
@@ -35,8 +34,6 @@ from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, observ
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
-PARTS = 5
-"""The largest number of consecutive parts into which the steps of a trace are cut."""
 TRACE = "trace"
 """The key of a trial's provenance for the facts about its traces."""
 _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
@@ -78,7 +75,7 @@ class Loop:
 def load(paths: Sequence[Path]) -> list[Loop]:
     """Return the training loops that trace files describe.
 
-    Raises ValueError if a file is no trace, if it is given twice, or if two traces are of the same rank of one group.
+    Raises ValueError if a file is not a trace or is given twice, or if two traces are of the same rank of one group.
     """
     double = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
     if double:
@@ -125,11 +122,11 @@ def _trial(traces: Sequence[Trace]) -> Trial:
     names = [trace.attributed.names for trace in traces]
     everywhere = set(names[0]).intersection(*names[1:])
     common = [name for name in names[0] if name in everywhere]
-    parts = [_part(trace, traces[0], common) for trace in traces]
-    steps, spans = ledger.joined(parts) if len(parts) > 1 else (parts[0].steps, parts[0].spans)
+    ranks = [_part(trace, traces[0], common) for trace in traces]
+    steps, spans = ledger.joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
     return replace(
-        parts[0], case=_case(traces), steps=steps, spans=spans,
-        samples=tuple(sample for part in parts for sample in part.samples),
+        ranks[0], case=_case(traces), steps=steps, spans=spans,
+        samples=tuple(sample for rank in ranks for sample in rank.samples),
         provenance={OBSERVED: _observed(traces, common).to_dict(), TRACE: _facts(traces), "gpus": _gpus(traces)},
         setup={"steps_s": sum(step.seconds for step in steps)},
     )  # fmt: skip
@@ -266,32 +263,10 @@ def _gpus(traces: Sequence[Trace]) -> dict[str, Any]:
     return {"physical_gpus": len(found), "gpus": found}
 
 
-def rounds(trial: Trial) -> list[Trial]:
-    """Return the trial cut into consecutive parts of its steps, which are the rounds of the case."""
-    warm = next((number for number, step in enumerate(trial.steps) if not step.warmup), len(trial.steps))
-    timed = len(trial.steps) - warm
-    parts = max(1, min(PARTS, timed))
-    cuts = [0, *(warm + timed * part // parts for part in range(1, parts)), len(trial.steps)]
-    return [_cut(trial, number, first, last) for number, (first, last) in enumerate(pairwise(cuts))]
-
-
-def _cut(trial: Trial, number: int, first: int, last: int) -> Trial:
-    """Return the part of a trial from the step `first` to the step before `last`, as round `number`."""
-    steps = trial.steps[first:last]
-    after_s = trial.steps[first - 1].end_s if first else float("-inf")
-    until_s = steps[-1].end_s if steps else 0.0
-    spans = (replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last)
-    return replace(
-        trial, round=number, steps=steps, spans=tuple(spans),
-        samples=tuple(one for one in trial.samples if after_s < one.time_s <= until_s),
-        setup={"steps_s": sum(step.seconds for step in steps)},
-    )  # fmt: skip
-
-
 def store(path: Path, loops: Sequence[Loop], naming: Naming) -> str:
     """Add a run with the loops to the store at `path`, and return the id of the run.
 
-    The run has the GPUs of the first trace, and not this machine: nothing was measured here.
+    The run has the GPUs of the first trace and not those of this machine, which measured nothing.
     """
     here = provenance.collect()
     facts = {
@@ -300,15 +275,9 @@ def store(path: Path, loops: Sequence[Loop], naming: Naming) -> str:
     }  # fmt: skip
     files = [str(trace.profile.path) for loop in loops for trace in loop.traces]
     plan = hashlib.sha256("\n".join(["import", *files, str(time.time_ns())]).encode()).hexdigest()
-    trials = [rounds(loop.trial) for loop in loops]
+    found = [part for loop in loops for part in parts(loop.trial)]
     with Store.create(path, naming) as opened:
-        run_id, _ = opened.begin_run(
-            plan=plan, host="imported", code=here["dpbench"]["version"], rounds=max(map(len, trials)), provenance=facts
-        )
-        for trial in (one for found in trials for one in found):
-            opened.end_trial(opened.begin_trial(run_id, trial.case, trial.round), trial)
-        opened.end_run(run_id)
-    return run_id
+        return opened.add(found, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts)
 
 
 def described(loop: Loop) -> str:

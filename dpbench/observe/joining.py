@@ -1,4 +1,4 @@
-"""Joining: put the loops of all ranks of a launch together, through files beside rank 0's store.
+"""Joining: put the loops of all ranks of a launch together, through files in the folder of rank 0's store.
 
 Every rank writes its steps and spans when its script has ended, and rank 0 waits for the files of the others. Ranks on
 machines that do not share the folder of the store are therefore missing, and are named.
@@ -59,7 +59,9 @@ class Seat:
         """Write the steps of this rank for rank 0."""
         self.folder.mkdir(parents=True, exist_ok=True)
         part = self.file(self.rank).with_suffix(".part")
-        part.write_text(json.dumps({"numbers": found.numbers, "trial": _trial(found, memory).to_dict()}))
+        part.write_text(
+            json.dumps({"numbers": found.numbers, "trial": _trial(found, memory).to_dict()}), encoding="utf-8"
+        )
         part.rename(self.file(self.rank))
 
     def joined(
@@ -76,7 +78,7 @@ class Seat:
         there = [rank for rank in others if self.file(rank).exists()]
         parts: list[tuple[Sequence[int], Trial]] = [(found.numbers, _trial(found, memory))]
         for rank in there:
-            data: dict[str, Any] = json.loads(self.file(rank).read_text())
+            data: dict[str, Any] = json.loads(self.file(rank).read_text(encoding="utf-8"))
             parts.append((data["numbers"], Trial.from_dict(data["trial"])))
         self.clear()
         common = set.intersection(*(set(numbers) for numbers, _ in parts))

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from dpbench.records.visible import visible
+
 _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
 """The categories of the events of host threads, and whether they contain only annotations."""
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
@@ -138,7 +140,7 @@ class _RawFile(msgspec.Struct):
 def read(path: Path) -> Profile:
     """Return the events of a trace file.
 
-    Raises ValueError, with the path and the place in the file, if the file is no trace or has no usable event, and
+    Raises ValueError, with the path and the place in the file, if the file is not a trace or has no usable event, and
     OSError if it cannot be read.
     """
     found = _decoded(path, _content(path))
@@ -157,21 +159,21 @@ def read(path: Path) -> Profile:
         if start_us is None or dur_us is None or not math.isfinite(start_us + dur_us) or dur_us < 0:
             broken.append(place)
             continue
-        end_us, thread = start_us + dur_us, str(event.tid)
+        end_us, thread, name = start_us + dur_us, str(event.tid), visible(event.name)
         if on_host:
             sequence = _number(extra.sequence, -1) if extra else -1
             in_backward = extra is not None and _number(extra.forward, 0) > 0
-            backward = in_backward or event.name.startswith(_ENGINE)
-            host.append(HostEvent(event.name, thread, start_us, end_us, sequence, backward))
+            backward = in_backward or name.startswith(_ENGINE)
+            host.append(HostEvent(name, thread, start_us, end_us, sequence, backward))
         elif category in _LAUNCH:
             correlation = _number(extra.correlation, -1) if extra else -1
             if correlation >= 0:
-                launches[correlation] = Launch(event.name, thread, start_us, end_us)
+                launches[correlation] = Launch(name, thread, start_us, end_us)
         else:
             number = _number(extra.device if extra else None, _number(event.pid, 0))
             stream = _number(extra.stream, 0) if extra else 0
             correlation = _number(extra.correlation, -1) if extra else -1
-            device.append(DeviceEvent(event.name, number, stream, start_us, end_us, correlation))
+            device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation))
     notes = _notes(path, found.events, broken)
     if not (host or device):
         raise ValueError(
@@ -179,10 +181,10 @@ def read(path: Path) -> Profile:
             f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
             "`tensorboard_trace_handler` wrote"
         )
-    ranks = found.ranks
+    ranks, gpus = found.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in found.gpus]
     return Profile(
-        path=path, host=host, launches=launches, device=device, gpus=found.gpus, rank=ranks.rank,
-        world_size=ranks.world_size, backend=ranks.backend, notes=notes,
+        path=path, host=host, launches=launches, device=device, gpus=gpus, rank=ranks.rank,
+        world_size=ranks.world_size, backend=visible(ranks.backend), notes=notes,
     )  # fmt: skip
 
 
@@ -210,7 +212,7 @@ def _content(path: Path) -> bytes:
 
 
 def _decoded(path: Path, content: bytes) -> _File:
-    """Return the decoded file. Raises ValueError, with the place of the fault, if it is no trace."""
+    """Return the decoded file. Raises ValueError, with the place of the fault, if it is not a trace."""
     if not content.strip():
         raise ValueError(f"{path} is empty")
     try:

@@ -9,6 +9,7 @@ Some phases have no seam at one of their ends, and are defined by their neighbou
 - `loss` is the time from the end of the forward to the beginning of backward, except for spans inside it.
 - `clip` begins when backward ends.
 - Without a DataLoader, `data` is the time from the end of a step to its first transfer or forward.
+- Without a module, `forward` is the time from the batch to the loss.
 - Without an optimizer, `optimizer` is the time from the end of backward to the end of the last block without gradients
   before the next batch, or to the next batch if there is none.
 """
@@ -16,7 +17,7 @@ Some phases have no seam at one of their ends, and are defined by their neighbou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dpbench.observe.recorder import (
@@ -39,13 +40,17 @@ LONGEST = 16
 """The largest number of updates in one step of a loop with several optimizers; with more, each update is a step."""
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
 """The phases with which the training part of a step begins."""
+COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
+"""The phases that compute the gradients of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
     """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them.
 
-    `numbers` has, for each step, the number of the update that ended it, which is equal in all ranks.
+    `numbers` has, for each step, the number of the update that ended it, which is equal in all ranks. `rows` is the
+    number of rows of a step, with all batches that it accumulates, or 0 if it is unknown. `model` has the sizes of the
+    trained module (`modules.facts`).
     """
 
     steps: tuple[Step, ...]
@@ -56,6 +61,8 @@ class Loop:
     evaluation_s: float
     checkpoint_s: float
     loader_workers: int
+    rows: int
+    model: Mapping[str, float]
     unknown: tuple[Unknown, ...]
 
 
@@ -64,12 +71,13 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
 
     `first` is the index of the first device of this process among those of all ranks.
     """
-    intervals, seen, place = recorder.intervals, recorder.seen, recorder.seconds
+    seen, place = recorder.seen, recorder.seconds
     clock, unknown = "host" if recorder.gpus is None else "cuda_event", dict(seen.unknown)
+    intervals = _training(recorder.intervals, unknown)
     ended = [one for one in intervals if one.owner != BY_HAND]
-    groups = list(_groups(intervals, _slowest(ended, unknown) if ended else BY_HAND))
-    timed = [group for group in groups if group[0].start is not None]
-    spans_of = [[_spans(one, by_hand=not ended) for one in group] for group in groups]
+    groups = list(_groups(intervals, _slowest(ended, unknown)))
+    functional = not any(raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans)
+    spans_of = [[_spans(one, by_hand=not ended, functional=functional) for one in group] for group in groups]
     inside = _in_step([[raw for part in parts for raw in part] for parts in spans_of], seen)
     rows = [_judged([raw for part in parts for raw in part], inside) for parts in spans_of]
     source, evaluated = _sources(rows)
@@ -80,6 +88,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     numbers: list[int] = []
     aside = list(recorder.asides)
     updates: Counter[int] = Counter()
+    batches: Counter[int] = Counter()
     for group, recorded in zip(groups, rows, strict=True):
         start, raws = group[0].start, recorded
         if start is None:
@@ -89,7 +98,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
         if apart:
             start = _trimmed(raws, evaluated, group[-1].end)
             raws = [raw for raw in raws if raw.kind not in ASIDE and raw.start >= start]
-        if not loaded:
+        if not loaded and not functional:
             raws = [*_unloaded(raws, start), *raws]
         if start >= group[-1].end:  # nothing of the step came after the evaluation
             continue
@@ -106,21 +115,19 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
                 spans.append(span)
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
         updates[sum(_last_of(raws, at) for at in range(len(raws)))] += 1
-    # definitions that hold for the whole loop: they say what a phase contains, and leave no step unclear
-    if steps and not ended:
-        unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
-                "module after backward, and `optimizer` is the time since backward"] = 0  # fmt: skip
-    if steps and not loaded:
-        unknown["the loop has no DataLoader: `data` is the time from the end of a step to its first transfer or "
-                "forward"] = 0  # fmt: skip
+        batches[sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws)] += 1
+    if steps:
+        _define(unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates)
     missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
-    if missing and timed:
+    if missing and any(group[0].start is not None for group in groups):
         unknown["a step without a call of backward: its gradients come from a place that dpbench does not see"] = (
             missing
         )
+    calls = updates.most_common(1)[0][0] if updates else 1
+    together = _together(calls, batches) if loaded else int(calls <= 1)
     return Loop(
         steps=tuple(steps), spans=tuple(spans), reads=tuple(reads), numbers=tuple(numbers),
-        updates=updates.most_common(1)[0][0] if updates else 1,
+        updates=calls, rows=_rows(seen, intervals) * together, model=_model(seen, intervals),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
         loader_workers=seen.loaders.get(source, 0) if loaded else -1,
@@ -128,40 +135,133 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     )  # fmt: skip
 
 
-def _slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> int:
-    """Return the id of the optimizer whose steps end the steps of the loop; 0 if every optimizer's step does.
+def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimized: bool, updates: Counter[int]) -> None:
+    """Add definitions that hold for the whole loop to `unknown`: they say what a phase contains.
 
-    A loop in which this optimizer steps too rarely is added to `unknown`, which has the number of steps by problem.
+    `updates` has the number of steps by the number of their calls of backward.
     """
-    updates = Counter(one.owner for one in ended)
-    first = list(updates)  # in the order of their first steps
-    slowest = min(reversed(first), key=lambda owner: updates[owner])
-    if len(ended) > LONGEST * updates[slowest]:
-        unknown[f"{count(len(updates), 'optimizer')} step in no short period: every update counts as a step"] = len(
-            ended
-        )
-        return BY_HAND
-    return slowest
+    if not optimized:
+        unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
+                "module after backward, and `optimizer` is the time since backward"] = 0  # fmt: skip
+    if functional:
+        unknown["the loop calls no module: `forward` is the time from the batch, or without a DataLoader from the end "
+                "of a step, to the loss"] = 0  # fmt: skip
+    elif not loaded:
+        unknown["the loop has no DataLoader: `data` is the time from the end of a step to its first transfer or "
+                "forward"] = 0  # fmt: skip
+    ((usual, number),) = updates.most_common(1)
+    if others := updates.total() - number:
+        unknown[f"{count(others, 'step')} with another number of calls of backward than {usual}, as an incomplete "
+                "group of accumulated batches has"] = 0  # fmt: skip
 
 
-def _groups(intervals: Sequence[Interval], slowest: int) -> Iterator[list[Interval]]:
+def _training(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[Interval]:
+    """Return the intervals of the training with the most updates, of those that a script runs one after another.
+
+    Two trainings share neither an optimizer nor a trained module. Trainings that are left out are added to `unknown`,
+    which has the number of steps by problem.
+    """
+    found = _apart(intervals, _keys)
+    chosen = max(found, key=_updates, default=[])
+    if len(found) < 2 or len(chosen) < 2:
+        return intervals
+    place = found.index(chosen)
+    left = sum(map(_updates, found)) - _updates(chosen)
+    unknown[f"the script runs {len(found)} trainings one after another: these are the steps of number {place + 1}, "
+            f"which has the most updates; {count(left, 'update')} of the others are left out"] = 0  # fmt: skip
+    # the time since the last update of the previous training belongs to no step
+    return [chosen[0]._replace(start=None), *chosen[1:]] if place else chosen
+
+
+def _updates(intervals: Sequence[Interval]) -> int:
+    """Return the number of updates from the first interval to the last, including those that were not kept."""
+    return intervals[-1].number - intervals[0].number + 1
+
+
+def _keys(interval: Interval) -> frozenset[int]:
+    """Return the number of the optimizer that ended an interval, and the ids of the modules that it trained."""
+    modules = {raw.note for raw in interval.spans if raw.kind == Phase.FORWARD and isinstance(raw.note, int)}
+    return frozenset({interval.owner, *modules}) - ({BY_HAND} if modules else frozenset())
+
+
+def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]) -> list[list[Interval]]:
+    """Return the intervals, cut wherever no key that was seen before comes again."""
+    last = {key: at for at, one in enumerate(intervals) for key in keys(one)}
+    found: list[list[Interval]] = [[]]
+    reach = -1
+    for at, one in enumerate(intervals):
+        found[-1].append(one)
+        reach = max(reach, *(last[key] for key in keys(one)))
+        if at == reach:
+            found.append([])
+    return found[:-1]
+
+
+def _together(calls: int, batches: Counter[int]) -> int:
+    """Return the number of batches that a step accumulates, in a loop with `calls` calls of backward per step.
+
+    `batches` has the number of steps by the number of batches taken from DataLoaders. A step may take batches for other
+    steps, or use one batch in several calls of backward.
+    """
+    return max(1, min(calls, max(batches, key=lambda number: batches[number], default=1)))
+
+
+def _rows(seen: Seen, intervals: Sequence[Interval]) -> int:
+    """Return the most common number of rows in a call of the modules that these intervals train; 0 if unknown."""
+    keys = frozenset[int]().union(*map(_keys, intervals))
+    # a wrapper over several devices records the phases of its devices in place of its own call
+    chosen = [rows for key, rows in seen.rows.items() if key in keys] or seen.rows.values()
+    return max(sum(chosen, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
+
+
+def _model(seen: Seen, intervals: Sequence[Interval]) -> Mapping[str, float]:
+    """Return the sizes of the first module that these intervals train; empty if unknown."""
+    keys = frozenset[int]().union(*map(_keys, intervals))
+    every = [*(sizes for key, sizes in seen.models.items() if key in keys), *seen.models.values()]
+    return every[0] if every else {}
+
+
+def _slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int]:
+    """Return the numbers of the optimizers whose steps end the steps of the loop; none if every optimizer's step does.
+
+    Optimizers that the loop uses one after another, such as a new one in each epoch, each end the steps of their time.
+    A loop in which such an optimizer steps too rarely is added to `unknown`.
+    """
+    found: set[int] = set()
+    for part in _apart(ended, lambda one: frozenset({one.owner})):
+        updates = Counter(one.owner for one in part)
+        first = list(updates)  # in the order of their first steps
+        slowest = min(reversed(first), key=lambda owner: updates[owner])
+        if len(part) > LONGEST * updates[slowest]:
+            unknown[f"{count(len(updates), 'optimizer')} step in no short period: every update counts as a step"] = len(
+                ended
+            )
+            return frozenset()
+        found.add(slowest)
+    return frozenset(found)
+
+
+def _groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[list[Interval]]:
     """Yield the intervals of each step; intervals that are not consecutive never share a step.
 
-    `slowest` is the id of the optimizer that ends a step; 0 if every interval is a step.
+    `slowest` has the numbers of the optimizers that end a step; it is empty if every interval is a step.
     """
     group: list[Interval] = []
     for one in intervals:
         if group and one.number != group[-1].number + 1:
             group = []
         group.append(one)
-        if slowest in (BY_HAND, one.owner):
+        if not slowest or one.owner in slowest:
             yield group
             group = []
 
 
-def _spans(interval: Interval, *, by_hand: bool) -> list[Raw]:
+def _spans(interval: Interval, *, by_hand: bool, functional: bool) -> list[Raw]:
     """Return the spans of an interval, with those added that are defined by their neighbours; in order of time."""
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
+    if functional and interval.start is not None:
+        starting = Raw(Phase.DATA, interval.start, interval.start, HOST)
+        ordered = sorted([*ordered, *_forwards([starting, *ordered])], key=lambda raw: (raw.start, raw.end))
     found: list[Raw] = []
     for at, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
@@ -177,6 +277,15 @@ def _spans(interval: Interval, *, by_hand: bool) -> list[Raw]:
         since = _last([*ordered, closing], len(ordered), Phase.BACKWARD, Phase.CLIP)
         found += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
     return sorted([*ordered, *found], key=lambda raw: (raw.start, raw.end))
+
+
+def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
+    """Yield the forwards of a loop that calls no module: from a batch or a backward to the next loss or backward."""
+    for at, raw in enumerate(ordered):
+        if raw.kind == Phase.BACKWARD:
+            since = _last(ordered, at, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
+            until = next(number for number in range(since + 1, at + 1) if ordered[number].kind in COMPUTED)
+            yield from _between(ordered, since, until, Phase.FORWARD)
 
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:

@@ -9,6 +9,7 @@ inner modules are never slower and torch.compile traces the original.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ LOOKS = 2
 AGAIN = 64
 """The number of updates after which they are looked for again, and then whenever the number has doubled."""
 COUNTED = 64
-"""The number of updates in which the rows of batches are counted."""
+"""The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
 """The open spans in which a call of a module is an outermost one: none, and an optimizer's step with its closure."""
 SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
@@ -75,12 +76,12 @@ class Outermost:
             nn.Module.__call__ = function if looking else self._original  # type: ignore[method-assign]
             self._looking = looking
 
-    @property
+    @functools.cached_property  # torch.compile compiles again for another function
     def _finding(self) -> Callable[..., Any]:
         original, known, recorder = self._original, self._known, self._recorder
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine or recorder.inside not in OUTSIDE:
+            if torch.compiler.is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
                 return original(module, *args, **kwargs)
             if id(module) not in known:
                 self._hook(module)
@@ -143,29 +144,36 @@ class Outermost:
 
 def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
     recorder = outermost._recorder
-    if not recorder.mine:
+    # torch.compile traces the hooks of a module inside a compiled function, and would break the graph at them
+    if torch.compiler.is_compiling() or not recorder.mine:
         return
     start = recorder.now()  # the look at the module and its arguments is a part of the call
-    outermost._opened.append(recorder.begin(_kind(recorder, module, args, kwargs), id(module), start))
+    kind = _kind(recorder, module, args, kwargs)
+    hidden = kind == EVALUATION and (module.training or torch.is_grad_enabled())
+    outermost._opened.append(recorder.begin(kind, -id(module) if hidden else id(module), start))
 
 
 def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     recorder = outermost._recorder
-    if not recorder.mine or not outermost._opened:
+    if torch.compiler.is_compiling() or not recorder.mine or not outermost._opened:
         return
     if outermost._opened.pop():
         recorder.end()
-        if not recorder.seen.model and id(module) in recorder.seen.trained:
-            recorder.seen.model = facts(module, args, kwargs, output)
+        if id(module) in recorder.seen.trained and id(module) not in recorder.seen.models:
+            recorder.seen.models[id(module)] = facts(module, args, kwargs, output)
 
 
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
-    A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs.
+    A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs. A trained
+    module is evaluated also if its mode or the gradients alone show it. Loops that make such a call in most steps, for
+    example to find adversarial inputs, are recognised later.
     """
-    grad = torch.is_grad_enabled()
-    if not module.training and not grad:
+    grad, seen = torch.is_grad_enabled(), recorder.seen
+    if not grad and (not module.training or id(module) in seen.trained):
+        return EVALUATION
+    if grad and not module.training and id(module) in seen.in_training:
         return EVALUATION
     if module.__class__.__module__ == "torch.nn.modules.loss":
         return Phase.LOSS
@@ -173,15 +181,18 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
         if grad and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args):
             return Phase.LOSS
     elif grad:
-        seen = recorder.seen
         if id(module) not in seen.trained:
             seen.trained.add(id(module))
+            seen.rows[id(module)] = Counter()
             _settings(recorder, module)
-        if len(recorder.ends) >= COUNTED:
+        if module.training:
+            seen.in_training.add(id(module))
+        rows = seen.rows[id(module)]
+        if rows.total() >= COUNTED:
             return _within(recorder, module)
         leaf = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()), None)
         if leaf is not None:
-            seen.rows[len(leaf)] += 1
+            rows[len(leaf)] += 1
     return _within(recorder, module)
 
 

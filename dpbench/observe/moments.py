@@ -1,4 +1,4 @@
-"""Moments: times of a watched loop on GPUs, which are events on the devices' streams beside the time of the host.
+"""Moments: times of a watched loop on GPUs: the time of the host, and an event on the stream of each device.
 
 A moment is a float, the host's time, so that moments are put in order without waiting for a device. After the script
 has ended, `GpuTimes` converts the events of moments to the time at which each device reached them.

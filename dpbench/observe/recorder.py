@@ -10,6 +10,7 @@ pairs in `INTERRUPTS`.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -37,7 +38,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 EVALUATION, CHECKPOINT, WITHIN = "evaluation", "checkpoint", "within"
-"""The kinds of spans that are no phases: evaluation, saving a checkpoint, and a wrapper that records its own phases."""
+"""The kinds of spans that are not phases: evaluation, saving a checkpoint, a wrapper that records its own phases."""
 OWN = -2
 """The device of a span that occupies every device of this process."""
 BY_HAND = 0
@@ -71,7 +72,8 @@ class Raw(NamedTuple):
     """A span as a seam recorded it; `start` and `end` are moments of the recorder's clock (`Recorder.now`).
 
     `note` depends on the kind: the id of the dataset for data, the place in the script for reads, and the id of the
-    module for forward and evaluation.
+    module for forward and evaluation. It is the negative id for an evaluation that the mode of a trained module does
+    not show, or the gradients do not.
     """
 
     kind: str
@@ -82,7 +84,7 @@ class Raw(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """The time from one update of the weights to the next; `owner` is the id of the optimizer that ended it.
+    """The time from one update of the weights to the next; `owner` is the number of the optimizer that ended it.
 
     `start` is None for the first interval, because nothing marks the beginning of its step.
     """
@@ -96,7 +98,10 @@ class Interval(NamedTuple):
 
 @dataclass
 class Seen:
-    """The facts about a loop that the seams collect. Every `dict` has the id of an object of the script as its key."""
+    """The facts about a loop that the seams collect.
+
+    Every `dict` has the id of a module or a dataset, or the number of an owner (`Recorder.owner`) as its key.
+    """
 
     wrapper: str = ""
     threads: bool = False
@@ -105,8 +110,12 @@ class Seen:
     optimizers: dict[int, str] = field(default_factory=dict)
     loaders: dict[int, int] = field(default_factory=dict)
     trained: set[int] = field(default_factory=set)
-    rows: Counter[int] = field(default_factory=Counter)
-    model: dict[str, float] = field(default_factory=dict)
+    in_training: set[int] = field(default_factory=set)
+    """The trained modules that were called in training mode with gradients."""
+    rows: dict[int, Counter[int]] = field(default_factory=dict)
+    """How often a module, or a step of dpbench's engine, was called with a number of rows."""
+    models: dict[int, dict[str, float]] = field(default_factory=dict)
+    """The sizes of the trained modules."""
     precision: str = "fp32"
     compiled: bool = False
     device_kind: str = "cpu"
@@ -147,6 +156,8 @@ class Recorder:
         self._updating: Any = None
         self._left = False
         self._deferred = 0
+        self._owners: dict[int, int] = {}
+        self._numbers = itertools.count(1)
         self.active = True
         _RECORDERS.add(self)
 
@@ -250,12 +261,24 @@ class Recorder:
         """Return whether an enclosing seam ends the interval."""
         return self._deferred > 0
 
+    def owner(self, one: Any) -> int:
+        """Return the number of an optimizer. Unlike its id, no later optimizer gets the same number."""
+        if id(one) not in self._owners:
+            self._owners[id(one)] = next(self._numbers)
+            weakref.finalize(one, self._owners.pop, id(one), None).atexit = False
+        return self._owners[id(one)]
+
     def update(self, owner: int, name: str = "") -> None:
-        """End the interval, because the optimizer with the id `owner` has updated the weights."""
+        """End the interval, because the optimizer with the number `owner` has updated the weights."""
         if name:
             self.seen.optimizers.setdefault(owner, name)
         self._updating = None
         self._tick(owner, self.now())
+
+    def elsewhere(self) -> None:
+        """Note that an optimizer steps in a thread that is not recorded."""
+        problem = "steps of an optimizer in another thread than the one that is watched: start watching in that thread"
+        self.seen.unknown[problem] = self.seen.unknown.get(problem, 0) + 1
 
     def updated_by_hand(self) -> None:
         """Note that the script has left a block without gradients, in which it may have updated the weights."""

@@ -17,10 +17,8 @@ def run(script: str, arguments: Sequence[str], *, module: bool = False) -> int:
     """Run a script, or with `module` a module as `python -m` does, and return its exit code.
 
     The script sees its own `sys.argv`, `sys.path` and `__main__`. An exception is printed as the interpreter prints it,
-    from the script's frames on. Raises FileNotFoundError if there is no such script.
+    from the script's frames on.
     """
-    if not module and not Path(script).is_file():
-        raise FileNotFoundError(f"there is no script {script}; for a module, give -m and its name")
     with _place(script, arguments, module):
         try:
             if module:
@@ -63,7 +61,7 @@ def _run_file(script: str) -> None:
 
 
 def _code(error: SystemExit) -> int:
-    """Return the exit code of the interpreter for a SystemExit; a code that is no number is printed."""
+    """Return the exit code of the interpreter for a SystemExit; a code other than a number is printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Seams: the places in torch at which dpbench watches a training loop, each with what it records.
+"""Seams: the places in torch at which dpbench watches a training loop.
 
 A seam is a public hook of torch where there is one: the hooks of optimizers and of modules. Everywhere else it is a
 function or a method of torch that is replaced while the loop is watched. Each replacement calls the original with the
@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 import torch.distributed
 import torch.utils.data
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
@@ -40,9 +43,14 @@ READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 """The methods of a tensor with which the host waits for its value."""
 MOVES = ("to", "cuda")
 """The methods of a tensor that may copy it to another device."""
+SCHEDULERS = (
+    lr_scheduler.LRScheduler, lr_scheduler.ChainedScheduler, lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.ReduceLROnPlateau, lr_scheduler.SequentialLR,
+)  # fmt: skip
+"""The schedulers of learning rates that define the step which others inherit."""
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
-"""The packages whose frames are no place in the script."""
+"""The packages whose frames do not belong to the script."""
 
 
 @contextmanager
@@ -73,12 +81,14 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
     stack.callback(setattr, owner, name, was) if own else stack.callback(delattr, owner, name)
 
 
-def _around(recorder: Recorder, was: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Return a function that calls `was` inside a span of a kind."""
+def _around(
+    recorder: Recorder, was: Callable[..., Any], kind: str, note: Callable[[Any], Any] = lambda first: None
+) -> Callable[..., Any]:
+    """Return a function that calls `was` inside a span of a kind; `note` returns its note for the first argument."""
 
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not recorder.begin(kind):
+        if torch.compiler.is_compiling() or not recorder.begin(kind, note(args[0]) if args else None):
             return was(*args, **kwargs)
         try:
             return was(*args, **kwargs)
@@ -99,13 +109,27 @@ def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitSta
         @functools.wraps(was)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if recorder.mine and recorder.kept and not torch.compiler.is_compiling():
-                called[id(self)] = recorder.now()
+                called.setdefault(id(self), recorder.now())
             return was(self, *args, **kwargs)
 
         return step
 
+    def starting(optimizer: Any, own: Any) -> None:
+        # a scheduler gives its optimizer a step of its own, which may call the class's step from before `calling`
+        @functools.wraps(own)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if recorder.mine and recorder.kept and not torch.compiler.is_compiling():
+                called.setdefault(number, recorder.now())
+            return own(*args, **kwargs)
+
+        number, step.watched, optimizer.step = id(optimizer), True, step  # type: ignore[attr-defined]
+        alive = weakref.ref(optimizer)
+        stack.callback(lambda: setattr(one, "step", own) if (one := alive()) is not None else None)
+
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not recorder.mine:
+            if recorder.active:
+                recorder.elsewhere()
             return
         open_ones.append(id(optimizer))
         # torch records a range for its profiler before it calls this hook, which takes longer than a small step's glue
@@ -113,6 +137,9 @@ def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitSta
         if type(optimizer) not in classes:
             classes.add(type(optimizer))
             replace(type(optimizer), "step", calling)
+        own = vars(optimizer).get("step")
+        if own is not None and not isinstance(own, types.MethodType) and not hasattr(own, "watched"):
+            starting(optimizer, own)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not recorder.mine or id(optimizer) not in open_ones:
@@ -123,13 +150,15 @@ def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitSta
             recorder.end()
         # a step inside backward updates one parameter, and an optimizer may wrap another one
         if not open_ones and not recorder.deferred and not recorder.inside:
-            recorder.update(id(optimizer), type(optimizer).__name__)
+            recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
     zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731
     replace(torch.optim.Optimizer, "zero_grad", zero)
     replace(nn.Module, "zero_grad", zero)
+    for scheduler in SCHEDULERS:
+        replace(scheduler, "step", zero)
     for name in ("unscale_", "update"):
         replace(torch.amp.GradScaler, name, zero)
     replace(torch.amp.GradScaler, "step", lambda was: _scaled_step(recorder, was))
@@ -156,7 +185,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
             hook.remove()
         recorder.seen.skipped += not stepped
         if not recorder.inside:
-            recorder.update(id(optimizer), type(optimizer).__name__)
+            recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
         return found
 
     return step
@@ -178,33 +207,19 @@ def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
 def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
     """Install the seams of DataLoaders: the wait for a batch, and the start of an iterator with its workers."""
 
-    def following(was: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(was)
-        def following(self: Any) -> Any:
-            if not recorder.begin(Phase.DATA, id(self._dataset)):
-                return was(self)
-            try:
-                return was(self)
-            finally:
-                recorder.end()
-
-        return following
-
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
+        start = _around(recorder, was, Phase.DATA, lambda loader: id(loader.dataset))
+
         @functools.wraps(was)
         def starting(self: Any) -> Any:
             if recorder.mine:
                 recorder.seen.loaders[id(self.dataset)] = self.num_workers
                 outermost.look()
-            if not recorder.begin(Phase.DATA, id(self.dataset)):
-                return was(self)
-            try:
-                return was(self)
-            finally:
-                recorder.end()
+            return start(self)
 
         return starting
 
+    following = lambda was: _around(recorder, was, Phase.DATA, lambda iterator: id(iterator._dataset))  # noqa: E731
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
 
@@ -290,7 +305,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
             recorder.seen.devices = len(self.devices)
             leaf = next((one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()), None)
             if leaf is not None:
-                recorder.seen.rows[len(leaf)] += 1
+                recorder.seen.rows.setdefault(recorder.owner(self), Counter())[len(leaf)] += 1
             recorder.defer()
             began = recorder.begin(WITHIN)
             try:
@@ -299,7 +314,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
                 if began:
                     recorder.end()
                 recorder.undefer()
-                recorder.update(id(self), type(self).__name__)
+                recorder.update(recorder.owner(self), type(self).__name__)
 
         return step
 

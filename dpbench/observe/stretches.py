@@ -57,7 +57,7 @@ def stretches(
 
     `events` are in order of their start, an event before those within it. `copied` has the starts in microseconds of
     the thread's copies between host and device, and their phases. `backwards` are the starts of autograd's operators in
-    all threads, in order: on GPUs, autograd runs backward in a thread of its own, and this thread waits.
+    all threads, in order: on GPUs, autograd runs backward in a separate thread, and this thread waits.
     """
     copies = sorted(copied)
     closures = _with_backward(events)

@@ -1,8 +1,4 @@
-"""Trials: store a watched loop as the trials of one case, with the provenance that a run has.
-
-The timed steps are cut into consecutive parts, which are stored as the rounds of the case. The parts show how much the
-loop varies in one process; they do not show differences between processes.
-"""
+"""Trials: store a watched loop as the trials of one case, with the provenance that a run has."""
 
 from __future__ import annotations
 
@@ -10,14 +6,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from dpbench.hardware import provenance
-from dpbench.hardware.nvml import describe
+from dpbench.hardware import processes, provenance
+from dpbench.hardware.devices import open_devices
+from dpbench.hardware.nvml import describe_for
 from dpbench.measure import stopping
+from dpbench.measure.worker.facts import gpu_uuids, torch_facts
+from dpbench.observe import parts
 from dpbench.observe.loop import Loop
 from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
@@ -25,8 +23,8 @@ from dpbench.records.observed import OBSERVED, SCRIPT, Observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
-PARTS, LEAST, WARMUP = 5, 8, 5
-"""The largest number of parts, the least number of timed steps in a part, and the least number of warm-up steps."""
+LEAST, WARMUP = 8, 5
+"""The least number of timed steps in a part of a loop, and the least number of warm-up steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +43,11 @@ class Watched:
 def case_of(watched: Watched) -> Case:
     """Return the case of a watched loop."""
     seen = watched.seen
-    rows = seen.rows.most_common(1)[0][0] if seen.rows else 0
     parallelism = Parallelism.RANKS if seen.ranks else Parallelism.THREADS if seen.threads else Parallelism.NONE
     reduction = Reduction.IN_BACKWARD if seen.threads else Reduction.OVERLAPPED
     names = sorted(set(seen.optimizers.values()))
     return Case(
-        model=watched.script, strategy=SCRIPT, batch_size=rows * watched.ranks,
+        model=watched.script, strategy=SCRIPT, batch_size=watched.loop.rows * watched.ranks,
         devices=seen.devices * watched.ranks, device_kind=seen.device_kind, precision=seen.precision,
         optimizer="+".join(names).lower() or "none", loader=watched.loop.loader_workers, compile=seen.compiled,
         inputs="pageable" if seen.pinned is False else "pinned", declared=traits(parallelism, reduction),
@@ -58,42 +55,20 @@ def case_of(watched: Watched) -> Case:
 
 
 def trials_of(watched: Watched) -> list[Trial]:
-    """Return one trial per part of a watched loop, with the facts about the loop in the provenance of each.
-
-    The steps of warm-up are in the first part.
-    """
-    loop, seen = watched.loop, watched.seen
+    """Return one trial per part of a watched loop, with the facts about the loop in the provenance of each."""
+    loop, case = watched.loop, case_of(watched)
     warm = stopping.warmup([step.seconds for step in loop.steps], least=WARMUP)
-    timed = len(loop.steps) - warm
-    parts = max(1, min(PARTS, timed // LEAST))
-    cuts = [0, *(warm + timed * part // parts for part in range(1, parts)), len(loop.steps)]
     facts = {
-        "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        **({"model": seen.model} if seen.model else {}),
+        **torch_facts(case, open_devices(case.device_kind, 1)[0]),
+        **({"model": dict(loop.model)} if loop.model else {}),
         OBSERVED: _observed(watched, warm).to_dict(),
-    }  # fmt: skip
-    steps = [replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)]
-    found = []
-    for number, (first, last) in enumerate(pairwise(cuts)):
-        mine = steps[first:last]
-        ends = (mine[0].start_s, mine[-1].end_s) if mine else (0.0, 0.0)
-        found.append(
-            Trial(
-                case=case_of(watched),
-                reason="the script ended",
-                steps=tuple(mine),
-                round=number,
-                spans=tuple(replace(span, step=span.step - first) for span in loop.spans if first <= span.step < last),
-                samples=tuple(one for one in watched.samples if ends[0] <= one.time_s <= ends[1]),
-                memory=watched.memory,
-                provenance=facts,
-                started_s=time.time(),
-                setup={"steps_s": sum(step.seconds for step in mine)},
-            )
-        )
-    return found
+    }
+    whole = Trial(
+        case=case, reason="the script ended", spans=loop.spans, samples=watched.samples, memory=watched.memory,
+        steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)),
+        provenance=facts, started_s=time.time(),
+    )  # fmt: skip
+    return parts(whole, LEAST)
 
 
 def _observed(watched: Watched, warm: int) -> Observed:
@@ -112,20 +87,15 @@ def _observed(watched: Watched, warm: int) -> Observed:
 
 def store(path: Path, found: Sequence[Trial], naming: Naming, command: str) -> str:
     """Add a run with these trials to the store at `path`, and return the id of the run."""
-    facts = {**provenance.collect(describe()), "command": command}
+    gpus = torch.cuda.device_count() if found[0].case.device_kind == "cuda" else 0
+    facts = {**provenance.collect(describe_for(gpu_uuids(range(gpus)))), "command": command}
     with Store.create(path, naming) as opened:
-        run_id, _ = opened.begin_run(
-            plan=f"watch {uuid.uuid4().hex}", host=provenance.host_key(facts), code=provenance.code_key(facts),
-            rounds=len(found), provenance=facts,
+        return opened.add(
+            found, plan=f"watch {uuid.uuid4().hex}", host=provenance.host_key(facts), code=provenance.code_key(facts),
+            provenance=facts,
         )  # fmt: skip
-        for one in found:
-            opened.end_trial(opened.begin_trial(run_id, one.case, one.round), one)
-        opened.end_run(run_id)
-    return run_id
 
 
 def resident() -> Memory:
     """Return the peak of this process's resident memory."""
-    import resource
-
-    return Memory(HOST, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "rss")
+    return Memory(HOST, processes.resident_peak(), "rss")

@@ -1,0 +1,382 @@
+"""Watching: loops in which a step is easily counted wrongly have the right steps, rows and phases."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpbench.observe import loop, script, seams
+from dpbench.observe.recorder import Recorder
+from dpbench.records import UNATTRIBUTED, Phase, ledger
+
+HEAD = """
+import functools, threading, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+EVALUATE_S = 0.004
+
+
+class Rows(Dataset):
+    def __init__(self, n, batch_s=0.0):
+        self.n, self.batch_s = n, batch_s
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i % 4 == 0:
+            time.sleep(self.batch_s)
+        return torch.full((8,), float(i % 7)), torch.tensor(i % 3)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.sleeps = nn.Linear(8, 3), 0.0
+
+    def forward(self, x):
+        time.sleep(self.sleeps)
+        return self.layer(x)
+
+
+def batches(n, batch_size=4, **options):
+    return DataLoader(Rows(n * batch_size), batch_size=batch_size, **options)
+
+
+def step(x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+
+
+def watched(folder: Path, source: str) -> tuple[loop.Loop, Recorder]:
+    """Run a script under the seams; return its loop and the recorder."""
+    file = folder / "train.py"
+    file.write_text(HEAD + source)
+    recorder = Recorder()
+    with seams.installed(recorder):
+        assert script.run(str(file), []) == 0
+    recorder.stop()
+    return loop.of(recorder), recorder
+
+
+def problems(found: loop.Loop) -> str:
+    return "\n".join(map(str, found.unknown))
+
+
+@pytest.mark.parametrize("first", [6, 12])
+@pytest.mark.parametrize("by", ["hand", "optimizer"])
+def test_of_trainings_one_after_another_the_longest_is_kept_and_the_others_are_named(
+    first: int, by: str, tmp_path: Path
+) -> None:
+    found, _ = watched(tmp_path, f"""
+for x, y in batches({first}):
+    step(x, y)
+time.sleep(0.2)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x, y in batches(9, batch_size=2):
+    step(x, y)
+""" if by == "optimizer" else f"""
+def step(x, y):
+    nn.functional.cross_entropy(net(x), y).backward()
+    with torch.no_grad():
+        for p in net.parameters():
+            p -= 0.1 * p.grad
+            p.grad = None
+
+
+for x, y in batches({first}):
+    step(x, y)
+time.sleep(0.2)
+net = Net()
+for x, y in batches(9, batch_size=2):
+    step(x, y)
+""")  # fmt: skip
+    assert len(found.steps) in ({9 - 1, 9 - 2} if first < 9 else {first - 1, first - 2})
+    assert found.rows == (2 if first < 9 else 4)
+    assert max(one.seconds for one in found.steps) < 0.15
+    assert f"these are the steps of number {1 + (first < 9)}" in problems(found)
+
+
+def test_a_new_optimizer_for_the_same_model_ends_the_steps_of_its_time(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+for epoch in range(3):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for x, y in batches(5):
+        step(x, y)
+""")  # fmt: skip
+    assert len(found.steps) == 14
+    assert found.updates == 1
+    assert not found.unknown
+
+
+VALIDATIONS = {
+    "training mode": ("", "torch.no_grad()"), "gradients": ("net.eval()", "torch.enable_grad()"),
+    "inference": ("net.eval()", "torch.inference_mode()"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", VALIDATIONS)
+def test_validation_within_an_epoch_belongs_to_no_step(kind: str, tmp_path: Path) -> None:
+    before, context = VALIDATIONS[kind]
+    found, _ = watched(tmp_path, f"""
+validation = batches(5)
+for i, (x, y) in enumerate(batches(16)):
+    net.train()
+    step(x, y)
+    if i % 4 == 3:
+        {before}
+        net.sleeps = EVALUATE_S
+        with {context}:
+            for u, v in validation:
+                nn.functional.cross_entropy(net(u), v).item()
+        net.sleeps = 0.0
+""")  # fmt: skip
+    assert len(found.steps) == 15
+    assert found.evaluation_s > 3 * 5 * 0.004
+    assert max(one.seconds for one in found.steps) < 5 * 0.004
+    assert found.rows == 4
+
+
+def test_a_forward_in_evaluation_mode_in_every_step_belongs_to_the_step(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+for x, y in batches(12):
+    net.eval()
+    x.requires_grad_()
+    net.sleeps = EVALUATE_S
+    x = (x + torch.autograd.grad(nn.functional.cross_entropy(net(x), y), x)[0]).detach()
+    net.sleeps = 0.0
+    net.train()
+    step(x, y)
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert min(row[Phase.FORWARD] for row in rows) > 0.004
+    assert found.evaluation_s == 0
+    assert found.rows == 4
+
+
+@pytest.mark.parametrize("advance", [False, True])
+def test_the_rows_of_a_step_are_those_of_all_batches_that_it_accumulates(advance: bool, tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, f"""
+for epoch in range(3):
+    taken = batches(10)
+    for i, (x, y) in enumerate(list(taken) if {advance} else taken):
+        nn.functional.cross_entropy(net(x), y).backward()
+        if i % 4 == 3 or i == 9:
+            optimizer.step()
+            optimizer.zero_grad()
+""")  # fmt: skip
+    assert found.updates == 4
+    assert found.rows == (4 if advance else 16)
+    assert "3 steps with another number of calls of backward than 4" in problems(found)
+
+
+def test_accumulation_without_a_loader_has_an_unknown_number_of_rows(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+for i in range(24):
+    nn.functional.cross_entropy(net(torch.ones(4, 8)), torch.ones(4).long()).backward()
+    if i % 4 == 3:
+        optimizer.step()
+        optimizer.zero_grad()
+""")  # fmt: skip
+    assert found.updates == 4
+    assert found.rows == 0
+
+
+@pytest.mark.parametrize("data", ["batches(12)", "[(torch.ones(4, 8), torch.ones(4).long())] * 12"])
+def test_a_loop_without_modules_has_a_forward_up_to_its_loss(data: str, tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, f"""
+weights = torch.ones(8, 3, requires_grad=True)
+optimizer = torch.optim.SGD([weights], lr=0.1)
+for x, y in {data}:
+    optimizer.zero_grad()
+    time.sleep(0.003)
+    nn.functional.cross_entropy(x @ weights, y).backward()
+    optimizer.step()
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert 0.003 < min(row[Phase.FORWARD] for row in rows) < 0.0033
+    assert min(row[UNATTRIBUTED] for row in rows) < 0.3e-3
+    assert "calls no module" in problems(found)
+
+
+def test_steps_in_another_thread_are_named(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+def train():
+    for x, y in batches(5):
+        step(x, y)
+
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+""")  # fmt: skip
+    assert not found.steps
+    assert [(one.problem[:40], one.steps) for one in found.unknown] == [
+        ("steps of an optimizer in another thread ", 5)
+    ]  # fmt: skip
+
+
+def test_watching_breaks_no_graph_of_a_compiled_function(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+compilations = []
+
+
+def backend(graph, inputs):
+    compilations.append(graph)
+    return graph
+
+
+@torch.compile(backend=backend, fullgraph=True)
+def loss(x, y):
+    return nn.functional.cross_entropy(net.layer(x), y)
+
+
+for x, y in batches(70):
+    optimizer.zero_grad()
+    loss(x, y).backward()
+    optimizer.step()
+assert len(compilations) <= 2, len(compilations)
+""")  # fmt: skip
+    assert len(found.steps) == 69
+    assert "calls no module" in problems(found)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine with one core
+def test_a_loader_with_workers_is_waited_for_and_its_workers_are_counted(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+import json
+
+waits = []
+for epoch in range(2):
+    start = time.perf_counter()
+    for x, y in DataLoader(Rows(32, batch_s=0.03), batch_size=4, num_workers=2):
+        waits.append(time.perf_counter() - start)
+        step(x, y)
+        start = time.perf_counter()
+with open(__file__ + ".json", "w") as file:
+    json.dump(waits, file)
+""")  # fmt: skip
+    assert len(found.steps) == 15
+    assert found.loader_workers == 2
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    waits = json.loads((tmp_path / "train.py.json").read_text())[1:]
+    assert sum(waits) > 0.1, "two workers make 16 batches of 30 ms in 240 ms"
+    differences = [abs(row[Phase.DATA] - wait) for row, wait in zip(rows, waits, strict=True)]
+    assert statistics.median(differences) < 0.3e-3
+
+
+def test_the_time_for_which_item_waits_is_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    item: Callable[[torch.Tensor], float] = torch.Tensor.item
+
+    def waits(self: torch.Tensor) -> float:
+        if self.requires_grad:  # a DataLoader draws its seed with the same method
+            start = time.perf_counter()
+            time.sleep(0.006 * (len(slept) % 2))
+            slept.append(time.perf_counter() - start)
+        return item(self)
+
+    monkeypatch.setattr(torch.Tensor, "item", waits)
+    found, _ = watched(tmp_path, """
+for x, y in batches(20):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    loss.item()
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    # a read after an update belongs to the next step
+    remains = [row[Phase.READ] - slept[at] for at, row in enumerate(rows)]
+    assert min(remains) >= 0
+    assert statistics.median(remains) < 0.3e-3
+    assert all(place.endswith(" item") for places in found.reads for place in places)
+
+
+def test_a_scheduler_and_a_step_of_the_instance_belong_to_the_optimizer(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+class Slow(torch.optim.lr_scheduler.LRScheduler):
+    def get_lr(self):
+        time.sleep(0.002)
+        return [0.1]
+
+
+scheduler = Slow(optimizer)
+inner = optimizer.step
+
+
+@functools.wraps(inner)
+def slow():
+    time.sleep(0.003)
+    inner()
+
+
+optimizer.step = slow
+for x, y in batches(12):
+    step(x, y)
+    scheduler.step()
+assert optimizer.step.watched
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases[1:]
+    assert 0.005 < min(row[Phase.OPTIMIZER] for row in rows) < 0.006
+    assert min(row[UNATTRIBUTED] for row in rows) < 0.5e-3
+
+
+ACCELERATE = """
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+net.sleeps = 0.003
+net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, batches(20), scheduler)
+for x, y in loader:
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(x), y)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+"""
+TRAINER = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=32, bos_token_id=0, eos_token_id=0)
+rows = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(160)]
+arguments = TrainingArguments(
+    __file__ + ".out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=20, report_to=[],
+    use_cpu=True, save_strategy="no", disable_tqdm=True,
+)
+Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.filterwarnings("default")  # of the libraries themselves
+@pytest.mark.parametrize(
+    ("library", "source", "updates", "rows"), [("accelerate", ACCELERATE, 1, 4), ("transformers", TRAINER, 2, 8)]
+)
+def test_the_loops_of_hugging_face_are_understood(
+    library: str, source: str, updates: int, rows: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip(library)
+    found, _ = watched(tmp_path, source)
+    assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (19, updates, rows, 0)
+    assert not found.unknown
+    table = ledger.Ledger(found.steps, found.spans).phases
+    assert {Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER} <= {*table[-1]}
+    assert min(row[UNATTRIBUTED] / sum(row.values()) for row in table) < 0.15
