@@ -1,5 +1,29 @@
-"""Entry point of `python -m dpbench`, which runs the command `dpbench`."""
+"""Entry point of the command `dpbench`, and of `python -m dpbench`."""
 
-from dpbench.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+from dpbench.hardware import signals
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line with these arguments, by default those of the process, until it ends or a signal ends it.
+
+    The exit code after a signal is 128 and the number of the signal, as a shell has it.
+    """
+    signals.install()
+    try:
+        from dpbench import cli
+
+        cli.main(arguments)
+    except BaseException as error:
+        if not (number := signals.received()):
+            raise
+        if not isinstance(error, SystemExit):  # a command that has said how it ended exits
+            print("interrupted", file=sys.stderr)
+        sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpbench.records import Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
+from dpbench.records import Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified, visible
 from dpbench.store import Store
 
 CASE = Case(model="mlp", strategy="dp", batch_size=64, devices=2, schedule="reference")
@@ -60,7 +60,7 @@ def query(path: Path, sql: str) -> list[tuple]:
 @pytest.mark.parametrize("status", ENDED)
 @pytest.mark.parametrize("verified", Verified)
 def test_a_trial_comes_back_as_it_was(path, status, verified):
-    trial = make_trial(status=status, verified=verified, reason="why — 'quoted'\nand a second line\0")
+    trial = make_trial(status=status, verified=verified, reason="why — 'quoted'\nand a second line")
     with Store.create(path) as store:
         run_id, _ = begin(store)
         put(store, run_id, trial)
@@ -82,6 +82,7 @@ def test_a_trial_that_saw_nothing_comes_back_empty(path):
 
 finite = st.floats(allow_nan=False, width=64)
 counts = st.integers(-1, 1 << 40)
+texts = st.text().map(visible.visible)
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -94,9 +95,9 @@ counts = st.integers(-1, 1 << 40)
     samples=st.lists(
         st.builds(Sample, finite, st.integers(-1, 3), st.sampled_from(["a", "ß"]), st.floats(-1e300, 1e300)), max_size=6
     ),
-    memory=st.lists(st.builds(Memory, counts, counts, st.text(max_size=3)), max_size=3),
-    reason=st.text(),
-    setup=st.dictionaries(st.text(), finite, max_size=3),
+    memory=st.lists(st.builds(Memory, counts, counts, texts), max_size=3),
+    reason=texts,
+    setup=st.dictionaries(texts, finite, max_size=3),
     number=st.integers(0, 1000),
 )  # fmt: skip
 def test_any_finite_reading_comes_back_bit_for_bit(

@@ -182,7 +182,7 @@ def test_a_process_that_only_inherited_the_pid_does_not_hold_the_run(path):
     with Store.create(path) as store:
         run_id, _ = begin(store)
     with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE run SET pid=?, pid_born=pid_born-1000", (os.getppid(),))
+        db.execute("UPDATE run SET pid=?, pid_born=pid_born-1000, checksum=NULL", (os.getppid(),))
     assert psutil.pid_exists(os.getppid())
     with Store.create(path) as store:
         assert begin(store) == (run_id, True)

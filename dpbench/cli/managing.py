@@ -12,7 +12,7 @@ from dpbench.cli import shapes
 from dpbench.cli.config import EXITS, Documented
 from dpbench.cli.options import EXIT_FAILED, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
-from dpbench.cli.showing import choose
+from dpbench.cli.showing import choose, list_unreadable
 from dpbench.records import words
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def runs(store: Path) -> list[RunFacts]:
     """Return the facts of all runs of a store, the newest first."""
     from dpbench.store import Store
 
-    with Store.read(store) as opened:
+    with Store.read(store, list_unreadable) as opened:
         return [RunFacts.of(run, [*opened.outcomes(run.id)]) for run in opened.runs()]
 
 
@@ -89,7 +89,7 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
     """
     from dpbench.store import Store
 
-    with Store.read(store) as opened:
+    with Store.read(store, list_unreadable) as opened:
         shown = shown_run(opened, choose(opened.runs(), run_id))
     if as_json:
         shapes.show(shown)
@@ -112,7 +112,7 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
     """
     from dpbench.store import Store
 
-    with Store.read(store) as opened:
+    with Store.read(store, list_unreadable) as opened:
         known = opened.runs()
         chosen = {run.id: shown_run(opened, run).run for run in (choose(known, asked) for asked in run_ids)}
     for line in lines([*chosen.values()]):

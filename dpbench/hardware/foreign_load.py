@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
@@ -169,7 +169,9 @@ def _quota() -> float | None:
     """Return the CPU quota of this container as a number of CPUs, such as 1.5; None if there is no quota."""
     for limit, period in _QUOTAS:
         with suppress(OSError, ValueError):
-            words = Path(limit).read_text().split() + (Path(period).read_text().split() if period else [])
+            words = Path(limit).read_text(encoding="utf-8").split() + (
+                Path(period).read_text(encoding="utf-8").split() if period else []
+            )
             quota = float(words[0])
             return quota / float(words[1]) if quota > 0 else None
     return None
@@ -224,3 +226,8 @@ class UnknownLoad:
 
 
 Measured = Load | UnknownLoad
+
+
+def plain(load: Measured) -> dict[str, float | str]:
+    """Return a foreign load as a dictionary to store; if it is not known, `unknown` has the reason."""
+    return {"unknown": load.reason} if isinstance(load, UnknownLoad) else asdict(load)

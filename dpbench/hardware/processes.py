@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
     for core in sorted(cores):
         whole = str(core)
         with suppress(OSError):  # not every system provides the topology
-            whole = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text()
+            whole = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text(encoding="utf-8")
         turn[core] = seen[whole]
         seen[whole] += 1
     return tuple(sorted(turn, key=lambda core: (turn[core], core)))
@@ -133,7 +134,9 @@ def release() -> None:
         libc.malloc_trim(ctypes.c_size_t(0))
 
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+CHILD_POLL_S = 0.002
+"""The seconds between two looks at children that have been killed."""
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
@@ -150,6 +153,40 @@ def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
         os._exit(1)
 
 
+def adopt() -> None:
+    """Make this process the parent of its descendants whose own parents end, on Linux; see `end_children`."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    """Kill all children of this process, and wait until they and those that it adopts from them have ended."""
+    import psutil
+
+    while True:
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not ended:
+            for child in psutil.Process().children():
+                with suppress(psutil.Error):
+                    child.kill()
+            time.sleep(CHILD_POLL_S)
+
+
+def end_tree(pid: int) -> None:
+    """Kill the descendants of a process, and then the process."""
+    import psutil
+
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for child in root.children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+        root.kill()
+
+
 def ending(exit_status: int | None) -> str:
     """Return text that describes how a process ended; a negative status is a signal, None an unknown status."""
     if exit_status is None or exit_status >= 0:
@@ -158,10 +195,53 @@ def ending(exit_status: int | None) -> str:
     return f"killed by {known.get(-exit_status, f'signal {-exit_status}')}"
 
 
-def advice(exit_status: int | None) -> str:
-    """Return the likely cause of a process's end and the remedy, as a clause to append to `ending`.
+def killed_for_memory(root: Path = Path("/")) -> int | None:
+    """Return the number of processes that the kernel has killed because memory ran out; None if it does not tell.
 
-    The clause is empty if the cause is not known.
+    The number is that of this process's cgroup or, without one that counts, of the system. `root` is the folder with
+    the kernel's file systems `proc` and `sys`.
     """
-    no_memory = "; the kernel kills a process with SIGKILL when memory runs out; use a smaller batch"
-    return no_memory if exit_status == -signal.SIGKILL else ""
+    cgroups: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            cgroups |= {one: path.lstrip("/") for one in controllers.split(",")}
+    files = [
+        root / "sys/fs/cgroup" / cgroups.get("", "") / "memory.events",
+        root / "sys/fs/cgroup/memory" / cgroups.get("memory", "") / "memory.oom_control",
+        root / "proc/vmstat",
+    ]
+    for file in files:
+        with suppress(OSError, ValueError):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return None
+
+
+def advice(exit_status: int | None, killed_before: int | None) -> str:
+    """Return the cause of a process's end and the remedy, as a clause to append to `ending`.
+
+    The clause is empty if the cause is not known. `killed_before` is `killed_for_memory` from before the process began.
+    Only a kill that the kernel has counted since then is due to lack of memory.
+    """
+    if exit_status != -signal.SIGKILL:
+        return ""
+    now = killed_for_memory()
+    if now is None or killed_before is None:
+        return "; the kernel does not tell whether memory ran out; if it did, use a smaller batch"
+    if now > killed_before:
+        return "; the kernel killed a process because memory ran out; use a smaller batch"
+    return "; another process sent the signal, because the kernel has killed none for lack of memory"
+
+
+def resident_peak() -> int:
+    """Return the peak of this process's resident set in bytes."""
+    import resource  # not on every system
+
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

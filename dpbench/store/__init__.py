@@ -8,27 +8,29 @@ are repeated.
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import sqlite3
 import time
 import uuid
-import zlib
-from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from dpbench.records import Case, Sample, Status, Trial
-from dpbench.store import copying, file
+from dpbench.records import Case, Status, Trial
+from dpbench.store import copying, file, rows
 from dpbench.store.copying import Merged
-from dpbench.store.file import StoreError
+from dpbench.store.file import DamagedStore, StoreError
+from dpbench.store.rows import UnreadableRow
 from dpbench.store.runs import LATEST, Naming, StoredRun
 
-__all__ = ["FINAL", "FINISHED", "LATEST", "Merged", "Naming", "StoredRun", "Store", "StoreError"]
+__all__ = [
+    "FINAL", "FINISHED", "LATEST", "DamagedStore", "Merged", "Naming", "Store", "StoreError", "StoredRun",
+    "UnreadableRow",
+]  # fmt: skip
 
 RUNNING = "running"
 FINISHED = "finished"
@@ -45,9 +47,11 @@ class Store:
     """An open store, which is a context manager; use `Store.create` for writing, and `Store.read` for reading only."""
 
     def __init__(
-        self, path: Path, connection: sqlite3.Connection, *, writes: bool, naming: Naming | None = None
-    ) -> None:
+        self, path: Path, connection: file.Connection, *, writes: bool, naming: Naming | None = None,
+        unreadable: Callable[[UnreadableRow], None] | None = None,
+    ) -> None:  # fmt: skip
         self.path, self._db, self._writes, self._naming = path, connection, writes, naming or Naming()
+        self._unreadable = unreadable
 
     @classmethod
     def create(cls, path: Path, naming: Naming | None = None) -> Store:
@@ -59,14 +63,23 @@ class Store:
         return cls(path, file.open_to_write(path), writes=True, naming=naming)
 
     @classmethod
-    def read(cls, path: Path) -> Store:
-        """Return the store at `path`, opened read-only. Raises StoreError if the file is missing or is not a store."""
-        return cls(path, file.open_to_read(path), writes=False)
+    def read(cls, path: Path, unreadable: Callable[[UnreadableRow], None] | None = None) -> Store:
+        """Return the store at `path`, opened read-only. Raises StoreError if the file is missing or is not a store.
+
+        `unreadable` is called with each row that cannot be read; the others are returned. Without it, such a row raises
+        UnreadableRow.
+        """
+        return cls(path, file.open_to_read(path), writes=False, unreadable=unreadable)
 
     @property
     def traces(self) -> Path:
         """Return the folder for profiles of trials, which has one folder per run, named by the run's id."""
         return self.path.with_name(f"{self.path.name}.traces")
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder for reasons that are too long for the store, which has one folder per run."""
+        return self.path.with_name(f"{self.path.name}.logs")
 
     def __enter__(self) -> Self:
         return self
@@ -98,13 +111,15 @@ class Store:
             me = (os.getpid(), _born(os.getpid()))
             if row:
                 self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
+                rows.sign_run(self._db, row[0])
                 self._kill_running(row[0])
                 return row[0], True
             run_id = uuid.uuid4().hex
             self._db.execute(
-                "INSERT INTO run VALUES (?,?,?,?,?,?,NULL,?,?,?,?)",
+                f"INSERT INTO run ({rows.RUN}) VALUES (?,?,?,?,?,?,NULL,?,?,?,?)",
                 (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
             )
+            rows.sign_run(self._db, run_id)
             return run_id, False
 
     def unfinished(self, *, plan: str, host: str, code: str, reopen: bool = False) -> str | None:
@@ -118,10 +133,12 @@ class Store:
     def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
         """Return the id, the process and its start time of the latest run to resume; None if there is no such run."""
         query = (
-            "SELECT id, pid, pid_born FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
+            "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
             "ORDER BY started DESC LIMIT 1"
         )
         found = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
+        if found:
+            rows.run(self._db, found[3])  # a damaged row is not resumed
         return found and (found[0], found[1], found[2])
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
@@ -132,6 +149,7 @@ class Store:
         with file.transaction(self._db):
             self._kill_running(run_id)
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
+            rows.sign_run(self._db, run_id)
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         """Add `facts` to a run's provenance under the key `name`; earlier facts under this key are replaced."""
@@ -139,6 +157,7 @@ class Store:
             (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
             added = json.dumps({**json.loads(known), name: facts})
             self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
+            rows.sign_run(self._db, run_id)
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(
@@ -149,10 +168,8 @@ class Store:
 
     def runs(self) -> list[StoredRun]:
         """Return all runs, the newest first."""
-        rows = self._db.execute(
-            "SELECT id, status, started, rounds, provenance FROM run ORDER BY started DESC, rowid DESC"
-        )
-        return [StoredRun(i, status, started, rounds, json.loads(facts)) for i, status, started, rounds, facts in rows]
+        ids = self._db.execute("SELECT rowid FROM run ORDER BY started DESC, rowid DESC").fetchall()
+        return [run for _, run in rows.readable(self._db, rows.run, ids, self._unreadable)]
 
     def remove(self, run_ids: Sequence[str]) -> None:
         """Delete runs with all their trials and profiles, and give the space back to the file system.
@@ -171,7 +188,8 @@ class Store:
         with suppress(sqlite3.OperationalError):  # another process uses the file, or the disk is full: it stays large
             self._db.execute("VACUUM")
         for run_id in run_ids:
-            shutil.rmtree(self.traces / run_id, ignore_errors=True)
+            for folder in (self.traces, self.logs):
+                shutil.rmtree(folder / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
         """Copy the runs and trials of another store that this store lacks, in one transaction; `copying` has the rules.
@@ -180,6 +198,8 @@ class Store:
         adding trials to a run that one of them shares with the other.
         """
         with Store.read(part) as other, file.transaction(self._db):
+            if faults := file.quick_check(other._db):
+                raise file.damaged(part, faults[0])
             for run in other.runs():
                 other._refuse_measured(run.id)
                 self._refuse_measured(run.id)
@@ -195,6 +215,15 @@ class Store:
             )
 
     # -- trials
+
+    def add(self, trials: Sequence[Trial], *, plan: str, host: str, code: str, provenance: Mapping[str, Any]) -> str:
+        """Add a finished run with trials that exist already, and return the id of the run."""
+        rounds = 1 + max((trial.round for trial in trials), default=0)
+        run_id, _ = self.begin_run(plan=plan, host=host, code=code, rounds=rounds, provenance=provenance)
+        for trial in trials:
+            self.end_trial(self.begin_trial(run_id, trial.case, trial.round), trial)
+        self.end_run(run_id)
+        return run_id
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
         """Return (fingerprint of the case, round) of each trial of a run that has a final status not in `retry`.
@@ -221,25 +250,28 @@ class Store:
 
         Of several trials of one case and round, only one counts.
         """
-        found: dict[Case, dict[str, int]] = {}
-        query = (
-            f"SELECT case_json, status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 "
-            "GROUP BY fingerprint, status ORDER BY min(id)"
-        )
-        for case, status, number in self._db.execute(query, (run_id,)):
-            found.setdefault(Case.from_dict(json.loads(case)), {})[status] = number
-        return found
+        found: dict[Case, Counter[str]] = {}
+        query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
+        ids = self._db.execute(query, (run_id,)).fetchall()
+        for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
+            found.setdefault(case, Counter())[status] += 1
+        return {case: dict(counts) for case, counts in found.items()}
 
     def durations(self, host: str) -> dict[str, list[float]]:
         """Return the durations in seconds of the good trials of all runs on one host, by fingerprint of the case."""
         found: dict[str, list[float]] = {}
-        query = "SELECT fingerprint, setup FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
-        for fingerprint, setup in self._db.execute(query, (host, Status.OK)):
-            found.setdefault(fingerprint, []).append(sum(json.loads(setup).values()))
+        query = "SELECT trial.id FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
+        ids = self._db.execute(query, (host, Status.OK)).fetchall()
+        for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
+            found.setdefault(fingerprint, []).append(seconds)
         return found
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
-        """Add a trial of `case` in round `number`, with the status `running`; return the id of the trial."""
+        """Add a trial of `case` in round `number`, with the status `running`; return the id of the trial.
+
+        Raises StoreError if the file was deleted or replaced since it was opened.
+        """
+        copying.refuse_replaced(self._db)
         with file.transaction(self._db):
             cursor = self._db.execute(
                 "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES (?,?,?,?,?,?)",
@@ -265,6 +297,7 @@ class Store:
                             new = copying.copy_trial(other._db, number, self._db, run_id)
                             known = json.dumps(copied[-1].provenance)
                             self._db.execute("UPDATE trial SET provenance=? WHERE id=?", (known, new))
+                            rows.sign_trial(self._db, new)
         return copied
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
@@ -274,8 +307,9 @@ class Store:
                 "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=?, "
                 "failed_device=? WHERE id=?",
                 (
-                    trial.status, _valid(trial.reason), trial.verified, trial.source, trial.schema,
-                    json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)), trial.failed_device, trial_id,
+                    trial.status, rows.short(_valid(trial.reason), self._log(trial_id)), trial.verified, trial.source,
+                    trial.schema, json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)),
+                    trial.failed_device, trial_id,
                 ),
             )  # fmt: skip
             self._db.executemany(
@@ -293,9 +327,18 @@ class Store:
                 "INSERT INTO memory VALUES (?,?,?,?,?,?)",
                 [(trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind) for m in trial.memory],
             )
-            self._db.executemany("INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", _series(trial_id, trial.samples))
+            self._db.executemany(
+                "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", file.series_rows(trial_id, trial.samples)
+            )
+            rows.sign_trial(self._db, trial_id)
+        copying.refuse_replaced(self._db)
         with suppress(sqlite3.OperationalError):  # the trial is committed: a later checkpoint is sufficient
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _log(self, trial_id: int) -> Path:
+        """Return the file for the whole text of a trial's reason."""
+        (run_id,) = self._db.execute("SELECT run_id FROM trial WHERE id=?", (trial_id,)).fetchone()
+        return self.logs / str(run_id) / f"{trial_id}.txt"
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
         """Return the ended trials of the run `run_id` in the order in which they started; None means all runs.
@@ -316,69 +359,16 @@ class Store:
         """Yield the id and the content of each trial that `trials` returns."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
-        failed = "failed_device" if "failed_device" in file.columns_of(self._db, "trial") else "NULL"
-        rows = self._db.execute(
-            "SELECT id, case_json, status, reason, verified, source, started, schema, setup, provenance, round, "
-            f"{failed} FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
+        ids = self._db.execute(
+            f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
             (*values, RUNNING, Status.KILLED),
         ).fetchall()
-        return ((row[0], self._trial(row)) for row in rows)
-
-    def _trial(self, row: Sequence[Any]) -> Trial:
-        trial_id, case, status, reason, verified, source, started, schema, setup, provenance, number, failed = row
-
-        def columns(table: str, names: str, order: str = "") -> dict[str, list[Any]]:
-            found = self._db.execute(f"SELECT {names} FROM {table} WHERE trial_id=? {order}", (trial_id,)).fetchall()
-            return {n: [r[i] for r in found] for i, n in enumerate(names.split(", "))}
-
-        peaks = ", ".join(name for name in file.columns_of(self._db, "memory") if name != "trial_id")
-        steps = columns("step", "seconds, warmup, end_s", "ORDER BY step")
-        steps["warmup"] = [bool(flag) for flag in steps["warmup"]]
-        samples = [
-            (t, device, metric, v)
-            for device, metric, times, readings in self._db.execute(
-                "SELECT device, metric, times, readings FROM series WHERE trial_id=?", (trial_id,)
-            )
-            for t, v in zip(_unpack(times), _unpack(readings), strict=True)
-        ]
-        plain = {
-            "case": json.loads(case), "status": status, "reason": reason, "verified": verified, "source": source,
-            "started_s": started, "schema": schema, "setup": json.loads(setup), "provenance": json.loads(provenance),
-            "round": number, "steps": steps, "memory": columns("memory", peaks), "failed_device": failed,
-            "spans": columns("span", "step, phase, device, clock, start_s, end_s", "ORDER BY number"),
-            "samples": dict(zip(("time_s", "device", "metric", "value"), zip(*samples, strict=True), strict=False)),
-        }  # fmt: skip
-        return Trial.from_dict(plain)
+        return rows.readable(self._db, rows.trial, ids, self._unreadable)
 
 
 def _valid(text: str) -> str:
     """Return the text with invalid Unicode, which error messages may contain, replaced by question marks."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _series(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """Return the rows of the table `series`, one per device and metric; NaN and infinite values are left out."""
-    groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
-    for sample in samples:
-        if not math.isfinite(sample.value):
-            continue  # a reading of NaN or infinity carries no information
-        times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
-        times.append(sample.time_s)
-        readings.append(sample.value)
-    return [
-        (trial_id, device, metric, len(r), sum(r) / len(r), max(r), _pack(t), _pack(r))
-        for (device, metric), (t, r) in groups.items()
-    ]
-
-
-def _pack(values: array[float]) -> bytes:
-    return zlib.compress(values.tobytes())
-
-
-def _unpack(blob: bytes) -> array[float]:
-    values = array("d")
-    values.frombytes(zlib.decompress(blob))
-    return values
 
 
 def _born(pid: int) -> float:

@@ -7,12 +7,13 @@ which get their defaults in the copy.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dpbench.records import Case, Status
-from dpbench.store import file
+from dpbench.store import file, rows
 from dpbench.store.file import StoreError
 
 PARTS = ("step", "span", "memory", "series")
@@ -35,7 +36,31 @@ class Merged:
     known: int
 
 
-def copy_trial(source: sqlite3.Connection, trial_id: int, target: sqlite3.Connection, run_id: str) -> int:
+def refuse_replaced(db: file.Connection) -> None:
+    """Raise StoreError if the file was deleted or replaced since it was opened for writing.
+
+    The trials in the open file are copied into a new file beside it, whose name is in the message.
+    """
+    if file.same_file(db):
+        return
+    kept = db.path.with_name(f"{db.path.name}.kept-{os.getpid()}")
+    try:
+        kept.unlink(missing_ok=True)
+        db.execute("VACUUM INTO ?", (str(kept),))
+        where = f"all trials until now are in {kept}"
+    except (sqlite3.Error, OSError) as error:
+        where = f"its trials are lost, because {kept} cannot be written: {error.__cause__ or error}"
+    raise StoreError(f"the store {db.path} was deleted or replaced while a run was writing to it; {where}")
+
+
+def copy_run(source: file.Connection, row: int, target: file.Connection) -> None:
+    """Copy the run with this rowid, without its trials, into the database `target`."""
+    names = ", ".join(file.columns_of(source, "run"))
+    values = source.execute(f"SELECT {names} FROM run WHERE rowid=?", (row,)).fetchone()
+    target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
+
+
+def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, run_id: str) -> int:
     """Copy one trial into the run `run_id` of the database `target`, and return its id there."""
     names = [name for name in file.columns_of(source, "trial") if name not in ("id", "run_id")]
     (values,) = source.execute(f"SELECT {', '.join(names)} FROM trial WHERE id=?", (trial_id,))
@@ -54,21 +79,19 @@ def copy_trial(source: sqlite3.Connection, trial_id: int, target: sqlite3.Connec
     return new
 
 
-def merge(source: sqlite3.Connection, target: sqlite3.Connection) -> Merged:
+def merge(source: file.Connection, target: file.Connection) -> Merged:
     """Copy all runs and trials that `target` lacks, in the transaction that the caller has begun on `target`.
 
     A run that both have gets the trials that it lacks, and the status and the facts of the copy that ended last. Raises
-    StoreError, which names the rows, if two copies of a run contradict each other: the run has another plan, host,
-    code, start or number of rounds; a trial has other results; or both copies have measured the same case and round
-    after they were separated.
+    UnreadableRow for a damaged trial. Raises StoreError, which names the rows, if two copies of a run contradict each
+    other: the run has another plan, host, code, start or number of rounds; a trial has other results; or both copies
+    have measured the same case and round after they were separated.
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
-    for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
+    for row, run_id in source.execute("SELECT rowid, id FROM run ORDER BY started, rowid").fetchall():
         if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
-            names = ", ".join(file.columns_of(source, "run"))
-            values = source.execute(f"SELECT {names} FROM run WHERE id=?", (run_id,)).fetchone()
-            target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
+            copy_run(source, row, target)
             missing = _ids(source, run_id)
             copied = Merged(copied.runs + 1, copied.trials + len(missing), copied.known)
         else:
@@ -79,6 +102,8 @@ def merge(source: sqlite3.Connection, target: sqlite3.Connection) -> Merged:
             if not found:
                 _adopt(source, target, run_id)
         for trial_id in missing:
+            if source.execute("SELECT source FROM trial WHERE id=?", (trial_id,)).fetchone()[0] is not None:
+                rows.trial(source, trial_id)  # an ended trial that cannot be read is not copied
             copy_trial(source, trial_id, target, run_id)
     if conflicts:
         more = f"; and {len(conflicts) - SHOWN} more" if len(conflicts) > SHOWN else ""
@@ -89,11 +114,11 @@ def merge(source: sqlite3.Connection, target: sqlite3.Connection) -> Merged:
     return copied
 
 
-def _ids(db: sqlite3.Connection, run_id: str) -> list[int]:
+def _ids(db: file.Connection, run_id: str) -> list[int]:
     return [number for (number,) in db.execute("SELECT id FROM trial WHERE run_id=? ORDER BY id", (run_id,))]
 
 
-def _slots(db: sqlite3.Connection, run_id: str) -> dict[tuple[str, int], dict[float, int]]:
+def _slots(db: file.Connection, run_id: str) -> dict[tuple[str, int], dict[float, int]]:
     """Return the ids of a run's ended trials by (fingerprint of the case, round) and by start time."""
     found: dict[tuple[str, int], dict[float, int]] = {}
     query = "SELECT fingerprint, round, started, id FROM trial WHERE run_id=? AND status NOT IN ('running', ?)"
@@ -102,7 +127,7 @@ def _slots(db: sqlite3.Connection, run_id: str) -> dict[tuple[str, int], dict[fl
     return found
 
 
-def _missing(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str) -> list[int]:
+def _missing(source: file.Connection, target: file.Connection, run_id: str) -> list[int]:
     """Return the ids in `source` of the ended trials of a run that `target` lacks, in the order of their start."""
     here = _slots(target, run_id)
     return sorted(
@@ -113,7 +138,7 @@ def _missing(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str
     )
 
 
-def _contradictions(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str) -> Iterator[str]:
+def _contradictions(source: file.Connection, target: file.Connection, run_id: str) -> Iterator[str]:
     """Yield one text for each contradiction between two copies of a run."""
     query = f"SELECT {', '.join(IDENTITY)} FROM run WHERE id=?"
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
@@ -132,13 +157,13 @@ def _contradictions(source: sqlite3.Connection, target: sqlite3.Connection, run_
                 yield f"{where}: trial {one} here and trial {other} there have other results"
 
 
-def _label(db: sqlite3.Connection, trial_id: int) -> str:
+def _label(db: file.Connection, trial_id: int) -> str:
     """Return the description of a trial's case."""
     (case,) = db.execute("SELECT case_json FROM trial WHERE id=?", (trial_id,)).fetchone()
     return Case.from_dict(json.loads(case)).label
 
 
-def _content(db: sqlite3.Connection, trial_id: int) -> tuple[object, ...]:
+def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
     """Return the columns of a trial that both schemas have, and its steps."""
     names = "case_json, status, reason, verified, source, schema, setup, provenance"
     trial = db.execute(f"SELECT {names} FROM trial WHERE id=?", (trial_id,)).fetchone()
@@ -146,9 +171,10 @@ def _content(db: sqlite3.Connection, trial_id: int) -> tuple[object, ...]:
     return (trial, steps.fetchall())
 
 
-def _adopt(source: sqlite3.Connection, target: sqlite3.Connection, run_id: str) -> None:
+def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> None:
     """Give a run the status, the end and the facts of its copy in `source`, if that copy ended later."""
     query = "SELECT ended, status, provenance FROM run WHERE id=?"
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     if (theirs[0] or 0.0) > (mine[0] or 0.0):
         target.execute("UPDATE run SET ended=?, status=?, provenance=? WHERE id=?", (*theirs, run_id))
+        rows.sign_run(target, run_id)

@@ -1,15 +1,22 @@
 """Store file: open, identify and migrate the SQLite file; merge its write-ahead log into the file on closing.
 
-Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed).
+Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed); 3
+(checksums of rows).
 """
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any, Self
+
+from dpbench.records import Sample
 
 PATIENCE_S = 30.0
 MAGIC = b"SQLite format 3\0"
@@ -54,6 +61,11 @@ MIGRATIONS = (
     ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated';
     ALTER TABLE trial ADD COLUMN failed_device INTEGER
     """,
+    """
+    ALTER TABLE run ADD COLUMN checksum INTEGER;
+    ALTER TABLE trial ADD COLUMN checksum INTEGER;
+    ALTER TABLE trial ADD COLUMN parts_checksum INTEGER
+    """,
 )
 
 
@@ -61,28 +73,115 @@ class StoreError(RuntimeError):
     """The error of a store that cannot be used; the message gives the reason and the remedy."""
 
 
-def open_to_write(path: Path) -> sqlite3.Connection:
-    """Return a connection for writing; create or migrate the file if necessary. Raises StoreError on failure."""
+class Unusable(StoreError, sqlite3.OperationalError):
+    """SQLite could not execute a statement, for example because the file is locked or on a read-only disk."""
+
+
+class DamagedStore(StoreError, sqlite3.DatabaseError):
+    """The file is damaged, so that SQLite cannot read a part of it."""
+
+
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""SQLite's codes of damaged files; the lowest eight bits of an extended code."""
+
+
+class Connection(sqlite3.Connection):
+    """A connection that knows its file, `path`; SQLite's errors become StoreErrors that name the file."""
+
+    path: Path
+    inode: tuple[int, int] | None = None
+    """The device and the number of the file that is open for writing."""
+
+    def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
+        """Execute a statement. Raises DamagedStore for a damaged file, and Unusable for other errors of SQLite."""
+        return self.cursor(_Cursor).execute(sql, parameters)
+
+    def executemany(self, sql: str, parameters: Any, /) -> sqlite3.Cursor:
+        """Execute a statement for each row of `parameters`; the errors are those of `execute`."""
+        return self.cursor(_Cursor).executemany(sql, parameters)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Turn SQLite's errors inside this context into StoreErrors that name the file.
+
+        Errors that only a mistake in dpbench causes, such as a violated constraint, stay as they are.
+        """
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
+                raise damaged(self.path, error) from error
+            if not isinstance(error, sqlite3.OperationalError):
+                raise
+            raise Unusable(f"cannot use the store {self.path}: {error}; give another file with --store") from error
+        except UnicodeDecodeError as error:  # SQLite's message quotes damaged text of the schema
+            raise damaged(self.path, error) from error
+
+
+class _Cursor(sqlite3.Cursor):
+    """A cursor whose errors are StoreErrors; SQLite finds damage also while rows are fetched."""
+
+    connection: Connection
+
+    def execute(self, *arguments: Any) -> Self:
+        with self.connection.named():
+            return super().execute(*arguments)
+
+    def executemany(self, *arguments: Any) -> Self:
+        with self.connection.named():
+            return super().executemany(*arguments)
+
+    def fetchone(self) -> Any:
+        with self.connection.named():
+            return super().fetchone()
+
+    def fetchall(self) -> list[Any]:
+        with self.connection.named():
+            return super().fetchall()
+
+    def __next__(self) -> Any:
+        with self.connection.named():
+            return super().__next__()
+
+
+def damaged(path: Path, why: object) -> DamagedStore:
+    """Return the error of a damaged file."""
+    return DamagedStore(
+        f"the store {path} is damaged: {why}; `dpbench store check {path}` lists the damage, and `dpbench store "
+        f"recover {path} --output NEW` copies every trial that can be read"
+    )
+
+
+def open_to_write(path: Path) -> Connection:
+    """Return a connection for writing; create or migrate the file if necessary.
+
+    Raises StoreError on failure, and DamagedStore for a file that fails SQLite's quick check, which is not changed.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _check_header(path):  # check read-only first, because opening for writing would already change the WAL
             with closing(_connect_read_only(path)) as db:
                 _check_version(path, db)
-        db = sqlite3.connect(path, isolation_level=None, timeout=PATIENCE_S)
+                if found := quick_check(db):
+                    raise damaged(path, found[0])
+        db = connect(path, str(path))
         try:
             _patiently(lambda: db.execute("PRAGMA journal_mode=WAL"))
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA foreign_keys=ON")
             _migrate(db)
+            db.inode = _inode(path)
         except BaseException:
             db.close()
             raise
+    except StoreError:
+        raise
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot open the store {path}: {error}; give another file with --store") from error
     return db
 
 
-def open_to_read(path: Path) -> sqlite3.Connection:
+def open_to_read(path: Path) -> Connection:
     """Return a read-only connection. Raises StoreError if the file is missing or is not a valid store."""
     if not path.exists():
         raise StoreError(f"there is no store at {path}; run `dpbench run` first, or give another file with --store")
@@ -95,9 +194,33 @@ def open_to_read(path: Path) -> sqlite3.Connection:
         except BaseException:
             db.close()
             raise
+    except StoreError:
+        raise
     except (sqlite3.Error, OSError) as error:
         raise StoreError(f"cannot read the store {path}: {error}; give another file with --store") from error
     return db
+
+
+def quick_check(db: Connection) -> list[str]:
+    """Return the faults that SQLite's quick check finds in the structure of the file; empty if there are none."""
+    try:
+        found = [str(text) for (text,) in db.execute("PRAGMA quick_check")]
+    except DamagedStore as error:
+        return [str(error.__cause__)]
+    return [] if found == ["ok"] else found
+
+
+def same_file(db: Connection) -> bool:
+    """Return whether the path of a connection still names the file that is open for writing."""
+    return db.inode is None or db.inode == _inode(db.path)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return the device and the number of a file; None if there is no file."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
 
 
 def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
@@ -119,7 +242,7 @@ def fold(db: sqlite3.Connection) -> None:
 
 
 @contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
+def transaction(db: Connection) -> Iterator[None]:
     """Run the statements inside this context in one transaction; wait for other writers when it begins.
 
     Raises StoreError if the file cannot be written.
@@ -134,18 +257,25 @@ def transaction(db: sqlite3.Connection) -> Iterator[None]:
                 db.execute("ROLLBACK")
             raise
     except sqlite3.OperationalError as error:
-        (_, _, path) = db.execute("PRAGMA database_list").fetchone()
         raise StoreError(
-            f"cannot write to the store {path}: {error}; the store is unchanged. Remove the cause, and try again"
+            f"cannot write to the store {db.path}: {error.__cause__ or error}; the store is unchanged. "
+            "Remove the cause, and try again"
         ) from error
 
 
-def _connect_read_only(path: Path) -> sqlite3.Connection:
-    uri = f"{path.resolve().as_uri()}?mode=ro"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, timeout=PATIENCE_S)
+def _connect_read_only(path: Path) -> Connection:
+    return connect(path, f"{path.resolve().as_uri()}?mode=ro")
 
 
-def _migrate(db: sqlite3.Connection) -> None:
+def connect(path: Path, address: str) -> Connection:
+    """Return a connection to the file `path`, which `address` names as a path or as a URI."""
+    uri = address.startswith("file:")
+    db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=PATIENCE_S, factory=Connection)
+    db.path = path
+    return db
+
+
+def _migrate(db: Connection) -> None:
     """Migrate the file to the newest schema.
 
     Each migration is a transaction, because another process may migrate the same file at the same time.
@@ -221,3 +351,29 @@ def _patiently(action: Callable[[], object]) -> None:
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
+    """Return the rows of the table `series`, one per device and metric; NaN and infinite values are left out."""
+    groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
+    for sample in samples:
+        if not math.isfinite(sample.value):
+            continue  # a reading of NaN or infinity carries no information
+        times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
+        times.append(sample.time_s)
+        readings.append(sample.value)
+    return [
+        (trial_id, device, metric, len(r), sum(r) / len(r), max(r), _pack(t), _pack(r))
+        for (device, metric), (t, r) in groups.items()
+    ]
+
+
+def _pack(values: array[float]) -> bytes:
+    return zlib.compress(values.tobytes())
+
+
+def unpacked(blob: bytes) -> array[float]:
+    """Return the numbers of a compressed column of the table `series`."""
+    values = array("d")
+    values.frombytes(zlib.decompress(blob))
+    return values

@@ -7,7 +7,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
+
+from dpbench.records import visible
 
 LATEST = "last"
 """The name that always stands for the newest run, so that no run can have it."""
@@ -62,6 +64,11 @@ class StoredRun:
     started: float
     rounds: int
     provenance: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, run_id: str, status: str, started: float, rounds: int, facts: str) -> Self:
+        """Return the run of a row of a store, whose provenance `facts` is JSON; all texts are made visible."""
+        return cls(visible.visible(run_id), visible.visible(status), started, rounds, visible.loads(facts))
 
     @property
     def naming(self) -> Naming:

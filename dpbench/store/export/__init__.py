@@ -101,5 +101,5 @@ def write(text: Iterable[str], output: Path | None) -> None:
         sys.stdout.writelines(text)
         sys.stdout.flush()
         return
-    with output.open("w") as out:
+    with output.open("w", encoding="utf-8") as out:
         out.writelines(text)

@@ -31,6 +31,7 @@ from dpbench.records import (
     Trial,
     Verified,
     ledger,
+    visible,
     words,
 )
 from dpbench.records.ledger import Ledger
@@ -197,12 +198,14 @@ class ExportedTrial(msgspec.Struct):
         """Return the trial with its ledger, but without spans and samples, and with steps that follow each other."""
         seconds = [math.nan if step.seconds is None else step.seconds for step in self.steps]
         found = Trial(
-            case=Case.from_dict(self.case), source=self.source, status=self.status, reason=self.reason,
-            verified=self.verified, memory=tuple(self.memory), setup=self.setup, provenance=self.provenance,
+            case=Case.from_dict(self.case), source=self.source, status=self.status,
+            reason=visible.visible(self.reason, lines=True), verified=self.verified,
+            memory=tuple(Memory(**visible.everywhere(asdict(peak))) for peak in self.memory),
+            setup=visible.everywhere(self.setup), provenance=visible.everywhere(self.provenance),
             round=self.round, failed_device=self.failed_device,
             steps=tuple(map(Step, seconds, [step.warmup for step in self.steps], accumulate(seconds))),
         )  # fmt: skip
-        phases = [{name: s or 0.0 for name, s in step.phases.items()} for step in self.steps]
+        phases = [{visible.visible(name): s or 0.0 for name, s in step.phases.items()} for step in self.steps]
         return found.with_ledger(Ledger.recorded(phases))
 
 
@@ -217,7 +220,7 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
                 one = msgspec.json.decode(line, type=ExportedTrial)
-                found.setdefault(one.run_id, []).append(one.trial())
+                found.setdefault(visible.visible(one.run_id), []).append(one.trial())
                 number += 1
     except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}") from None

@@ -209,7 +209,7 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
     for device in devices:
         mine = [span for span in spans if span.device == device]
         paths.append(folder / f"rank-{device}.json")
-        with paths[-1].open("w") as out:
+        with paths[-1].open("w", encoding="utf-8") as out:
             # HTA reads the rank from the first line that contains one
             rank = {"backend": "dpbench", "rank": device, "world_size": len(devices)}
             out.write(

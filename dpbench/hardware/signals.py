@@ -1,0 +1,105 @@
+"""Signals: SIGINT, SIGTERM and SIGHUP end a command, also while it waits for another process.
+
+The first signal raises `Ended`, so that contexts are left and the run is marked as interrupted. Python drops an
+exception that a signal raises inside `__del__` or a callback, and it starts a wait although a signal has just arrived.
+So the signal is also kept, `check` raises again, and `wait` ends when a signal arrives. A second Ctrl-C ends the
+process at once; the processes that it has started die with it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SHOW_CURSOR = b"\x1b[?25h\n"
+
+
+class Ended(KeyboardInterrupt):
+    """A signal asks this process to end."""
+
+
+class _State:
+    """The first signal of this process that asks it to end (0: none), and the pipe by which signals end a wait."""
+
+    number = 0
+    wake: int | None = None
+
+
+def install() -> None:
+    """Make SIGINT, SIGTERM and SIGHUP end this process, except those that it was started to ignore, as by nohup."""
+    if _State.wake is None:
+        _State.wake, write = os.pipe()
+        for end in (_State.wake, write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in ENDING:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
+
+
+def received() -> int:
+    """Return the number of the first signal that has asked this process to end; 0 if there was none."""
+    return _State.number
+
+
+def check() -> None:
+    """Raise Ended if a signal has asked this process to end; only its main thread has to end."""
+    if _State.number and threading.current_thread() is threading.main_thread():
+        raise Ended
+
+
+def wait(descriptor: int, timeout_s: float) -> bool:
+    """Return whether a descriptor can be read within `timeout_s` seconds. A signal ends the wait: it raises Ended."""
+    check()
+    main = threading.current_thread() is threading.main_thread()
+    wake = [_State.wake] if _State.wake is not None and main else []
+    ready = select.select([descriptor, *wake], [], [], timeout_s)[0]
+    if _State.wake in ready:
+        with suppress(BlockingIOError):
+            os.read(wake[0], 4096)
+        check()
+    return descriptor in ready
+
+
+def ignore(numbers: tuple[signal.Signals, ...] = ENDING) -> None:
+    """Ignore signals that a terminal, or a tool such as timeout, sends to all processes of a command.
+
+    The process that has started this one handles them, and then ends this one.
+    """
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Hold back the signals while this process starts another one, which inherits that and has to call `release`.
+
+    So no signal arrives before the new process handles it, nor between its start and the moment at which it is known.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def release() -> None:
+    """Take the signals that were held back at the start of this process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if _State.number:
+        if number == signal.SIGINT:
+            if os.isatty(2):
+                os.write(2, _SHOW_CURSOR)
+            os._exit(128 + number)
+        return
+    _State.number = number
+    raise Ended

@@ -1,0 +1,249 @@
+"""Rows: the one place where rows of the file become objects; a row that cannot be read is an UnreadableRow.
+
+A run and an ended trial have checksums of their columns, so that a changed byte in a row is found also where the row
+still has the right form. `checksum` covers the row itself and, for a trial, its steps; `parts_checksum` covers the
+spans, memory and series of a trial. Rows of schemas before 3, and trials that have not ended, have no checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from dpbench.records import Case, Source, Status, Step, Trial, Verified, visible
+from dpbench.store import file
+from dpbench.store.file import StoreError
+from dpbench.store.runs import StoredRun
+
+RUN = "id, plan, host, code, status, started, ended, rounds, pid, pid_born, provenance"
+TRIAL = (
+    "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup, provenance, failed_device"
+)
+STEP = "step, seconds, warmup, end_s"
+SPAN = "step, phase, device, clock, start_s, end_s"
+MEMORY = "device, peak_bytes, source, phase, kind"
+SERIES = "device, metric, times, readings"
+"""The columns that a checksum covers. Columns of later schemas are not added: the checksums of older rows lack them."""
+_DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, zlib.error)
+"""The exceptions by which damaged data show: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
+
+
+REASON = 4000
+"""The number of characters of the longest reason that is stored whole."""
+Read = TypeVar("Read")
+Reader = Callable[[file.Connection, int], object]
+"""A function that makes an object of a row with a given number."""
+
+
+class UnreadableRow(StoreError):
+    """A row that cannot be read: `table` is run or trial, `row` is its rowid, and `why` says what is wrong."""
+
+    def __init__(self, path: object, table: str, row: int, why: str) -> None:
+        self.table, self.row, self.why = table, row, why
+        super().__init__(
+            f"{path}, row {row} of the table {table}: {why}; `dpbench store recover {path} --output NEW` copies what "
+            "can be read"
+        )
+
+
+@contextmanager
+def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
+    """Turn every exception by which damaged data show into UnreadableRow, except that of a locked file."""
+    try:
+        yield
+    except UnreadableRow:
+        raise
+    except _DATA as error:
+        if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise
+        cause = error.__cause__ if isinstance(error, file.Unusable) else error
+        raise UnreadableRow(db.path, table, row, f"{type(cause).__name__}: {cause}") from error
+
+
+class _Parts(NamedTuple):
+    """The rows of a trial's tables."""
+
+    steps: list[Any]
+    spans: list[Any]
+    memory: list[Any]
+    series: list[Any]
+
+
+def run(db: file.Connection, row: int) -> StoredRun:
+    """Return the run in a row of the table `run`. Raises UnreadableRow."""
+    with _reading(db, "run", row):
+        found = _row(db, "run", RUN, row)
+        _compare(db, "run", "checksum", row, [found])
+        name, _, _, _, status, started, _, rounds, _, _, provenance = found
+        _object(provenance)
+        stored = StoredRun.read(str(name), str(status), float(started), int(rounds), provenance)
+        if stored.naming.tags != {**stored.naming.tags}:
+            raise TypeError("the tags are not a mapping")
+        return stored
+
+
+def trial(db: file.Connection, row: int) -> Trial:
+    """Return the trial in a row of the table `trial`, with all its parts. Raises UnreadableRow."""
+    with _reading(db, "trial", row):
+        head, parts = _row(db, "trial", TRIAL, row), _parts(db, row)
+        _compare(db, "trial", "checksum", row, [head, *parts.steps])
+        _compare(db, "trial", "parts_checksum", row, _bulk(parts))
+        fingerprint, number, text, status, reason, verified, source, started, schema, setup, provenance, failed = head
+        samples = [
+            (time_s, device, metric, value)
+            for device, metric, times, readings in parts.series
+            for time_s, value in zip(file.unpacked(times), file.unpacked(readings), strict=True)
+        ]
+        plain = {
+            "status": status, "reason": reason, "verified": verified, "source": source, "started_s": started,
+            "schema": schema, "setup": _object(setup), "provenance": _object(provenance), "round": number,
+            "failed_device": failed, "case": case(text, fingerprint).to_dict(),
+            "steps": _columns("seconds, warmup, end_s", [(s, bool(warm), e) for _, s, warm, e in parts.steps]),
+            "spans": _columns(SPAN, parts.spans), "memory": _columns(MEMORY, parts.memory),
+            "samples": _columns("time_s, device, metric, value", samples),
+        }  # fmt: skip
+        return Trial.from_dict(plain)
+
+
+def steps_of(db: file.Connection, row: int) -> Trial:
+    """Return the trial in a row of the table `trial` without spans, samples and memory. Raises UnreadableRow."""
+    with _reading(db, "trial", row):
+        head, steps = _row(db, "trial", TRIAL, row), _part(db, "step", STEP, row, "step")
+        _compare(db, "trial", "checksum", row, [head, *steps])
+        fingerprint, number, text, status, _, verified, source, started, _, setup, provenance, _ = head
+        return Trial(
+            case=case(text, fingerprint), status=Status(status), source=Source(source), verified=Verified(verified),
+            steps=tuple(Step(seconds, bool(warmup), end_s) for _, seconds, warmup, end_s in steps),
+            started_s=started, round=number, setup=visible.everywhere(_object(setup)),
+            provenance=visible.everywhere(_object(provenance)),
+        )  # fmt: skip
+
+
+def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
+    """Return the case and the status of the trial in a row, which may still be running. Raises UnreadableRow."""
+    with _reading(db, "trial", row):
+        text, fingerprint, status = _row(db, "trial", "case_json, fingerprint, status", row)
+        return case(text, fingerprint), status if status == "running" else Status(status).value
+
+
+def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
+    """Return the fingerprint of a trial's case, and the trial's duration in seconds. Raises UnreadableRow."""
+    with _reading(db, "trial", row):
+        fingerprint, setup = _row(db, "trial", "fingerprint, setup", row)
+        return fingerprint, float(sum(_object(setup).values()))
+
+
+def case(text: str, fingerprint: str) -> Case:
+    """Return the case that is stored as JSON. Raises ValueError if it is not the case of the fingerprint."""
+    data = _object(text)
+    found = Case.from_dict(data)
+    if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # else its texts were made visible
+        raise ValueError(f"the case {found.label} is not the case of the fingerprint {fingerprint[:12]!r}")
+    return found
+
+
+def readable(
+    db: file.Connection, read: Callable[[file.Connection, int], Read], ids: Sequence[tuple[int]],
+    unreadable: Callable[[UnreadableRow], None] | None,
+) -> Iterator[tuple[int, Read]]:  # fmt: skip
+    """Yield each row's id, and the object that `read` makes of the row.
+
+    `unreadable` is called for each row that cannot be read, which hides no other row. If it is None, the first such row
+    raises UnreadableRow.
+    """
+    for (row,) in ids:
+        try:
+            yield row, read(db, row)
+        except UnreadableRow as fault:
+            if unreadable is None:
+                raise
+            unreadable(fault)
+
+
+def short(reason: str, log: Path) -> str:
+    """Return a reason to store: of a long one the head and the tail, and the whole text goes into the file `log`."""
+    if len(reason) <= REASON:
+        return reason
+    half = REASON // 2
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(reason, encoding="utf-8")
+        where = f"the whole text is in {log}"
+    except OSError as error:
+        where = f"they are lost, because {log} cannot be written: {error.strerror}"
+    return f"{reason[:half]}\n[{len(reason) - 2 * half} characters are left out; {where}]\n{reason[-half:]}"
+
+
+def sign_run(db: file.Connection, run_id: str) -> None:
+    """Give a run the checksum of its row, in the transaction that has changed the row."""
+    (row,) = db.execute("SELECT rowid FROM run WHERE id=?", (run_id,)).fetchone()
+    db.execute("UPDATE run SET checksum=? WHERE rowid=?", (_checksum([_row(db, "run", RUN, row)]), row))
+
+
+def sign_trial(db: file.Connection, row: int) -> None:
+    """Give an ended trial the checksums of its rows, in the transaction that has changed the rows."""
+    head, parts = _row(db, "trial", TRIAL, row), _parts(db, row)
+    sums = _checksum([head, *parts.steps]), _checksum(_bulk(parts))
+    db.execute("UPDATE trial SET checksum=?, parts_checksum=? WHERE id=?", (*sums, row))
+
+
+def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:
+    """Return the named columns of a row; a column that the file's schema lacks is None. Raises LookupError."""
+    found = db.execute(f"SELECT {_known(db, table, columns)} FROM {table} WHERE rowid=?", (row,)).fetchone()
+    if found is None:
+        raise LookupError("the row is missing")
+    return tuple(found)
+
+
+def _known(db: file.Connection, table: str, columns: str) -> str:
+    """Return the columns for a query, where a column that the file's schema lacks has its default."""
+    has, defaults = file.columns_of(db, table), {"phase": "''", "kind": "'allocated'"}
+    return ", ".join(name if name in has else defaults.get(name, "NULL") for name in columns.split(", "))
+
+
+def _part(db: file.Connection, table: str, columns: str, row: int, order: str) -> list[Any]:
+    query = f"SELECT {_known(db, table, columns)} FROM {table} WHERE trial_id=? ORDER BY {order}"
+    return db.execute(query, (row,)).fetchall()
+
+
+def _parts(db: file.Connection, row: int) -> _Parts:
+    """Return the rows of a trial's tables in an order that a copy of the trial keeps."""
+    return _Parts(
+        _part(db, "step", STEP, row, "step"), _part(db, "span", SPAN, row, "number"),
+        _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric"),
+    )  # fmt: skip
+
+
+def _bulk(parts: _Parts) -> list[Any]:
+    return [*parts.spans, *parts.memory, *parts.series]
+
+
+def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    """Return rows as one list per column."""
+    return {name: [row[i] for row in rows] for i, name in enumerate(names.split(", "))}
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Return the dictionary that is stored as JSON. Raises TypeError if the JSON is of another type."""
+    found = json.loads(text)
+    if not isinstance(found, Mapping):
+        raise TypeError(f"JSON of the type {type(found).__name__} instead of an object")
+    return {**found}
+
+
+def _checksum(rows: Sequence[Any]) -> int:
+    return zlib.crc32(msgspec.msgpack.encode(rows))
+
+
+def _compare(db: file.Connection, table: str, column: str, row: int, rows: Sequence[Any]) -> None:
+    """Raise ValueError if the row has another checksum than `rows`."""
+    (stored,) = _row(db, table, column, row)
+    if stored is not None and stored != _checksum(rows):
+        raise ValueError(f"its {column} is not that of its data, which were changed after they were stored")

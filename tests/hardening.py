@@ -1,0 +1,273 @@
+"""Hardening: damage stores and kill commands at random, and count what was lost, left behind or shown as a traceback.
+
+`python -m tests.hardening stores|kills [N] [SEED]` prints one line per complaint and a summary; the exit status is 1 if
+there is a complaint. `make hardening N=...` runs both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+
+from dpbench import cli
+from dpbench.records import Case, Trial
+from dpbench.store import Naming, Store, recovery
+from dpbench.store.copying import PARTS
+from tests.commands import Folder
+from tests.commands import folder as working_folder
+from tests.exported import made, stored
+from tests.marked import poll
+
+CASES = (
+    Case(model="mlp", strategy="single", batch_size=64),
+    Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference"),
+)
+
+
+def original(path: Path) -> None:
+    """Write a store with two runs of two cases in three rounds."""
+    for name in ("before", "after"):
+        trials = [made(case, number=number) for number in range(3) for case in CASES]
+        stored(path, *trials, naming=Naming(name=name, tags={"night": "1"}, command="dpbench run"))
+
+
+def damaged(data: bytes, generator: random.Random) -> bytes:
+    """Return a copy of a file with a cut end, or with one to sixty bytes changed anywhere or in one page."""
+    found = bytearray(data)
+    kind = generator.choice(("cut", "anywhere", "anywhere", "page", "first"))
+    if kind == "cut":
+        return data[: generator.randrange(1, len(data))]
+    low, high = 0, len(found)
+    if kind == "page":
+        low = generator.randrange(len(found) // 4096) * 4096
+        high = low + 4096
+    elif kind == "first":
+        high = 4096
+    for _ in range(generator.randrange(1, 60)):
+        found[generator.randrange(low, high)] = generator.randrange(256)
+    return bytes(found)
+
+
+def commands(path: Path, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield the commands that read or write a store, each of which must end without a traceback."""
+    store = ("--store", str(path))
+    yield ("report", "--html", str(folder / "page.html"), *store)
+    yield ("explain", "--all", *store)
+    yield ("list", "runs", *store)
+    yield ("show", "@before", *store)
+    yield ("export", "csv", "--all", *store)
+    yield ("compare", "@before", "@after", *store)
+    yield ("merge", str(path), "--store", str(folder / "merged.db"))
+    yield ("store", "check", str(path))
+    yield ("store", "recover", str(path), "--output", str(folder / "recovered.db"))
+
+
+def call(arguments: Sequence[str]) -> tuple[int, str, str]:
+    """Run a command in this process; return its exit code and output, with the traceback of any exception."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main([*arguments])
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            code = -1
+            traceback.print_exc()
+    return code, out.getvalue(), err.getvalue()
+
+
+def rows_of(path: Path) -> dict[int, object]:
+    """Return the raw rows of each trial that SQLite alone can read, by the number of the trial."""
+    found: dict[int, object] = {}
+    with closing(sqlite3.connect(path)) as db:
+        for number in range(1, 2 * 3 * len(CASES) + 1):
+            with contextlib.suppress(sqlite3.Error, UnicodeDecodeError):
+                db.execute("PRAGMA writable_schema=ON")  # also a file that is shorter than its header says
+                found[number] = [
+                    db.execute("SELECT * FROM trial WHERE id=?", (number,)).fetchall(),
+                    *(db.execute(f"SELECT * FROM {part} WHERE trial_id=?", (number,)).fetchall() for part in PARTS),
+                ]
+    return found
+
+
+def contents(path: Path) -> list[Trial]:
+    """Return the trials of a store."""
+    with Store.read(path) as opened:
+        return opened.trials(superseded=True)
+
+
+def damage_stores(count: int, seed: int = 0) -> list[str]:
+    """Damage a store `count` times, run every command on each copy, and return the complaints."""
+    complaints: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        original(place / "whole.db")
+        data, whole = (place / "whole.db").read_bytes(), rows_of(place / "whole.db")
+        trials = dict(zip(whole, contents(place / "whole.db"), strict=True))
+        for number in range(seed, seed + count):
+            copy = place / str(number)
+            copy.mkdir()
+            path = copy / "store.db"
+            path.write_bytes(damaged(data, random.Random(number)))
+            for arguments in commands(path, copy):
+                code, _, err = call(arguments)
+                if code == -1 or "Traceback" in err:
+                    complaints.append(f"store {number}: {' '.join(arguments)}: {err[-2000:]}")
+                elif code and arguments[0] != "store" and "store" not in err:
+                    complaints.append(f"store {number}: {' '.join(arguments)}: the error names no store: {err}")
+            recovered = contents(copy / "recovered.db") if (copy / "recovered.db").exists() else []
+            intact = [trials[trial] for trial, rows in rows_of(path).items() if rows == whole[trial]]
+            lost = [trial for trial in intact if trial not in recovered]
+            if lost:
+                complaints.append(f"store {number}: recover lost {len(lost)} of {len(intact)} intact trials")
+            if changed := [trial for trial in recovered if trial not in trials.values()]:
+                complaints.append(f"store {number}: recover changed {len(changed)} trials")
+            print(f"store {number}: {len(recovered)} of {len(trials)} trials recovered, {len(intact)} intact")
+    return complaints
+
+
+ROLES = ("command", "worker", "server", "rank", "sampler", "group")
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
+RUN = (
+    "run", "--models", "mlp", "--strategies", "dp,ddp", "--devices", "2", "--rounds", "40", "--budget", "600",
+    "--patience", "0",
+)  # fmt: skip
+STARTS_S, ENDS_S, LATE_S = 60.0, 30.0, 1.0
+"""Seconds to wait for a process to signal, for the end of a command, and within which a signal ends a command."""
+
+
+def role_of(process: psutil.Process, command: int) -> str:
+    """Return the part that a process plays in the run of the process `command`; empty if it plays none of `ROLES`."""
+    if process.pid == command:
+        return "command"
+    line = " ".join(process.cmdline())
+    if "samplers._process" in line:
+        return "sampler"
+    if "dpbench.measure.worker" not in line:
+        return ""
+    depth, parent = 0, process.parent()
+    while parent is not None and parent.pid != command:
+        depth, parent = depth + 1, parent.parent()
+    return ("server", "worker", "rank")[min(depth, 2)]
+
+
+def found(folder: Folder, command: int, role: str) -> psutil.Process | None:
+    """Return a process that plays a role; None if there is none at this moment."""
+    for process in folder.mark.alive():
+        with contextlib.suppress(psutil.Error):
+            if role_of(process, command) == role:
+                return process
+    return None
+
+
+def send(folder: Folder, command: int, role: str, number: signal.Signals) -> None:
+    """Send a signal to the process of `command` that plays a role, to the command, or to its group; continue a stop."""
+    target = found(folder, command, role) if role not in ("command", "group") else None
+    deliver = os.killpg if role == "group" else os.kill
+    with contextlib.suppress(ProcessLookupError):
+        deliver(target.pid if target else command, number)
+        if number is signal.SIGSTOP:
+            time.sleep(0.5)
+            deliver(target.pid if target else command, signal.SIGCONT)
+
+
+def late(process: subprocess.Popen[str], number: signal.Signals) -> Iterator[str]:
+    """Yield the complaints about the end of a command that has got a signal."""
+    sent_s = time.monotonic()
+    try:
+        process.wait(ENDS_S)
+    except subprocess.TimeoutExpired:
+        yield f"the command did not end within {ENDS_S:g} s"
+    if (late_s := time.monotonic() - sent_s) > LATE_S:
+        load = os.getloadavg()[0] / len(os.sched_getaffinity(0))
+        yield f"the command ended {late_s:.1f} s after the signal, at a load of {load:.1f} per core"
+    if process.returncode not in (-number, 128 + number):
+        yield f"the exit status is {process.returncode}, not {128 + number}"
+
+
+def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> list[str]:
+    """Start a command, send a signal to one of its processes after `after_s` seconds, and return the complaints."""
+    kept, complaints = folder.final(), []
+    process = folder.start(*RUN, "--store", folder.store.name)
+    time.sleep(after_s)
+    whole = role in ("command", "group")
+    poll(lambda: whole or process.poll() is not None or found(folder, process.pid, role), STARTS_S)
+    send(folder, process.pid, role, number)
+    if whole and number is not signal.SIGSTOP:
+        complaints += late(process, number)
+    else:  # the command goes on; it is ended after its next trials
+        poll(lambda: process.poll() is not None or len(folder.final()) > len(kept) + 1, ENDS_S)
+        if process.poll() in (0, 2) and "report: " in folder.err:  # all trials are done; killed ranks made failed ones
+            return left(folder, kept)
+        if process.poll() is not None:
+            complaints.append(f"the command ended with {process.returncode}: {folder.err[-500:]}")
+        process.send_signal(signal.SIGINT)
+        complaints += late(process, signal.SIGINT)
+    return complaints + left(folder, kept)
+
+
+def left(folder: Folder, kept: list[tuple[object, ...]]) -> list[str]:
+    """Return the complaints about processes, output, trials and files that a command that has ended left behind."""
+    complaints = []
+    if alive := folder.mark.settles(0):
+        complaints.append(f"these have outlived the command: {alive}")
+    if "Traceback" in folder.err:
+        complaints.append(f"a traceback: {folder.err[-1500:]}")
+    if folder.store.exists():
+        complaints += [f"the store is damaged: {fault}" for fault in recovery.check(folder.store)]
+        if folder.final()[: len(kept)] != kept:
+            complaints.append("trials that had ended are lost")
+    subprocess.run(
+        [sys.executable, "-c", "from dpbench.measure.scratch import sweep; sweep()"], env=folder.env, check=True
+    )
+    if litter := [*folder.temporary.iterdir()]:
+        complaints.append(f"these are left after the next start: {litter}")
+    return complaints
+
+
+def kill_commands(count: int, seed: int = 0) -> list[str]:
+    """Kill commands of one run `count` times at random moments, and return the complaints."""
+    complaints: list[str] = []
+    pairs = [(role, number) for role in ROLES for number in SIGNALS]
+    with tempfile.TemporaryDirectory() as name, working_folder(Path(name)) as started:
+        for number in range(seed, seed + count):
+            generator = random.Random(number)
+            role, sent = pairs[number % len(pairs)]
+            after_s = generator.uniform(0.3, 8.0)
+            new = kill(started, role, sent, after_s)
+            complaints += [f"kill {number} ({sent.name} to the {role} after {after_s:.2f} s): {one}" for one in new]
+            trials = len(started.final())
+            print(f"kill {number}: {sent.name} to the {role}; {trials} trials, {new or 'no complaint'}", flush=True)
+        killed = started.query("SELECT count(*) FROM trial WHERE status='killed'")
+        if killed and killed[0][0] > count:
+            complaints.append(f"{killed[0][0]} trials in flight were lost by {count} kills")
+    return complaints
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one part of the suite; return the exit status."""
+    part, count, seed = arguments[0], *map(int, [*arguments[1:], *(["20", "0"][len(arguments) - 1 :])])
+    os.environ["DPBENCH_PATIENCE"] = "0"
+    complaints = {"stores": damage_stores, "kills": kill_commands}[part](count, seed)
+    for one in complaints:
+        print(one)
+    print(f"{part}: {count} tried, {len(complaints)} complaints")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""Endings: how a failure is told: a message that cannot be shown, SIGKILL, changed threads, one line of a traceback."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpbench.cli.progress import brief
+from dpbench.hardware import processes
+from dpbench.measure import failures
+from dpbench.measure.cluster import Cluster
+from dpbench.measure.launch import Launch, loopback
+from dpbench.measure.worker import trial as worker
+from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records.trial import Failure
+from dpbench.strategies import load
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+class MuteRuntimeError(RuntimeError):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+@pytest.mark.parametrize("error", [Mute(), MuteRuntimeError(), ValueError("\ud800 surrogate")])
+def test_any_exception_becomes_a_record_that_can_be_sent(error: Exception) -> None:
+    error.add_note("in replica 1")
+    found = failures.of_rank(error, 1, 0.0)
+    assert found.reason.startswith(type(error).__name__)
+    assert "in replica 1" in found.reason
+    assert Failure.from_json(found.to_json().encode().decode()) == found
+
+
+# -- SIGKILL
+
+
+def kernel(root: Path, cgroup: str = "", **files: str) -> Path:
+    """Write the files of a kernel that counts kills for lack of memory."""
+    for name, text in {"proc/self/cgroup": cgroup, **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_kills_for_lack_of_memory_are_those_of_the_own_cgroup_or_else_of_the_system(tmp_path: Path) -> None:
+    assert processes.killed_for_memory(tmp_path) is None
+    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"proc/vmstat": "pgfault 9\noom_kill 3\n"})
+    assert processes.killed_for_memory(tmp_path) == 3
+    kernel(
+        tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 5"}
+    )
+    assert processes.killed_for_memory(tmp_path) == 5
+    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/b/c/memory.events": "oom 8\noom_kill 7\n"})
+    assert processes.killed_for_memory(tmp_path) == 7
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "cause"),
+    [
+        (3, 4, "because memory ran out; use a smaller batch"),
+        (3, 3, "another process sent the signal"),
+        (None, 3, "does not tell whether memory ran out"),
+        (3, None, "does not tell whether memory ran out"),
+    ],
+)  # fmt: skip
+def test_sigkill_is_blamed_on_memory_only_when_the_kernel_says_so(monkeypatch, before, now, cause) -> None:
+    monkeypatch.setattr(processes, "killed_for_memory", lambda: now)
+    assert cause in failures.of_end(-signal.SIGKILL, 0, 1.0, before).reason
+    assert processes.advice(-signal.SIGSEGV, before) == ""
+    assert processes.advice(0, before) == ""
+
+
+# -- threads
+
+
+def test_a_model_that_changes_the_number_of_threads_is_noticed() -> None:
+    strategy, threads = load("dp"), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        worker.check_threads(strategy)
+        torch.set_num_threads(3)
+        with pytest.raises(RuntimeError, match=r"number of torch's threads from 1 to 3.*remove torch.set_num_threads"):
+            worker.check_threads(strategy)
+    finally:
+        torch.set_num_threads(threads)
+
+
+NET = """
+import torch
+from types import SimpleNamespace
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        torch.set_num_threads(3)
+        return super().forward(x)
+
+net = SimpleNamespace(build=lambda size: Net(4, 2), batch=lambda n, seed, size: (torch.ones(n, 4), torch.ones(n, 2)),
+                      loss=torch.nn.functional.mse_loss)
+"""
+
+
+def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path) -> None:
+    path, threads = tmp_path / "greedy.py", torch.get_num_threads()
+    path.write_text(NET)
+    try:
+        found = worker.run(Case(model=f"{path}:net", strategy="single", batch_size=4), Effort(max_steps=2), tmp_path)
+    finally:
+        torch.set_num_threads(threads)
+    assert found.status is Status.FAILED
+    assert "number of torch's threads from 1 to 3" in found.reason
+
+
+# -- progress
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "line"),
+    [
+        (Status.FAILED, "ValueError: Caught ValueError in replica 0\nTraceback:\n  a\nValueError: no [m.py:3]\n",
+         "ValueError: no [m.py:3]"),
+        (Status.TIMEOUT, "the limit of 5 s was exceeded:\nstack\nstack", "the limit of 5 s was exceeded:"),
+        (Status.SKIPPED, "needs a GPU", "needs a GPU"),
+        (Status.FAILED, "", ""),
+    ],
+)  # fmt: skip
+def test_progress_shows_the_error_and_not_the_head_of_its_traceback(status: Status, reason: str, line: str) -> None:
+    assert brief(Trial(case=Case(model="mlp", strategy="dp", batch_size=8), status=status, reason=reason)) == line
+
+
+# -- several machines
+
+
+def test_a_run_over_several_machines_says_what_it_opens() -> None:
+    first = Launch(rank=0, size=2, node=0, host="a", leader="a", id="1", by="torchrun")
+    said = Cluster(first, loopback()).opened
+    assert said.startswith(f"rank 0 listens at 127.0.0.1 (interface {loopback()}) for the agents")
+    assert "authenticated but not encrypted" in said
