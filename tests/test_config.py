@@ -137,9 +137,15 @@ def test_help_shows_the_defaults_and_the_file(dpbench, tmp_path):
     assert "[default: 5]" in out, "click shows the value where it shows a default"
 
 
-@pytest.mark.parametrize("name", sorted(cli.commands))
-def test_the_help_of_a_command_has_its_exit_codes(dpbench, name):
-    out = dpbench(name, "--help")[1]
+def leaves(group):
+    """Yield the words of each command that is not a group."""
+    for name, command in sorted(group.commands.items()):
+        yield from ([name, *more] for more in leaves(command)) if hasattr(command, "commands") else [[name]]
+
+
+@pytest.mark.parametrize("words", [*leaves(cli)], ids=" ".join)
+def test_the_help_of_a_command_has_its_exit_codes(dpbench, words):
+    out = dpbench(*words, "--help")[1]
     codes = re.findall(r"^  (\d+) +\S", out[out.index("Exit codes:") :], re.M)
     assert {"0", "2", "64"} <= {*codes}
     assert codes == sorted(codes, key=int)

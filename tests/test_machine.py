@@ -63,12 +63,35 @@ def test_names_stand_for_several_nodes() -> None:
         ({"gpu": {"name": "any", "count": 2, "tflops": 3}}, r"\[gpu\].*unknown key 'tflops'; known: .*flop_per_s"),
         ({"gpu": {"name": "any"}}, r"\[gpu\].*count"),
         ({"gpu": {"name": "any", "count": 3}}, r"no link leads to gpu2"),
-        ({"gpu": {"name": "any", "count": 0}}, r"0 GPUs per node on 1 nodes; both numbers must be at least 1"),
-        ({"peer_access": "false"}, r"Expected `bool`, got `str`.*peer_access"),
+        ({"gpu": {"name": "any", "count": 0}}, r"\[gpu\].*Expected `int` >= 1.*`count` is 0"),
+        ({"peer_access": "false"}, r"Expected `bool`, got `str`.*`peer_access` is 'false'"),
         ({"nodes": "two"}, r"Expected `int`, got `str`.*nodes"),
         ({"gpu": {"name": "any", "count": 2, "memory_bytes": "24GB"}}, r"\[gpu\].*Expected `float`, got `str`"),
         ({"link": [{"between": ["gpu0-1"], "kind": "pcie", "bytes_per_s": 1}]}, r"length 2"),
-        ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie", "bytes_per_s": 0}]}, r"must be above 0"),
+        (
+            {"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie", "bytes_per_s": 0}]},
+            r"Expected `float` > 0.*`bytes_per_s` is 0",
+        ),
+        ({"nodes": 0}, r"Expected `int` >= 1.*`nodes` is 0"),
+        ({"gpu": {"name": "any", "count": 10**9}}, r"Expected `int` <= 256.*`count` is 1000000000"),
+        (
+            {"gpu": {"name": "any", "count": 2, "flop_per_s": {"fp32": float("inf")}}},
+            r"Expected `float` <=.*`flop_per_s`",
+        ),
+        (
+            {"gpu": {"name": "any", "count": 2, "memory_bytes": float("nan")}},
+            r"Expected `float` >= 0.*`memory_bytes` is nan",
+        ),
+        ({"host": {"factor": 0}}, r"\[host\].*Expected `float` > 0.*`factor` is 0"),
+        (
+            {"link": [{"between": ["gpu0-99999999999", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]},
+            r"'gpu0-99999999999'; a range such as gpu0-3 goes up, and ends below 256",
+        ),
+        ({"link": [{"between": ["gpu1-0", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]}, r"the range 'gpu1-0'"),
+        (
+            {"link": [{"between": ["gpu0-2", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]},
+            r"leads to gpu2, but .*`count` 2",
+        ),
         ({"nodes": 2}, r"2 nodes and no link of kind 'network'"),
         ({"host": {"speed": 2}}, r"\[host\].*unknown key 'speed'"),
         ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pci", "bytes_per_s": 1}]}, r"kind of link 'pci'.*pcie"),
@@ -92,6 +115,13 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert machine.load(str(path)).name == "mine"
     path.write_text("peer_access = ")
     with pytest.raises(UnknownMachine, match=r"mine\.toml is not valid TOML"):
+        machine.load(str(path))
+    for content in (b"\xff", b"a = " + b"[" * 5000, b"nodes = " + b"9" * 5000):
+        path.write_bytes(content)
+        with pytest.raises(UnknownMachine, match=r"mine\.toml is not valid TOML"):
+            machine.load(str(path))
+    path.write_text('peer_access = "false"\n[gpu]\nname = "x"\ncount = 1\n[[link]]\n')
+    with pytest.raises(UnknownMachine, match=r"mine\.toml: machine mine: .*`peer_access` is 'false'"):
         machine.load(str(path))
 
 

@@ -26,9 +26,10 @@ from dpbench.records import (
     Trial,
     Verified,
     no_mark,
+    visible,
 )
 
-names = st.text(min_size=1, max_size=8)
+names = st.text(min_size=1, max_size=8).map(visible.visible)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 small = st.integers(-1, 9)
 
@@ -42,7 +43,7 @@ cases = st.builds(
 )  # fmt: skip
 trials = st.builds(
     Trial,
-    case=cases, source=st.sampled_from(Source), status=st.sampled_from(Status), reason=st.text(max_size=20),
+    case=cases, source=st.sampled_from(Source), status=st.sampled_from(Status), reason=names,
     verified=st.sampled_from(Verified),
     steps=st.lists(st.builds(Step, numbers, st.booleans(), numbers), max_size=4).map(tuple),
     spans=st.lists(

@@ -112,7 +112,7 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
     Raises StoreError if the file is not a results file, and ValueError if it has no such run.
     """
     path = Path(store)
-    with Store.read(path) as opened:
+    with Store.read(path, showing.list_unreadable) as opened:
         try:
             chosen = showing.choose(opened.runs(), run)
         except click.UsageError as error:

@@ -65,7 +65,7 @@ class Run:
         """Return the trials of the run, with the spans of all steps unless they were exported."""
         if self._store is None:
             return self._trials
-        with Store.read(self._store) as opened:
+        with Store.read(self._store, showing.list_unreadable) as opened:
             return opened.trials(self.id)
 
     @cached_property
@@ -172,7 +172,7 @@ class Compared:
         from dpbench.report import comparing as drawing
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(drawing.page(self._before, self._after, self._found))
+        Path(path).write_text(drawing.page(self._before, self._after, self._found), encoding="utf-8")
         return Path(path)
 
     def __repr__(self) -> str:

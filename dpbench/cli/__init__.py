@@ -6,7 +6,7 @@ Commands compute nothing themselves. Each command imports the modules that it ne
 
 from __future__ import annotations
 
-import signal
+import io
 import sys
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from dpbench.cli import (
     predicting,
     reading,
     running,
+    storing,
     watching,
 )
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
+from dpbench.records.visible import visible
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -48,6 +50,7 @@ def cli(context: click.Context, no_config: bool) -> None:
 for command in (
     running.run, watching.watch, importing.import_, checking.check, checking.init, loading.loaders, reading.report,
     reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
+    storing.store_,
     predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)
@@ -58,16 +61,20 @@ def main(arguments: list[str] | None = None) -> None:
 
     The exit code of the process states the kind of an error.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # SystemExit runs the cleanup of all contexts
+    open_streams()
     try:
         cli.main(arguments, prog_name="dpbench", standalone_mode=False)
     except click.exceptions.Abort:
+        click.echo("interrupted", err=True)
         sys.exit(130)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(visible(shown.getvalue(), lines=True), err=True, nl=False)
         sys.exit(EXIT_USAGE)
     except (ValueError, LookupError) as error:
-        click.echo(f"error: {error.args[0] if error.args else error}", err=True)
+        said = error.args[0] if isinstance(error, KeyError) and error.args else error
+        click.echo(f"error: {visible(str(said), lines=True)}", err=True)
         sys.exit(EXIT_USAGE)
     except RuntimeError as error:
         from dpbench.store import StoreError

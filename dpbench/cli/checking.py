@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
 
     A fault names the function of the model's file to change. `dpbench run` does the same check on one device first.
     """
-    from dpbench.measure import checks
+    from dpbench.measure import checks, scratch
     from dpbench.measure.server import Server
     from dpbench.records import Case, Status, plan, registry
     from dpbench.records.options import check_model
@@ -40,10 +39,7 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
     else:
         check_model(model)
     case = plan.model_check(Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer))
-    with (
-        tempfile.TemporaryDirectory(prefix="dpbench-", ignore_cleanup_errors=True) as name,
-        Server(Path(name)) as server,
-    ):
+    with scratch.folder() as folder, Server(folder) as server:
         found = server.check(replace(case, batch_size=batch_size, devices=2), limit)
     if as_json:
         click.echo(dumps({"model": model, "status": found.status.value, "reason": found.reason,
@@ -66,5 +62,5 @@ def init(file: Path) -> None:
     if file.exists():
         raise click.UsageError(f"{file} exists already: give another name")
     template = registry.folder_of("models") / "_template.py"
-    file.write_text(template.read_text().replace("{file}", str(file)))
+    file.write_text(template.read_text(encoding="utf-8").replace("{file}", str(file)), encoding="utf-8")
     click.echo(f"wrote {file}; next: dpbench check --model {file}:model")

@@ -121,10 +121,6 @@ def compare(
     sides = [(run, showing.report_of(run, trials)) for run, trials in (side(store, one) for one in (before, after))]
     first, second = (report for _, report in sides)
     found = comparison.between(first, second, margin=margin, unlike=unlike)
-    if page:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(comparing.page(first, second, found))
-        click.echo(f"page: {page}", err=True)
     if as_json:
         both = [ComparedRun.of(*one) for one in sides]
         lost = {case.label: reason for case, reason in found.lost.items()}
@@ -136,6 +132,10 @@ def compare(
         )  # fmt: skip
     else:
         click.echo((comparing.as_markdown if md else comparing.text)(first, second, found))
+    if page:  # a page that cannot be written must not hide the result
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(comparing.page(first, second, found), encoding="utf-8")
+        click.echo(f"page: {page}", err=True)
     verdicts = found.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)
 
@@ -151,7 +151,7 @@ def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
         return _in_file(Path(asked if whole else path), "" if whole else run)
     from dpbench.store import Store
 
-    with Store.read(store) as opened:
+    with Store.read(store, showing.list_unreadable) as opened:
         runs = opened.runs()
         chosen = _of_commit(runs, asked) or showing.choose(runs, asked)
         return chosen, opened.summaries(chosen.id)

@@ -12,11 +12,14 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as abridged
 from typing import Any
 
 import click
 import msgspec
 from click.core import ParameterSource
+
+from dpbench.records.visible import everywhere
 
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")
@@ -114,10 +117,12 @@ def _table(path: Path, where: str) -> Mapping[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        table: Any = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        table: Any = everywhere(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of too many digits
         raise click.UsageError(f"{path.name} is not valid TOML: {error}") from None
     for key in where.split(".") if where else ():
+        if not isinstance(table, dict):
+            raise click.UsageError(f"{path.name}: `tool` is {abridged(table)}; it must be a table")
         table = table.get(key)
         if table is None:
             return None

@@ -31,7 +31,6 @@ MOST_WORKERS = 1024
 )
 @click.option(
     "--dataset",
-    default="",
     help="Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable without arguments that "
     "returns one.  [default: a synthetic dataset]",
 )
@@ -80,13 +79,16 @@ def _loaders_plan(options: dict[str, Any]) -> Plan:
     from dpbench.hardware.provenance import usable_cores
     from dpbench.measure import loaders as measuring
     from dpbench.measure.request import Synthetic
+    from dpbench.records import registry
 
     if options["model"] and options["step_ms"]:
         raise click.UsageError("--model and --step-ms both give the step: leave out one of them")
     costs = ("cpu_ms", "wait_ms", "example_bytes", "examples_per_s")
     given = [f"--{name.replace('_', '-')}" for name in costs if options[name] is not None]
-    if options["dataset"] and given:
-        raise click.UsageError(f"{', '.join(given)}: for the synthetic dataset only; leave out --dataset, or these")
+    if options["dataset"] is not None:
+        if given:
+            raise click.UsageError(f"{', '.join(given)}: for the synthetic dataset only; leave out --dataset, or these")
+        registry.check_module(options["dataset"], "--dataset")
     cpu_ms, wait_ms, example_bytes, rate = (options[name] for name in costs)
     synthetic = Synthetic(
         cpu_s=(1.0 if cpu_ms is None else cpu_ms) / 1e3, wait_s=(4.0 if wait_ms is None else wait_ms) / 1e3,
@@ -126,17 +128,14 @@ def _step_of(options: dict[str, Any]) -> Case | float | None:
 
 
 def _show_loaders(sweep: Sweep, report: Path, as_json: bool) -> None:
-    """Write the page and the JSON file of a sweep, and print the table and the verdict."""
+    """Print the table and the verdict of a sweep, and write its page and its JSON file."""
     from dpbench.analysis import loaders as analysis
     from dpbench.records.words import aligned
     from dpbench.report import loaders as page
 
     found, step = analysis.curves(sweep.readings, sweep.step), analysis.step_time(sweep.step)
     verdict = analysis.said(found, step)
-    report.parent.mkdir(parents=True, exist_ok=True)
     measurements, plain = report.with_suffix(".json"), sweep.to_json()
-    measurements.write_text(plain)
-    report.write_text(page.render(found, step, [*verdict, *sweep.warnings], sweep.facts))
     for warning in sweep.warnings:
         click.echo(f"warning: {warning}", err=True)
     if as_json:
@@ -144,4 +143,8 @@ def _show_loaders(sweep: Sweep, report: Path, as_json: bool) -> None:
     else:
         click.echo("\n".join(aligned([page.COLUMNS, *page.lines(found)], left=(0, 7, 8))))
         click.echo("\n" + "\n".join(verdict))
+    # files that cannot be written must not hide the results
+    report.parent.mkdir(parents=True, exist_ok=True)
+    measurements.write_text(plain, encoding="utf-8")
+    report.write_text(page.render(found, step, [*verdict, *sweep.warnings], sweep.facts), encoding="utf-8")
     click.echo(f"report: {report}   measurements: {measurements}", err=True)

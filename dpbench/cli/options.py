@@ -28,6 +28,20 @@ def last_words(text: str) -> NoReturn:
     sys.exit(EXIT_CLOSED)
 
 
+def open_streams() -> None:
+    """Open the null device for each standard stream that is closed, so that no other file gets its descriptor."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115  # for good
+
+
 REPORTS = Path("reports")
 LATEST = REPORTS / "latest" / "index.html"
 PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"

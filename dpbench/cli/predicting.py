@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from dpbench.cli import shapes
 from dpbench.cli.config import EXITS, Documented
@@ -22,7 +23,7 @@ from dpbench.cli.predicted import (
     scores_table,
     what_ifs_table,
 )
-from dpbench.cli.showing import choose, print_answers
+from dpbench.cli.showing import choose, list_unreadable, print_answers
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dpbench.predict.stored import Stored
     from dpbench.predict.watched import Loop
     from dpbench.predict.what_if import WhatIf
+    from dpbench.records import Case
     from dpbench.records.machine import Machine
 
 DEVICES = (1, 2, 4, 8)
@@ -113,7 +115,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if not any(batches.values()):
         batches |= {"batch_sizes": (loop.case.batch_size,)} if loop else {"batch_per_device": (32,)}
     precision = loop.case.precision if loop else options["precision"]
-    one = loop.on(described) if loop else None  # refuses a loop without the facts that are needed
+    profile = loop.on(described) if loop else None  # refuses a loop without the facts that are needed
     asked = cases.sweep(
         models, "cpu" if described.logical else "cuda",
         strategies=options["strategies"] or cases.strategies(described),
@@ -123,12 +125,12 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     )  # fmt: skip
     # only ddp runs on more than one node; if no case is left, keep all, because the predictor gives the reason
     asked = [case for case in asked if case.traits.ranks or case.devices <= described.gpu.count] or asked
-    _check(described, options)
+    _check(described, asked, loop, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None
-    steps = stored.read(path, asked, described) if path and not one else {}
-    if one:
-        steps = {counts.key(case): one for case in asked}
+    steps = stored.read(path, asked, described) if path and not profile else {}
+    if profile:
+        steps = {counts.key(case): profile for case in asked}
     predictor = cases.Predictor(
         described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
     )
@@ -191,7 +193,7 @@ def _loop(path: Path, run: str | None) -> Loop:
     from dpbench.predict import watched
     from dpbench.store import Store
 
-    with Store.read(path) as opened:
+    with Store.read(path, list_unreadable) as opened:
         for one in [choose(opened.runs(), run)] if run else opened.runs():
             if found := watched.of_run(opened.trials(one.id), one.provenance):
                 return found
@@ -218,8 +220,21 @@ def _print(
         click.echo(f"\n{what_ifs_table(changes)}")
 
 
-def _check(machine: Machine, options: Mapping[str, Any]) -> None:
-    """Raise UsageError if options contradict each other or cannot be used for the machine."""
+def _check(machine: Machine, asked: Sequence[Case], loop: Loop | None, options: Mapping[str, Any]) -> None:
+    """Raise UsageError if options contradict each other, or cannot be used for the machine, the cases or the loop."""
+    nodes = [case for case in asked if case.devices > machine.gpu.count]
+    if options["bus"] and nodes:
+        raise click.UsageError(
+            f"--bus is the bandwidth between the {machine.gpu.count} GPUs of one node, and {nodes[0].label} runs on "
+            f"{-(-nodes[0].devices // machine.gpu.count)} nodes: give fewer --devices, or a machine file with the "
+            "table [collective], which holds for all nodes"
+        )
+    source = click.get_current_context().get_parameter_source
+    given = [f"--{name}" for name in ("precision", "size") if source(name) is ParameterSource.COMMANDLINE]
+    if loop and given:
+        raise click.UsageError(
+            f"{' and '.join(given)} cannot change a step that was watched or imported: leave out {' and '.join(given)}"
+        )
     if options["step_s"] and options["measured"]:
         raise click.UsageError("--step-s and --from both give the step time on one device: leave out one of them")
     given = [flag for flag in ("step_s", "quick", "memory", "max_batch") if options[flag]]
@@ -272,7 +287,7 @@ def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bo
         click.echo(f"error: {busy}", err=True)
         sys.exit(EXIT_FAILED)
     if output is not None:
-        output.write_text(text)
+        output.write_text(text, encoding="utf-8")
     if as_json:
         name = output.stem if output else platform.node()
         shapes.show(shapes.ProbedMachine(machine=machine.read(tomllib.loads(text), name)))

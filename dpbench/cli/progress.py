@@ -151,7 +151,7 @@ class Progress:
         if trial.status is Status.OK:
             result = f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
         else:
-            result = f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
+            result = f"{trial.status}: {brief(trial)}"
         said = f"[{event.done}/{event.total}] {ladder.label(trial.case)} round {trial.round + 1}: {result}"
         self._console.print(escape(f"{said}; {left}" if left else said))
         if self._detail is Detail.VERBOSE:
@@ -160,6 +160,15 @@ class Progress:
             self._bar.speedups.add(trial)
             self._bar.devices = device_bars(trial) or self._bar.devices
         self._bar.update(self._task, completed=event.done, total=event.total, left=left)
+
+
+def brief(trial: Trial) -> str:
+    """Return one line of a trial's reason: the last, with the error of a traceback; of a timeout the first.
+
+    The reason of a timeout ends with the stacks of the processes.
+    """
+    lines = [line for line in trial.reason.splitlines() if line.strip()] or [""]
+    return lines[0 if trial.status is Status.TIMEOUT else -1].strip()
 
 
 def left_text(seconds: Sequence[float], trials: int) -> str:

@@ -22,7 +22,7 @@ from dpbench.cli.options import (
     run_option,
     store_option,
 )
-from dpbench.cli.showing import choose, read, report_of, write_report
+from dpbench.cli.showing import choose, list_unreadable, read, report_of, write_report
 from dpbench.records import machine, registry, words
 from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
@@ -103,7 +103,7 @@ def _summary(strategy: object) -> str:
 
 def _first_line(path: Path) -> str:
     """Return the first line of a file's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 @click.command(cls=Documented, short_help="Write the report of a run as a page, Markdown or JSON.")
@@ -210,7 +210,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     from dpbench.store import Store, export
 
     export.check(format, every=every, output=output, **only)
-    with Store.read(store) as opened:
+    with Store.read(store, list_unreadable) as opened:
         several = every and format != "trace"
         chosen = opened.runs()[::-1] if several else [choose(opened.runs(), run_id)]
         runs = [(run, opened.trials(run.id)) for run in chosen]
@@ -220,7 +220,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         beside = imbalance.columns(
             [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
         )
-        pieces = iter([frames.frame([row for _, row in tables], ids, beside).to_csv(index=False)])
+        pieces = iter([frames.csv(frames.frame([row for _, row in tables], ids, beside))])
     else:
         pieces = export.pieces(format, runs, summary.labels, every=every, output=output, **only)
     try:

@@ -42,7 +42,7 @@ from dpbench.cli.showing import (
     print_table,
     print_warnings,
     report_of,
-    write_report,
+    try_report,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Output:
     short_help="Measure cases, and print an answer and a table.",
     exits={
         0: "every case was measured, or skipped with a reason",
-        EXIT_FAILED: "a trial failed, nothing was measured, or the store cannot be used",
+        EXIT_FAILED: "a trial failed, nothing was measured, or the store or the page cannot be used",
         EXIT_USAGE: "wrong usage",
         130: "interrupted; the same command resumes the run",
         EXIT_CLOSED: "the reader of the output closed it",
@@ -289,6 +289,8 @@ def run(
         from dpbench.measure.cluster import Cluster
 
         with Cluster(placed, chosen) as cluster:
+            if interface:
+                click.echo(cluster.opened, err=True)
             _measure(output, cluster, asked)
     except launch.LaunchError as error:
         click.echo(f"error: {error}", err=True)
@@ -342,8 +344,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             raise click.UsageError(str(error)) from None
         chosen = choose(opened.runs(), outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
-    # write the page first: printing fails if the reader has closed the output
-    written = write_report(output.report, shown)
+    closed = False
     try:
         print_warnings(shown)
         if output.as_json:
@@ -353,11 +354,14 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
             print_table(shown)
             print_notes(shown)
-        click.echo(f"report: {written}   store: {output.store}   run: {outcome.run_id[:8]}", err=True)
+        sys.stdout.flush()
     except BrokenPipeError:
+        closed = True
+    written = try_report(output.report, shown, output.store)
+    if closed:
         last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
     lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) or chosen.status != FINISHED
-    sys.exit(EXIT_FAILED if lost or not any(row.step for row in shown.rows) else 0)
+    sys.exit(EXIT_FAILED if lost or not written or not any(row.step for row in shown.rows) else 0)
 
 
 def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, output: _Output) -> int:
@@ -365,6 +369,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
 
     Each attempt is printed to stderr, and the results are printed to stdout.
     """
+    from dpbench.cli.progress import brief
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store
@@ -375,7 +380,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
         )
 
     def listen(trial: Trial) -> None:
-        words = "fits" if trial.status is Status.OK else f"{trial.status}: {trial.reason.partition(chr(10))[0]}"
+        words = "fits" if trial.status is Status.OK else f"{trial.status}: {brief(trial)}"
         click.echo(f"{trial.case.label}: {words}", err=True)
 
     with Store.create(output.store, naming) as opened:

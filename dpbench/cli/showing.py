@@ -19,16 +19,21 @@ if TYPE_CHECKING:
     from dpbench.measure.forecast import Forecast
     from dpbench.records import Trial
     from dpbench.records.observed import Alternatives
-    from dpbench.store import StoredRun
+    from dpbench.store import StoredRun, UnreadableRow
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
     """Return a run in a store file, and the run's trials without their spans; `choose` explains `run_id`."""
     from dpbench.store import Store
 
-    with Store.read(store) as opened:
+    with Store.read(store, list_unreadable) as opened:
         chosen = choose(opened.runs(), run_id)
         return chosen, opened.summaries(chosen.id)
+
+
+def list_unreadable(row: UnreadableRow) -> None:
+    """Print to stderr that a row of a store cannot be read and is left out."""
+    click.echo(f"unreadable: {row}", err=True)
 
 
 def choose(runs: Sequence[StoredRun], asked: str | None) -> StoredRun:
@@ -77,7 +82,7 @@ def report_of(chosen: StoredRun, trials: Sequence[Trial], store: Path | None = N
 
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=checks.words(chosen.provenance), past=past(store, chosen.id) if store else (),
+        self_check=checks.words(chosen.provenance), past=past(store, chosen.id, list_unreadable) if store else (),
         alternatives=_alternatives(chosen, trials),
     )  # fmt: skip
 
@@ -109,6 +114,22 @@ def write_report(path: Path | None, report: Report) -> Path:
     if not any(row.step for row in report.rows):
         click.echo(f"no case has a result, so {LATEST} stays {_owner(kept.latest_run)}", err=True)
     return kept.page
+
+
+def try_report(path: Path | None, report: Report, store: Path) -> bool:
+    """Write the page of a run, print where page and store are, and return whether the page was written.
+
+    Call it after the results are printed: a page that cannot be written must not hide them.
+    """
+    written, fault = None, ""
+    try:
+        written = write_report(path, report)
+    except OSError as error:
+        fault = f"error: cannot write the page: {error}; `dpbench report --html FILE` writes it elsewhere"
+    click.echo(f"report: {written or 'not written'}   store: {store}   run: {report.run_id[:8]}", err=True)
+    if fault:
+        click.echo(fault, err=True)
+    return not fault
 
 
 def _owner(run_id: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
 
-from dpbench.records import registry
+from dpbench.records import registry, visible
 from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
@@ -145,14 +145,14 @@ class Case:
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """Return the case with the fields that `to_dict` returned, also after a conversion to JSON and back.
 
-        Raises ValueError for an unknown field.
+        All texts are made visible. Raises ValueError for an unknown field.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
             expected = ", ".join(sorted(known))
             raise ValueError(f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}")
-        values = dict(data)
+        values = visible.everywhere(data)
         values["device_ids"] = tuple(values.get("device_ids", ()))
         values["options"] = tuple((str(k), str(v)) for k, v in values.get("options", ()))
         if values.get("declared"):

@@ -14,9 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from reprlib import repr as abridged
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
+
+from dpbench.records.visible import everywhere
 
 FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network", "memory")
@@ -25,6 +28,14 @@ HOST_NODE = "cpu"
 """The prefix of the processors' names, such as cpu0; as the end of a link, a processor stands for its host memory."""
 
 Record = TypeVar("Record")
+MOST_GPUS = 256
+"""The largest number of GPUs of one node that a description may have."""
+Number = Annotated[float, msgspec.Meta(ge=-1e24, le=1e24)]
+"""A finite number of a description."""
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e24)]
+"""A number from 0."""
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
+"""A number above 0."""
 
 
 class UnknownMachine(ValueError):
@@ -36,10 +47,10 @@ class Gpu:
     """The GPUs of one node: their number, and for each GPU the memory and the peak FLOP per second by dtype."""
 
     name: str
-    count: int
-    memory_bytes: float = 0.0
-    memory_bytes_per_s: float = 0.0
-    flop_per_s: Mapping[str, float] = field(default_factory=dict)
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_GPUS)]
+    memory_bytes: Amount = 0.0
+    memory_bytes_per_s: Amount = 0.0
+    flop_per_s: Mapping[str, Positive] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,16 +73,16 @@ class Host:
     additional thread slows down the interpreter. None, and 0 for a rate, mean that a value is unknown.
     """
 
-    factor: float = 1.0
-    cores: int = 0
-    pageable_bytes_per_s: float = 0.0
-    staged_bytes_per_s: float = 0.0
+    factor: Positive = 1.0
+    cores: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
+    pageable_bytes_per_s: Amount = 0.0
+    staged_bytes_per_s: Amount = 0.0
     """The total bytes per second of all GPUs' transfers through host memory; 0 if unknown."""
-    launch_s: float | None = None
-    module_s: float | None = None
-    tensor_s: float | None = None
-    thread_s: float | None = None
-    hand_off: float | None = None
+    launch_s: Amount | None = None
+    module_s: Amount | None = None
+    tensor_s: Amount | None = None
+    thread_s: Amount | None = None
+    hand_off: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +92,9 @@ class Collective:
     w is the number of bytes that each device sends, divided by `bytes_per_s`.
     """
 
-    bytes_per_s: float
-    start_s: float
-    root_s: float = 0.0
+    bytes_per_s: Positive
+    start_s: Number
+    root_s: Number = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,10 +156,13 @@ def load(name: str) -> Machine:
     else:
         path = FOLDER / f"{name}.toml"
     try:
-        data = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of too many digits
         raise UnknownMachine(f"{path} is not valid TOML: {error}") from None
-    return read(data, path.stem)
+    try:
+        return read(data, path.stem)
+    except UnknownMachine as error:
+        raise UnknownMachine(f"{path}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +174,7 @@ class _File:
     link: list[dict[str, Any]]
     description: str = ""
     source: str = ""
-    nodes: int = 1
+    nodes: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
     host: dict[str, Any] = field(default_factory=dict)
     collective: dict[str, Any] | None = None
     probe: dict[str, Any] = field(default_factory=dict)
@@ -170,19 +184,20 @@ class _File:
 class _LinkRow:
     between: tuple[str, str]
     kind: str
-    bytes_per_s: float
+    bytes_per_s: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Figure:
-    value: float
+    value: Number
 
 
 def read(data: Mapping[str, Any], name: str) -> Machine:
     """Return the machine that `data`, the content of a TOML file, describes; `name` becomes the machine's name.
 
-    Raises UnknownMachine for keys that are missing or unknown, and for values of a wrong type.
+    Raises UnknownMachine for keys that are missing or unknown, and for values of a wrong type or out of their range.
     """
+    data = everywhere(data)
     for key, why in (
         ("peer_access", "true if GPUs can access each other's memory, else false; see `nvidia-smi topo -p2p r`"),
         ("gpu", "the table [gpu] with the keys `name` and `count`"),
@@ -215,20 +230,27 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
     row = _record(_LinkRow, table, where)
     if row.kind not in KINDS:
         raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row.kind, list(KINDS))}")
-    if not row.bytes_per_s > 0:
-        raise UnknownMachine(f"machine {where}: bytes_per_s is {row.bytes_per_s}; it must be above 0")
-    first, second = row.between
-    for a in _each(first):
-        for b in _each(second):
+    first, second = (_each(end, where) for end in row.between)
+    for a in first:
+        for b in second:
             yield Link(a, b, row.kind, row.bytes_per_s)
 
 
-def _each(text: str) -> list[str]:
-    """Return the names for which the end of a link stands: `gpu0-3` stands for gpu0, gpu1, gpu2 and gpu3."""
+def _each(text: str, where: str) -> list[str]:
+    """Return the names for which the end of a link stands: `gpu0-3` stands for gpu0, gpu1, gpu2 and gpu3.
+
+    Raises UnknownMachine for a range that is empty or reaches beyond `MOST_GPUS` names.
+    """
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
         return [text]
-    return [f"{match[1]}{i}" for i in range(int(match[2]), int(match[3]) + 1)]
+    first, last = (int(digits) if len(digits) < 9 else MOST_GPUS for digits in match.groups()[1:])
+    if not first <= last < MOST_GPUS:
+        raise UnknownMachine(
+            f"machine {where}: `between` has the range {abridged(text)}; a range such as gpu0-3 goes up, and "
+            f"ends below {MOST_GPUS}"
+        )
+    return [f"{match[1]}{i}" for i in range(first, last + 1)]
 
 
 def _figure(row: Any, where: str) -> float:
@@ -259,7 +281,17 @@ def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Recor
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
-        raise UnknownMachine(f"machine {where}: {error}") from None
+        raise UnknownMachine(f"machine {where}: {error}{_found(kind, data)}") from None
+
+
+def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
+    """Return a clause with the first key whose value is not valid, and the value; empty if a key is missing."""
+    for key, hint in get_type_hints(kind, include_extras=True).items():
+        try:
+            msgspec.convert(data.get(key), hint | None)
+        except msgspec.ValidationError:
+            return f"; `{key}` is {abridged(data[key])}"
+    return ""
 
 
 def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
@@ -287,18 +319,19 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(machine: Machine) -> None:
-    """Raise UnknownMachine for a count below one, a GPU without a link, and several nodes without a network."""
-    if machine.gpu.count < 1 or machine.nodes < 1:
-        raise UnknownMachine(
-            f"machine {machine.name}: {machine.gpu.count} GPUs per node on {machine.nodes} nodes; both numbers must be "
-            "at least 1"
-        )
+    """Raise UnknownMachine for a GPU without a link, a link without a GPU, and several nodes without a network."""
     ends = {end for link in machine.links for end in (link.a, link.b)}
     lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
     if lost:
         raise UnknownMachine(
             f"machine {machine.name}: no link leads to {', '.join(lost)}; add a table [[link]] with between = "
             f"['{lost[0]}', ...]"
+        )
+    gpus = {f"gpu{i}" for i in range(machine.gpu.count)}
+    if extra := sorted(end for end in ends - gpus if re.fullmatch(r"gpu\d+", end)):
+        raise UnknownMachine(
+            f"machine {machine.name}: a [[link]] leads to {extra[0]}, but [gpu] has `count` {machine.gpu.count}, so "
+            f"the GPUs are gpu0 to gpu{machine.gpu.count - 1}; correct `between` or `count`"
         )
     if machine.nodes > 1 and not any(link.kind == "network" for link in machine.links):
         raise UnknownMachine(

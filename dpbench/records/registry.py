@@ -23,6 +23,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
+from dpbench.records.visible import visible
+
 
 class Role(StrEnum):
     """The role of a strategy in comparisons, in the order in which reports show the strategies.
@@ -231,6 +233,7 @@ def outside(kind: str, name: str) -> Any:
     Modules are also searched for in the current folder. Raises LookupError, which names the `kind` of object, if the
     file or module cannot be imported, or has no such object.
     """
+    _check_visible(kind, name)
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
     try:
@@ -290,27 +293,36 @@ def of_role(role: Role) -> str:
     return next(name for name in own("strategies") if traits(name).role is role)
 
 
-def check_module(name: str) -> None:
-    """Raise LookupError if the file or the top-level module of the user's model `name` cannot be found.
+def check_module(name: str, option: str = "--model") -> None:
+    """Raise LookupError if the file or the top-level module of the user's object `name` cannot be found.
 
-    `name` is `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`. Nothing is
-    imported.
+    `name` is `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`. `option` is
+    the option that gives the name. Nothing is imported.
     """
+    _check_visible(option, name)
     place, colon, _ = name.rpartition(":")
     if not colon:
-        raise LookupError(f"--model {name}: give file.py:name or package.module:name")
+        raise LookupError(f"{option} {name}: give file.py:name or package.module:name")
     if place.endswith(".py"):
         if not Path(place).is_file():
-            raise LookupError(f"--model {name}: the file {place} does not exist in the folder {Path.cwd()}")
+            raise LookupError(f"{option} {name}: the file {place} does not exist in the folder {Path.cwd()}")
         return
     top, here = place.partition(".")[0], str(Path.cwd())
     missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
     if missing and top in LIBRARIES:
         raise LookupError(
-            f"--model {name} needs {top}, which is not installed: pip install 'torch-dpbench[{LIBRARIES[top]}]'"
+            f"{option} {name} needs {top}, which is not installed: pip install 'torch-dpbench[{LIBRARIES[top]}]'"
         )
     if missing:
-        raise LookupError(f"--model {name}: cannot find the module {top!r} in the folder {here} or on Python's path")
+        raise LookupError(f"{option} {name}: cannot find the module {top!r} in the folder {here} or on Python's path")
+
+
+def _check_visible(kind: str, name: str) -> None:
+    """Raise LookupError if a name has characters that would not stay the same in a stored case."""
+    if visible(name) != name:
+        raise LookupError(
+            f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8; rename the file"
+        )
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

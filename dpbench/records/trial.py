@@ -14,6 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from dpbench.records import visible
 from dpbench.records.case import Case, Phase
 from dpbench.records.ledger import Ledger
 
@@ -313,15 +314,16 @@ class Trial:
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """Return the trial from the data that `to_dict` returned, also after a conversion to JSON and back.
 
-        Raises ValueError if the data have a newer schema than this version of dpbench.
+        All texts are made visible. Raises ValueError if the data have a newer schema than this version of dpbench.
         """
-        if data.get("schema", SCHEMA) > SCHEMA:
+        if (schema := data.get("schema", SCHEMA)) > SCHEMA:
             raise ValueError(
-                f"the trial has schema {data['schema']}, but this version of dpbench reads only schemas up to "
-                f"{SCHEMA}: update dpbench"
+                f"the trial has schema {schema}, but dpbench reads only schemas up to {SCHEMA}: update dpbench"
             )
         values = dict(data)
         values["case"] = Case.from_dict(values["case"])
+        values["reason"] = visible.visible(values.get("reason", ""), lines=True)
+        values |= {name: visible.everywhere(values.get(name, {})) for name in ("setup", "provenance")}
         for name, kind in (("source", Source), ("status", Status), ("verified", Verified)):
             values[name] = kind(values[name])
         for name, record in _SERIES.items():
@@ -330,7 +332,7 @@ class Trial:
                 columns["phase"] = [_PHASES[phase] for phase in columns["phase"]]
             # records of an older schema lack the last fields, which have defaults
             known = [f.name for f in fields(record) if f.name in columns or f.default is MISSING]
-            rows = zip(*(columns.get(name, ()) for name in known), strict=True)
+            rows = zip(*(visible.column(columns.get(field, ())) for field in known), strict=True)
             values[name] = tuple(record(*row) for row in rows)
         return cls(**values)
 

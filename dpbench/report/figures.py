@@ -175,7 +175,7 @@ def sections(report: Report) -> list[Section]:
             timeline.steps(drawable, report.trials), timeline.utilisation(drawable, report.trials),
             *filter(None, [history.section(report)]),
         ]  # fmt: skip
-        if report.observed:  # there is no baseline, and perhaps no batch size
+        if report.observed:  # an observed loop has no baseline, and perhaps no batch size
             return [one for one in drawn if one.panels]
         if not ladders:
             return drawn

@@ -31,7 +31,7 @@ def section(report: Report) -> Section | None:
         "history", "History",
         "The step time over the commits in the store, in the order of their first runs, on this machine and version of "
         "torch. Whiskers are 95% intervals. A horizontal line is a level: between two levels, asv detects a step, and "
-        "the intervals beside the step do not overlap. Runs at different times also differ in the state of the "
+        "the intervals on both sides of it do not overlap. Runs at different times also differ in the state of the "
         "machine. Runs with uncommitted changes, and step times of too few rounds, are left out.",
         panels, " ".join(filter(None, (more, blind))),
     )  # fmt: skip
