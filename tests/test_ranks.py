@@ -304,7 +304,7 @@ def test_a_rank_that_dies_within_its_report_is_a_failure(called: Call) -> None:
     assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("name", "advice"), [("SIGKILL", "use a smaller batch"), ("SIGSEGV", "")])
+@pytest.mark.parametrize(("name", "advice"), [("SIGKILL", "another process sent the signal"), ("SIGSEGV", "")])
 def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
     called: Call, name: str, advice: str
 ) -> None:

@@ -29,6 +29,13 @@ FIVE = Effort(budget_s=30, warmup_steps=1, min_steps=5, max_steps=5, block_steps
 
 
 @pytest.fixture(autouse=True)
+def known_traits() -> None:
+    """Look up all traits before a test replaces `registry.strategy`, because the registry keeps them."""
+    for name in registry.own("strategies"):
+        registry.traits(name)
+
+
+@pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "CORES", (processes.CORES * 4)[:4])
 

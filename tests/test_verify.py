@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from dpbench import models
 from dpbench.engine import resolve
 from dpbench.measure import verification
+from dpbench.measure.reference import chunked
 from dpbench.records import Case, Verified, chunk_sizes, no_mark
-from dpbench.strategies import Split, dp, precision_of
+from dpbench.strategies import Split, begin, dp, precision_of
 
 
 def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.Model:
@@ -46,8 +48,8 @@ def test_reference_gradients_are_those_of_the_whole_batch(chunks: int) -> None:
     x, y = (t.double() for t in model.batch(8, 0))
     whole = copy.deepcopy(model.module)
     model.loss(whole(x), y).backward()
-    reference = verification.chunked(model.module, model.loss, x, y, Split(chunk_sizes(8, chunks)), torch.device("cpu"))
-    for ours, theirs in zip(reference.parameters(), whole.parameters(), strict=True):
+    expected = chunked(model.module, model.loss, x, y, Split(chunk_sizes(8, chunks)), torch.device("cpu"))
+    for ours, theirs in zip(expected.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
 
@@ -57,11 +59,11 @@ def test_reference_normalises_each_chunk_by_itself_and_keeps_the_firsts_statisti
     model = own(module, (3,))
     alone = copy.deepcopy(module)
     alone(x[:4])
-    reference = verification.chunked(copy.deepcopy(module), model.loss, x, y, Split((4, 4)), torch.device("cpu"))
-    assert torch.equal(reference[0].running_mean, alone[0].running_mean)
+    expected = chunked(copy.deepcopy(module), model.loss, x, y, Split((4, 4)), torch.device("cpu"))
+    assert torch.equal(expected[0].running_mean, alone[0].running_mean)
     whole = copy.deepcopy(module)
     model.loss(whole(x), y).backward()
-    assert not torch.allclose(reference[1].weight.grad, whole[1].weight.grad, rtol=1e-3)
+    assert not torch.allclose(expected[1].weight.grad, whole[1].weight.grad, rtol=1e-3)
 
 
 # ---------------------------------------------------------------- what is right
@@ -155,6 +157,15 @@ def test_wrong_gradients_and_buffers_are_refused_and_named(tamper: Any, worst: s
     assert "chunked reference" in str(found)
 
 
+def test_a_large_buffer_hides_no_wrong_gradient() -> None:
+    """Such a buffer is a mask of -1e9 or a table of positions; its norm was the measure of all errors once."""
+    model = own(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), (6,))
+    model.module.register_buffer("mask", torch.full((4,), -1e9))
+    case = Case(model="own", strategy="dp", devices=2, batch_size=8)
+    found = verification.check(tampered(scale("0.weight", 0.0)), case, model, resolve(["cpu"] * 2), precision_of)
+    assert (found.verified, found.worst) == (Verified.NO, "0.weight")
+
+
 def test_rounding_is_within_tolerance() -> None:
     found = faulty(scale("0.weight", 1 + 1e-5))
     assert (found.verified, found.worst) == (Verified.WITHIN_TOLERANCE, "0.weight")
@@ -201,6 +212,30 @@ def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
         assert "dict" in str(error)  # noqa: PT017
     else:
         assert found.verified is Verified.BITWISE
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda loss: loss * float("nan"), r"the gradient of \w+ has NaN in the first step"),
+        (lambda loss: loss * 1e38 * 1e38, r"the gradient of \w+ has (NaN|infinity) in the first step"),
+        (lambda loss: loss.detach().requires_grad_(), "no parameter has a gradient after backward in the first step"),
+    ],
+    ids=["nan", "infinite", "detached"],
+)  # fmt: skip
+def test_gradients_that_are_absent_or_not_finite_are_named(spoil: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        checked(own(nn.Linear(4, 3), (4,), lambda out, y: spoil(F.mse_loss(out.mean(1), y))))
+
+
+def test_outputs_that_are_nan_are_named() -> None:
+    model, case = own(nn.Linear(4, 3), (4,)), Case(model="own", strategy="dp", devices=2, batch_size=9, mode="no_grad")
+    nn.init.constant_(model.module.bias, float("nan"))
+    devices = resolve(["cpu"] * 2)
+    with pytest.raises(ValueError, match="output has NaN, also without data parallelism"):
+        verification.check_outputs(
+            partial(begin, dp.STRATEGY), case, model, devices, precision_of, split=dp.STRATEGY.split
+        )
 
 
 def test_a_model_that_draws_random_numbers_is_told_so() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from dpbench.hardware.nvml import describe
 from dpbench.measure.channel import Channel, connect
 from dpbench.measure.launch import Launch, LaunchError
 from dpbench.measure.request import Request
+from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.records import Sample, Status, Trial
 from dpbench.records.trial import Failure
@@ -66,7 +66,7 @@ class Member:
 def _machine() -> str:
     """Return an id that changes with every boot of a machine, and is the same in its containers; else the host name."""
     with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
 
 
@@ -195,7 +195,7 @@ class Agent:
     def _renew(self) -> Answer:
         """Start a new server, and answer when it is ready."""
         if self._server is None:
-            self._scratch = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dpbench-")))
+            self._scratch = self._stack.enter_context(folder())
             self._server = self._stack.enter_context(Server(self._scratch))
         self._server.stop()
         self._server.prepare()

@@ -8,14 +8,12 @@ continues from the stored tries.
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from dpbench.hardware import provenance
 from dpbench.hardware.nvml import describe
+from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, words
 from dpbench.records.options import Options
@@ -96,15 +94,14 @@ def run(
     host, code = provenance.host_key(facts), provenance.code_key(facts)
     name = hashlib.sha256(f"find-max-batch {most} {plan.plan_hash(cases, 1)}".encode()).hexdigest()
     run_id, resumed = store.begin_run(plan=name, host=host, code=code, rounds=1, provenance=facts)
-    finished, scratch = False, Path(tempfile.mkdtemp(prefix="dpbench-"))
+    finished = False
     try:
-        with Server(scratch) as server:
+        with folder() as scratch, Server(scratch) as server:
             tries = _Tries(server, store, run_id, limit_s, listen)
             found = tuple(_search(case, tries, most) for case in cases)
         finished = True
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
-        shutil.rmtree(scratch, ignore_errors=True)
     return SearchOutcome(run_id, resumed, found)
 
 

@@ -12,14 +12,13 @@ results are shown. This module does not import torch.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from dpbench.hardware import samplers
 from dpbench.measure.request import Arm, SelfCheck
+from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, Workers
 from dpbench.records import Case, Effort, Status, Trial, plan, registry
 from dpbench.records.registry import Role
@@ -131,8 +130,7 @@ def measure(device_kind: str, devices: int, ordinals: Sequence[int] = (), *, sca
     The measurement takes about `scale` minutes. `devices` is the number of replicas, of which at most two are used.
     `ordinals` are the ordinals of the GPUs that the samplers read.
     """
-    with tempfile.TemporaryDirectory(prefix="dpbench-", ignore_cleanup_errors=True) as name:
-        scratch = Path(name)
+    with folder() as scratch:
         found = {}
         with Server(scratch) as server:
             case = _case(device_kind, devices)

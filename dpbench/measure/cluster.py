@@ -67,6 +67,15 @@ class Cluster:
     # -- what takes part
 
     @property
+    def opened(self) -> str:
+        """Return a sentence on the address at which rank 0 listens, and on the protection of what goes over it."""
+        return (
+            f"rank 0 listens at {self._address} (interface {self._interface}) for the agents, whose messages are "
+            "authenticated but not encrypted, and for torch's store; the ranks' collectives use the same interface and "
+            "are neither: use a private network"
+        )
+
+    @property
     def size(self) -> int:
         """Return the number of ranks, lost ones included."""
         return len(self._peers)

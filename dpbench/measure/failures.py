@@ -37,7 +37,7 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     """
     replica, notes = replica_of(error), getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
-    text = "; ".join([f"{type(raised).__name__}: {raised}", *notes])
+    text = "; ".join([f"{type(raised).__name__}: {said(raised)}", *map(str, notes)])
     no_memory = out_of_memory(raised)
     ordinal = _ordinal(raised) if no_memory else None
     index = ordinal if ordinal is None or not device_ids else _place(ordinal, device_ids)
@@ -64,14 +64,22 @@ def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
     return replace(found, rank=rank, at_s=at_s, device=rank if found.status is Status.OOM else None)
 
 
-def of_end(exit_status: int | None, rank: int, at_s: float) -> Failure:
+def of_end(exit_status: int | None, rank: int, at_s: float, killed_before: int | None = None) -> Failure:
     """Return the failure record of a rank whose process ended without a result.
 
     `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
-    seconds, at which the parent detected the end.
+    seconds, at which the parent detected the end. `killed_before` is that of `processes.advice`.
     """
-    reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status)}"
+    reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status, killed_before)}"
     return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
+
+
+def said(error: BaseException) -> str:
+    """Return the message of an exception; if its `__str__` raises, say so, because the failure must still be told."""
+    try:
+        return str(error)
+    except Exception as other:
+        return f"(its message cannot be shown: __str__ raised {type(other).__name__})"
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -80,7 +88,7 @@ def out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in NO_MEMORY)
+    return isinstance(error, RuntimeError) and any(sign in said(error) for sign in NO_MEMORY)
 
 
 def _ordinal(error: BaseException) -> int | None:
@@ -88,7 +96,7 @@ def _ordinal(error: BaseException) -> int | None:
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known
-    named = _TORCH_NAMES_THE_GPU.search(str(error))
+    named = _TORCH_NAMES_THE_GPU.search(said(error))
     return int(named.group(1)) if named else None
 
 
@@ -96,7 +104,7 @@ def _memory_of(error: BaseException, ordinal: int | None) -> str:
     """Return the device that ran out of memory as text, such as "device cuda:0" ("device cuda" without `ordinal`)."""
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
-    return "device cuda" if "CU" in str(error) else "device cpu"
+    return "device cuda" if "CU" in said(error) else "device cpu"
 
 
 def _place(ordinal: int, device_ids: Sequence[int]) -> int:

@@ -30,12 +30,12 @@ class JobRequest:
         """Write the request to a folder, which is created if it does not exist."""
         folder.mkdir(parents=True, exist_ok=True)
         plain = {"rounds": self.rounds, "limit_s": self.limit_s, "patience_s": self.patience_s}
-        (folder / REQUEST).write_text(json.dumps(plain | {"case": self.case.to_dict()}))
+        (folder / REQUEST).write_text(json.dumps(plain | {"case": self.case.to_dict()}), encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> JobRequest:
         """Return the request in a folder."""
-        plain = json.loads((folder / REQUEST).read_text())
+        plain = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
         return cls(**plain | {"case": Case.from_dict(plain["case"])})
 
 
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
             [asked.case], store, rounds=asked.rounds, limit_s=asked.limit_s, patience_s=asked.patience_s, listen=listen
         )
     partial = folder / f"{DONE}.part"
-    partial.write_text(json.dumps(outcome.counts))
+    partial.write_text(json.dumps(outcome.counts), encoding="utf-8")
     partial.rename(folder / DONE)
 
 

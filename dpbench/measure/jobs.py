@@ -178,7 +178,7 @@ class _Jobs:
             (folder / DONE).unlink(missing_ok=True)
             request.write(folder)
             job = self._launcher.submit(folder, START_S + request.rounds * request.limit_s)
-            (folder / ID).write_text(job.job_id)
+            (folder / ID).write_text(job.job_id, encoding="utf-8")
         self._listen(Note(f"{request.case.label}: job {job.job_id} of {self._launcher.name}"))
         self._running.append(_Submitted(request.case, folder, job))
 
@@ -186,7 +186,7 @@ class _Jobs:
         """Return the job of a folder that an earlier process has submitted and that is still queued; else None."""
         if self._launcher.name != "slurm" or not (folder / ID).exists():
             return None
-        job = SlurmJob((folder / ID).read_text())
+        job = SlurmJob((folder / ID).read_text(encoding="utf-8"))
         return job if job.queued() else None
 
     def _collected(self, job: _Submitted) -> bool:

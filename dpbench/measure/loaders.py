@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import mmap
 import random
-import shutil
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +21,7 @@ from typing import Self
 from dpbench.analysis.loaders import Reading, Setting
 from dpbench.hardware import foreign_load, provenance
 from dpbench.measure.request import Job, Loading, Request, Synthetic
+from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, ServerDied, ended, status_of
 from dpbench.records import Case, Effort, Status, Trial, words
 
@@ -178,16 +178,13 @@ def run(plan: Plan, say: Callable[[str], None], *, patience_s: float | None = No
 
     Raises Unfit if the dataset cannot be measured as requested, and Failed if it fails in a trial of half a second.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
-    try:
+    with folder() as scratch:
         foreign_load.wait(foreign_load.patience(patience_s), say)
         with Server(scratch) as server:
             examples = _examples(plan, _trial(plan, server, scratch), say)
         before = foreign_load.snapshot()
         sweep = _rounds(plan, examples, scratch, say)
         load = foreign_load.since(before)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return replace(sweep, noisy=str(load) if foreign_load.busy(load) else "")
 
 
@@ -283,7 +280,7 @@ def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> 
             return lost(loading, Status.FAILED, str(died))
         written = folder / READING
         if status is not None and written.exists():
-            return Reading.from_dict(json.loads(written.read_text()))
+            return Reading.from_dict(json.loads(written.read_text(encoding="utf-8")))
         if status is not None:
             return lost(loading, status_of(status), ended(status, limit_s, folder))
         return lost(loading, Status.TIMEOUT, _hung(loading, limit_s, folder))
@@ -305,7 +302,7 @@ def _hung(loading: Loading, limit_s: float, folder: Path) -> str:
     who = f"worker {worker}" if workers else "the main process"
     what = f"loads example {index}" if index >= 0 else "has not begun an example"
     dumped = stacks(folder, worker) if workers else folder / "stacks"
-    stack = dumped.read_text(errors="replace").strip() if dumped.exists() else ""
+    stack = dumped.read_text(errors="replace", encoding="utf-8").strip() if dumped.exists() else ""
     return (
         f"no batch for {limit_s:g} s (--limit) after {words.count(batches, 'batch', 'batches')}; {who} {what}; "
         f"its Python stack:\n{stack or 'none received'}"

@@ -179,7 +179,7 @@ class _RankProcess:
     """
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
-        self.number = number
+        self.number, self._killed_before = number, processes.killed_for_memory()
         self.result: str | None = None
         self.failure: Failure | None = None
         self.pipe, theirs = _FORK.Pipe(duplex=False)
@@ -214,7 +214,7 @@ class _RankProcess:
     def _died(self) -> None:
         at_s = time.perf_counter()
         self.process.join(GRACE_S)  # the pipe closes shortly before the exit status is available
-        self.failure = of_end(self.process.exitcode, self.number, at_s)
+        self.failure = of_end(self.process.exitcode, self.number, at_s, self._killed_before)
 
 
 def _results(ranks: Sequence[_RankProcess]) -> list[Any]:

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import random
 import re
-import shutil
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import validity
-from dpbench.hardware import foreign_load, provenance, samplers
-from dpbench.hardware.nvml import describe
+from dpbench.hardware import foreign_load, provenance, samplers, signals
+from dpbench.hardware.nvml import describe, replicas_of
 from dpbench.measure import checks
-from dpbench.measure.rounds import Fixed, RoundsRule
+from dpbench.measure.rounds import LEAST_S, Fixed, RoundsRule, shortage
+from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, Workers
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
@@ -136,11 +135,12 @@ def run(
     finished = False
     try:
         load = foreign_load.wait(patience_s, lambda words: listen(Note(words)))
-        store.annotate(run_id, foreign_load.FACT, _plain(load))
+        store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
         store.annotate(run_id, "noisy", _noise(load, ()))
         session = _Session(
-            store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces, cluster
-        )
+            store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces, cluster,
+            facts["gpus"].get("gpus", ()),
+        )  # fmt: skip
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         store.annotate(run_id, "noisy", _noise(load, session.noisy))
         finished = True
@@ -163,11 +163,6 @@ def identity(cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, 
         "plan": plan.plan_hash(cases, rule.name, *how), "host": provenance.host_key(facts),
         "code": provenance.code_key(facts),
     }  # fmt: skip
-
-
-def _plain(load: foreign_load.Measured) -> dict[str, float | str]:
-    """Return the foreign load before a run as a dictionary to store; if it is not known, `unknown` has the reason."""
-    return {"unknown": load.reason} if isinstance(load, foreign_load.UnknownLoad) else asdict(load)
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
@@ -204,8 +199,9 @@ class _Session:
     def __init__(
         self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
         patience_s: float, listen: Listener, traces: Path | None, cluster: Cluster | None,
+        visible: Sequence[Mapping[str, Any]],
     ) -> None:  # fmt: skip
-        self._traces, self._patience_s, self._cluster = traces, patience_s, cluster
+        self._traces, self._patience_s, self._cluster, self._visible = traces, patience_s, cluster, visible
         self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
@@ -224,33 +220,33 @@ class _Session:
         self._listen(Started(self._run_id, self._total, self._done))
         for trial in self._store.trials(self._run_id, superseded=True) if done else ():
             self._take(trial)
-        scratch = Path(tempfile.mkdtemp(prefix="dpbench-"))
-        try:
-            with ExitStack() as stack:
-                gpus = [] if self._cluster else ordinals(cases)  # the agents of a cluster sample their GPUs
-                watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
-                lasting = stack.enter_context(self._workers(scratch)) if paired else None
-                number = 0
-                while wanted := self._rule.wanted(cases, number):
-                    if number and not fixed and self._spent():
-                        break  # rounds beyond the first were not requested: do not store them as skipped
-                    pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                    # a new server per round makes its effect part of the interval; side by side, the effect cancels
-                    if pending:
-                        with nullcontext(lasting) if lasting else self._workers(scratch) as server:
-                            refused = self._refuse(pending, number, server)
-                            cases = [case for case in cases if case not in refused]
-                            left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
-                            pending = [case for case in pending if case not in refused]
-                            self._total = self._done + max(len(left), len(pending))
-                            self._round(pending, number, server, watched, paired=paired)
-                    number += 1
-                if self._patience_s > 0 and self._repeatable():
-                    self._wait()
+        with ExitStack() as stack:
+            scratch = stack.enter_context(folder())
+            gpus = [] if self._cluster else ordinals(cases)  # the agents of a cluster sample their GPUs
+            watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
+            lasting = stack.enter_context(self._workers(scratch)) if paired else None
+            number = 0
+            while wanted := self._rule.wanted(cases, number):
+                if number and not fixed and self._spent():
+                    break  # rounds beyond the first were not requested: do not store them as skipped
+                pending = [case for case in wanted if (case.fingerprint, number) not in done]
+                # a new server per round makes its effect part of the interval; side by side, the effect cancels
+                if pending:
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
-                        self._repeat(cases, server, watched, paired=paired)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+                        refused = self._refuse(pending, number, server)
+                        cases = [case for case in cases if case not in refused]
+                        left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
+                        pending = [case for case in pending if case not in refused]
+                        self._total = self._done + max(len(left), len(pending))
+                        self._round(pending, number, server, watched, paired=paired)
+                        short = shortage(self._left_s, self._total - self._done, self._overhead_s)
+                        if short and number == 0:
+                            self._listen(Note(short))
+                number += 1
+            if self._patience_s > 0 and self._repeatable():
+                self._wait()
+                with nullcontext(lasting) if lasting else self._workers(scratch) as server:
+                    self._repeat(cases, server, watched, paired=paired)
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[Workers]:
@@ -290,8 +286,7 @@ class _Session:
 
     def _wait(self) -> None:
         """Wait until the foreign load is low, but not longer than the run's patience and the remaining budget."""
-        left_s = float("inf") if self._deadline is None else self._deadline - time.perf_counter()
-        foreign_load.wait(min(self._patience_s, left_s), lambda words: self._listen(Note(words)))
+        foreign_load.wait(min(self._patience_s, self._left_s), lambda words: self._listen(Note(words)))
 
     def _repeat(self, cases: Sequence[Case], server: Workers, watched: samplers.Series, *, paired: bool) -> None:
         """Measure every slot that ran under too much foreign load once more, as long as budget is left.
@@ -321,6 +316,7 @@ class _Session:
 
         If the budget is spent, store skipped trials instead.
         """
+        signals.check()
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
         began, load = time.perf_counter(), None
@@ -338,7 +334,7 @@ class _Session:
             load = foreign_load.since(before)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
-            samples = trial.samples + _watched(watched, began, ended, trial)
+            samples = trial.samples + _watched(watched, began, ended, trial, self._visible)
             own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
             facts = {**own, **trial.provenance}  # the load that the agents of a cluster measured takes precedence
             seen = _checked(replace(trial, samples=samples, provenance=facts))
@@ -350,9 +346,14 @@ class _Session:
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
+    @property
+    def _left_s(self) -> float:
+        """Return the rest of the run's time budget in seconds; infinity if the run has no budget."""
+        return float("inf") if self._deadline is None else self._deadline - time.perf_counter()
+
     def _spent(self) -> bool:
-        """Return whether the time budget of the run is spent; False if the run has no budget."""
-        return self._deadline is not None and time.perf_counter() >= self._deadline
+        """Return whether the time budget of the run is spent."""
+        return self._left_s <= 0
 
     def _trace(self, case: Case, number: int) -> str:
         """Return the path for the profile of a case in round `number`; an empty string if no profiles are requested."""
@@ -368,11 +369,10 @@ class _Session:
         """
         if self._deadline is None:
             return self._effort
-        left_s = self._deadline - time.perf_counter()
-        if left_s <= 0:
+        if self._spent():
             return None
-        share_s = SHARED * left_s / max(1, self._total - self._done) - self._overhead_s
-        return replace(self._effort, budget_s=min(self._effort.budget_s, max(0.05, share_s)))
+        share_s = SHARED * self._left_s / max(1, self._total - self._done) - self._overhead_s
+        return replace(self._effort, budget_s=min(self._effort.budget_s, max(LEAST_S, share_s)))
 
 
 def _checked(trial: Trial) -> Trial:
@@ -381,16 +381,17 @@ def _checked(trial: Trial) -> Trial:
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
 
-def _watched(series: samplers.Series, began: float, ended: float, trial: Trial) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if no step is timed."""
+def _watched(
+    series: samplers.Series, began: float, ended: float, trial: Trial, visible: Sequence[Mapping[str, Any]]
+) -> tuple[Sample, ...]:
+    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if no step is timed.
+
+    `visible` are NVML's facts about the GPUs that CUDA shows.
+    """
     timed = [step for step in trial.steps if not step.warmup]
     if timed:
         began, ended = timed[0].start_s, timed[-1].end_s
-    ids = trial.case.device_ids
-    if not ids:
-        return series.cut(began, ended)
     # samplers identify GPUs by CUDA ordinal, trials by the index of the replica
-    place = {HOST: HOST} | {ordinal: index for index, ordinal in enumerate(ids)}
-    return tuple(
-        replace(sample, device=place[sample.device]) for sample in series.cut(began, ended) if sample.device in place
-    )
+    place = {HOST: HOST, **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible)}
+    found = series.cut(began, ended)
+    return tuple(replace(sample, device=place[sample.device]) for sample in found if sample.device in place)

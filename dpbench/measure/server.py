@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,10 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from dpbench.hardware import processes
+from dpbench.hardware import processes, signals
+from dpbench.hardware.nvml import ORDER, PCI_ORDER
 from dpbench.measure.request import Job, Request, SelfCheck
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
+from dpbench.records.visible import visible
 
 Progress = Callable[[], int]
 """A function that returns the number of results that a worker has got so far."""
@@ -122,7 +123,7 @@ class Server:
         """
         self._cancelled = cancelled
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
-            folder = Path(name)
+            folder, killed_before = Path(name), processes.killed_for_memory()
             try:
                 status = self.attempt(replace(request, folder=folder), limit_s)
             except ServerDied as died:
@@ -130,10 +131,12 @@ class Server:
             finished, failed = folder / "trials.json", folder / "failure.json"
             # a worker past its limit may still finish while its stacks are requested: ignore its trials
             if status is not None and finished.exists():
-                return [Trial.from_dict(one) for one in json.loads(finished.read_text())]
+                return [Trial.from_dict(one) for one in json.loads(finished.read_text(encoding="utf-8"))]
             if status is not None and failed.exists():
-                return Failure.from_json(failed.read_text())
-            return Failure(status=status_of(status), reason=ended(status, limit_s, folder), exit_status=status)
+                return Failure.from_json(failed.read_text(encoding="utf-8"))
+            return Failure(
+                status=status_of(status), reason=ended(status, limit_s, folder, killed_before), exit_status=status
+            )
 
     def end_worker(self) -> None:
         """End the worker that is running, if any; another thread, which waits for its answer, gets a failure."""
@@ -191,11 +194,12 @@ class Server:
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._log = (self._scratch / "server.log").open("ab")
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "dpbench.measure.worker", str(os.getpid())],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
-                env=environment() | {"TMPDIR": str(self._scratch)},
-            )  # fmt: skip
+            with signals.held():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "dpbench.measure.worker", str(os.getpid())],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
+                    env=environment() | {"TMPDIR": str(self._scratch)},
+                )  # fmt: skip
             self._buffer = b""
             try:
                 self._answer(START_LIMIT_S)
@@ -216,7 +220,7 @@ class Server:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            if not select.select([descriptor], [], [], min(left_s, LOOK_S) if progress else left_s)[0]:
+            if not signals.wait(descriptor, min(left_s, LOOK_S) if progress else left_s):
                 if progress and (now := progress()) != seen:
                     deadline, seen = time.monotonic() + limit_s, now
                 continue
@@ -232,13 +236,13 @@ class Server:
         """Return a message that says how the server process ended, with the end of its log."""
         assert self._process is not None
         self._process.wait(timeout=10)
-        log = (self._scratch / "server.log").read_text(errors="replace")[-TAIL:].strip()
+        log = (self._scratch / "server.log").read_text(errors="replace", encoding="utf-8")[-TAIL:].strip()
         return f"the worker server ended ({processes.ending(self._process.returncode)}); last output: {log or 'none'}"
 
     def stop(self) -> None:
         """Kill the server process if it was started, and wait until it has ended; the next request starts a new one."""
         if self._process is not None:
-            self._process.kill()
+            processes.end_tree(self._process.pid)
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout, self._log):
                 with suppress(OSError):
@@ -250,10 +254,12 @@ class Server:
 def environment() -> dict[str, str]:
     """Return the environment variables for a measuring process.
 
-    They limit each operation to one thread, and make the process import the same copy of dpbench as this process.
+    They limit each operation to one thread, make the process import the same copy of dpbench as this process, and let
+    CUDA number GPUs as NVML does, unless the user chose another order.
     """
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, **_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+    own = {**_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
+    return {ORDER: PCI_ORDER, **os.environ, **own}
 
 
 class ServerDied(RuntimeError):
@@ -264,9 +270,9 @@ def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
     """Return the trials of an answer; a failure becomes one failed trial for each case of the request."""
     if not isinstance(answer, Failure):
         return answer
-    now = time.time()
+    now, reason = time.time(), visible(answer.reason, lines=True)
     return [
-        Trial(case=case, status=answer.status, reason=answer.reason, round=request.round, started_s=now)
+        Trial(case=case, status=answer.status, reason=reason, round=request.round, started_s=now)
         for case in request.cases
     ]
 
@@ -280,29 +286,33 @@ def status_of(exit_status: int | None) -> Status:
     return Status.TIMEOUT if exit_status is None else Status.FAILED
 
 
-def ended(exit_status: int | None, limit_s: float, folder: Path) -> str:
+def ended(exit_status: int | None, limit_s: float, folder: Path, killed_before: int | None = None) -> str:
     """Return a message that says how a worker ended without a result.
 
     If `exit_status` is None, the worker exceeded its limit of `limit_s` seconds, and the message has its Python stacks.
     Otherwise, the message has the end of its output. `folder` has the files that the worker wrote.
+    `killed_before` is that of `processes.advice`.
     """
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
         limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
         return f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
-    how = f"{processes.ending(exit_status)}){processes.advice(exit_status)}"
+    how = f"{processes.ending(exit_status)}){processes.advice(exit_status, killed_before)}"
     return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
 
 
 def _stacks(folder: Path) -> str:
     """Return the Python stacks that the worker and its ranks wrote to `folder`, each cut to the innermost calls."""
-    found = [(file.name, file.read_text(errors="replace").strip()) for file in sorted(folder.glob("stacks*"))]
+    found = [
+        (file.name, file.read_text(errors="replace", encoding="utf-8").strip())
+        for file in sorted(folder.glob("stacks*"))
+    ]
     written = [(name, text) for name, text in found if text]
     return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)
 
 
 def _tail(path: Path) -> str:
-    return path.read_text(errors="replace")[-TAIL:].strip() if path.exists() else ""
+    return path.read_text(errors="replace", encoding="utf-8")[-TAIL:].strip() if path.exists() else ""
 
 
 def _kill_group(pid: int) -> None:

@@ -1,12 +1,13 @@
 """Structures: the parts of a forward's output, and the joined outputs of several forwards, without the engine.
 
-Verification compares the engine with results of its own. It therefore takes the containers apart and joins them again
-with these functions, which share no code with the engine's gather.
+Verification compares the engine's results with independent ones. It therefore takes containers apart and joins them
+again with these functions, which share no code with the engine's gather.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -27,6 +28,10 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 def _made(value: Any, parts: Sequence[Any]) -> Any:
     """Return a container of the type of `value` with these parts, in the order of `_parts`."""
     names = [name for name, _ in _parts(value)]
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)  # a subclass of dict may have another constructor
+        made.update(zip(names, parts, strict=True))
+        return made
     if isinstance(value, Mapping):
         return type(value)(zip(names, parts, strict=True))  # type: ignore[call-arg]
     if is_dataclass(value) and not isinstance(value, type):

@@ -5,28 +5,33 @@ If the steps of a case do not train, the outputs of a forward are compared inste
 The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
 pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
 computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks. If the
-strategy splits the inputs of one block only, the copies are those of the block. The random numbers of each forward
-are a function of its inputs (see `replay`). Where this is not possible, the dropout of torch's own modules is off.
+strategy splits the inputs of one block only, the copies are those of the block.
+
+Replicas of one process draw random numbers from one generator, in an order that depends on the threads. Verification
+therefore gives each forward a state of the generator that only its rows determine. The strategy and the reference then
+draw the same numbers for the same chunk: in modules such as nn.Dropout, in functions, and in scaled dot-product
+attention. Where this is not possible, the dropout of torch's own modules is off.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
 from dpbench.hardware.device import Device
-from dpbench.measure.replay import replay
-from dpbench.measure.structures import all_tensors, joined, mapped, tensors_by_name
-from dpbench.models import Model, compile_forward, positional
+from dpbench.measure.reference import block_chunked, chunked, in_chunks
+from dpbench.measure.structures import all_tensors, joined, tensors_by_name
+from dpbench.models import Model, compile_forward, load, positional, with_forward
 from dpbench.records import Case, Verified, no_mark
 from dpbench.records.schedule import FASTEST, parse
 from dpbench.strategies import Split
@@ -40,6 +45,8 @@ TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 
 In fp32, a different order of additions causes much smaller errors. tf32 and fp16 round to 11 bits, and bf16 to 8.
 """
+_ALONE = threading.RLock()
+"""Held during a forward: the threads of the replicas share the generator of the host."""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
 """The factors by which a torch.amp.GradScaler multiplies the loss: the first, and the next one after each overflow."""
 
@@ -60,13 +67,15 @@ class Verdict:
     steps_s: float = 0.0
 
     def __str__(self) -> str:
+        if math.isnan(self.error):
+            return f"{self.worst} minus its value in the chunked reference is NaN: one of the two has NaN or infinity"
         text = f"{self.worst} differs from the chunked reference by {self.error:.2g} times the norm of the reference"
         if not self.random:
             return text
         return (
             f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
-            "draw them with torch from its default generator, and not in compiled code or on layers spread over GPUs, "
-            "or disable the model's randomness (for example dropout)"
+            "draw them in forward, not in the loss, with torch from its default generator, or disable the model's "
+            "randomness (for example dropout); those of compiled code and of layers spread over GPUs cannot be replayed"
         )
 
 
@@ -91,10 +100,8 @@ def check(
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
     model = replace(model, loop=replace(model.loop, clip_norm=None))  # clipped gradients are not those of the reference
-    if not _replays(case, parts):
+    if not (_replays(case, parts) and _replay(model.module, parts)):
         _without_dropout(model.module)
-    else:
-        _replay(model.module, parts)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
     trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
@@ -104,11 +111,45 @@ def check(
 
     rounds = case.traits.rounds_gradients or (case.schedule not in ("", FASTEST) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
+    _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
         return replace(verdict, random=itself.verified is Verified.NO)
     return verdict
+
+
+def _check_gradients(module: nn.Module) -> None:
+    """Raise ValueError if the chunked reference has no gradient at all, or one with an element that is not finite."""
+    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    if not found:
+        raise ValueError(
+            "no parameter has a gradient after backward in the first step, so nothing is trained: the loss must depend "
+            "on the parameters, without detach(), torch.no_grad() or a conversion to numbers in between"
+        )
+    for name, gradient in found.items():
+        kind = "NaN" if gradient.isnan().any() else "infinity" if gradient.isinf().any() else ""
+        if kind:
+            raise ValueError(
+                f"the gradient of {name} has {kind} in the first step, also without data parallelism: correct the "
+                "model, its batch or its loss; a division by zero, log(0) and too large inputs give such numbers"
+            )
+
+
+def dependence(case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]) -> float:
+    """Return the difference between the gradients of a step in chunks and of a step on the whole batch.
+
+    It is the norm of the difference over the norm of the gradient on the whole batch. It is 0, up to rounding, if the
+    loss is a mean over samples that do not depend on each other. Dropout is off.
+    """
+    found = []
+    for rows in (case.rows, (case.batch_size,)):
+        model = load(case.model, case.size, case.seed)
+        _without_dropout(model.module)
+        inputs, target = model.batch(case.batch_size, case.seed + 1)
+        module = _reference(model, case, inputs, target, Split(rows), device, precision, 1)
+        found.append(torch.cat([_gradient(one).double().flatten() for one in module.parameters()]))
+    return float((found[0] - found[1]).norm() / found[1].norm().clamp(min=1e-30))
 
 
 def check_outputs(
@@ -135,7 +176,7 @@ def check_outputs(
 
     def reference() -> Any:
         module = copy.deepcopy(pristine).to(device)
-        columns = _chunk(positional(inputs), rows, device)
+        columns = in_chunks(positional(inputs), rows, device)
         with torch.no_grad(), precision(case):
             outputs = [module(*arguments) for arguments in columns]
         return joined(outputs) if rank is None else outputs[rank]
@@ -148,11 +189,13 @@ def check_outputs(
         return Verdict(Verified.NO, f"{told} instead of {expects}", float("inf"))
     before, after = pristine.state_dict(), model.module.state_dict()
     kept = [(name, after[name], before[name]) for name in before]
+    if with_nan := next((name for name, tensor in wanted.items() if tensor.isnan().any()), ""):
+        raise ValueError(f"{with_nan} has NaN, also without data parallelism: correct the model or its batch")
     outputs = [(name, given[name], wanted[name]) for name in wanted]
-    verdict = replace(_verdict([*outputs, *kept], tolerance), steps_s=steps_s)
+    verdict = replace(_verdict(outputs, kept, tolerance), steps_s=steps_s)
     if verdict.verified is Verified.NO:
         again = tensors_by_name(reference())
-        itself = _verdict([(name, again[name], wanted[name]) for name in wanted], tolerance)
+        itself = _verdict([(name, again[name], wanted[name]) for name in wanted], (), tolerance)
         return replace(verdict, random=itself.verified is Verified.NO)
     return verdict
 
@@ -228,14 +271,46 @@ def _replays(case: Case, parts: Split) -> bool:
     return parts.replays and not (case.compile or graphs)
 
 
-def _replay(module: nn.Module, parts: Split) -> None:
+def replay(module: nn.Module, *, alone: bool) -> bool:
+    """Let each forward of `module` draw the random numbers that its inputs determine, and restore the generators.
+
+    With `alone`, only one thread at a time runs a forward, because all threads share the generator of the host. The
+    copies and replicas of the module replay too. Return whether the module can replay; see `with_forward`.
+    """
+
+    def replaying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+            tensors = all_tensors((inputs, named))
+            gpus = sorted({one.device.index for one in tensors if one.device.type == "cuda"})
+            with _ALONE if alone else nullcontext(), torch.random.fork_rng(devices=gpus):
+                torch.default_generator.manual_seed(seed := _seed(tensors))
+                for index in gpus:
+                    torch.cuda.default_generators[index].manual_seed(seed)
+                return original(self, *inputs, **named)
+
+        return forward
+
+    return with_forward(module, replaying)
+
+
+def _seed(tensors: list[torch.Tensor]) -> int:
+    """Return a number that the values of the tensors determine."""
+    seed = 0
+    for tensor in tensors:
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        seed = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), seed)
+    return seed
+
+
+def _replay(module: nn.Module, parts: Split) -> bool:
     """Let the forward of `module` replay its random numbers, and that of the block whose inputs a step splits.
 
-    The block's replicas run while the module's forward waits for them, which must therefore not exclude them.
+    The block's replicas run while the module's forward waits for them, which must therefore not exclude them. Return
+    whether both forwards can replay.
     """
-    if parts.block:
-        replay(module.get_submodule(parts.block), alone=True)
-    replay(module, alone=not parts.block)
+    if parts.block and not replay(module.get_submodule(parts.block), alone=True):
+        return False
+    return replay(module, alone=not parts.block)
 
 
 def _without_dropout(module: nn.Module) -> None:
@@ -247,127 +322,34 @@ def _without_dropout(module: nn.Module) -> None:
             part.dropout = 0.0
 
 
-def chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
-    *, scale: float = 1.0,
-) -> nn.Module:  # fmt: skip
-    """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
-
-    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one chunk for each number of
-    samples in `split.rows`. The loss is multiplied by `scale` for backward, and the gradients are divided by it.
-    """
-    module = module.to(device)
-    columns = _chunk(positional(inputs), split.rows, device)
-    copies = [copy.deepcopy(module) for _ in columns]
-    outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
-    ends: list[list[torch.Tensor]] = [[] for _ in columns]
-    cut = [mapped(output, partial(_cut, into=into)) for output, into in zip(outputs, ends, strict=True)]
-    (loss(joined(cut), mapped(target, lambda tensor: tensor.to(device))) * scale).backward()
-    for output, into in zip(outputs, ends, strict=True):
-        used = [(t, end.grad.clone()) for t, end in zip(all_tensors(output), into, strict=True) if end.grad is not None]
-        torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
-    _collect(module, copies, scale)
-    return module
-
-
-def block_chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
-    *, scale: float = 1.0,
-) -> nn.Module:  # fmt: skip
-    """Return `module` with the reference's gradients and buffers, for a step that splits the inputs of one block only.
-
-    The arguments are those of `chunked`; `split` has the name of the block and the sizes of its chunks.
-    """
-    block = module.get_submodule(split.block)
-    block.to(device)
-    copies = [copy.deepcopy(block) for _ in split.rows]
-    module.set_submodule(split.block, _Chunked(copies, split.rows, device))
-    module = chunked(module, loss, inputs, target, Split((sum(split.rows),)), device, scale=scale)
-    module.set_submodule(split.block, block)
-    _collect(block, copies)
-    return module
-
-
-class _Chunked(nn.Module):
-    """A module that runs copies of a block, one on each chunk of its inputs, and concatenates their outputs."""
-
-    def __init__(self, copies: Sequence[nn.Module], rows: Sequence[int], device: torch.device) -> None:
-        super().__init__()
-        self.copies, self._rows, self._device = nn.ModuleList(copies), rows, device
-
-    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        columns = zip(*(_chunk(value, self._rows, self._device) for value in (*inputs, *named.values())), strict=True)
-        count = len(inputs)
-        return torch.cat([
-            one(*column[:count], **dict(zip(named, column[count:], strict=True)))
-            for one, column in zip(self.copies, columns, strict=True)
-        ])  # fmt: skip
-
-
-def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
-    """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the first copy."""
-    for name, parameter in module.named_parameters():
-        parts = [one.get_parameter(name).grad for one in copies]
-        total = _ordered_sum([p for p in parts if p is not None])
-        parameter.grad = total if total is None or scale == 1 else total / scale
-    for name, buffer in module.named_buffers():
-        buffer.copy_(copies[0].get_buffer(name))
-
-
-def _chunk(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
-    """Return one structure for each of `rows`, with copies of that number of rows of each tensor on `device`."""
-    ranges = [slice(end - count, end) for count, end in zip(rows, accumulate(rows), strict=True)]
-    return [mapped(value, partial(_piece, rows=one, device=device)) for one in ranges]
-
-
-def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Tensor:
-    return tensor[rows].to(device, copy=True)
-
-
-def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor without its autograd history, and append it to `into`; it requires gradients if it did before.
-
-    An object may copy the tensors from which it is made, as a cache does, so the tensor is not found in the result.
-    """
-    end = tensor.detach().requires_grad_(tensor.requires_grad)
-    into.append(end)
-    return end
-
-
-def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the gradients in `parts`, added in this order; None if `parts` is empty."""
-    if not parts:
-        return None
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
     """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict of `_verdict`."""
-    pairs = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
-    if buffers:
-        pairs += [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()]
-    return _verdict(pairs, tolerance)
+    gradients = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
+    kept = [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()] if buffers else []
+    return _verdict(gradients, kept, tolerance)
 
 
-def _verdict(pairs: Sequence[tuple[str, torch.Tensor, torch.Tensor]], tolerance: float) -> Verdict:
-    """Return the verdict on tensors, each given as (name, tensor, the reference's tensor).
+Pairs = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+"""Tensors to compare, each as (name, tensor, the reference's tensor)."""
+
+
+def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verdict:
+    """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are buffers or weights.
 
     The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
-    reference's tensor. If that norm is tiny, the divisor is a fixed fraction of the largest norm of all tensors. The
-    verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
+    reference's tensor. The divisor is at least 1e-4 of the largest norm among the results, or 1e-4 per element of a
+    kept tensor, so that rounding does not decide. A large buffer thus hides no error of a gradient. The verdict is
+    BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     # the reference is on one device, and the module's layers may be on several
-    pairs = [(name, ours.to(theirs.device), theirs) for name, ours, theirs in pairs]
-    if all(torch.equal(ours, theirs) for _, ours, theirs in pairs):
+    results, kept = ([(name, ours.to(theirs.device), theirs) for name, ours, theirs in one] for one in (results, kept))
+    if all(torch.equal(ours, theirs) for _, ours, theirs in (*results, *kept)):
         return Verdict(Verified.BITWISE)
-    # tiny gradients are compared relative to a fraction of the largest norm, so that rounding does not decide
-    floor = 1e-4 * max(theirs.double().norm().item() for _, _, theirs in pairs)
+    largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
+    floors = [1e-4 * largest] * len(results) + [1e-4 * theirs.numel() ** 0.5 for _, _, theirs in kept]
     errors = {
         name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)
-        for name, ours, theirs in pairs
+        for (name, ours, theirs), floor in zip((*results, *kept), floors, strict=True)
     }
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     # not (error > tolerance), so that NaN fails

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dpbench.models import _own
+from dpbench.models._own import with_forward as with_forward
 from dpbench.records import Profile, registry
 
 SIZES = ("small", "full")
@@ -142,7 +143,7 @@ def load(name: str, size: str, seed: int) -> Model:
 
 
 def _inputs_of(made: Any) -> Any:
-    """Return the inputs of what `batch` returned, which may have a wrong form; `Model.batch` reports it."""
+    """Return the inputs of the batch `made`, which may have a wrong form; `Model.batch` reports a wrong form."""
     return made[0] if isinstance(made, tuple | list) and made else made
 
 
@@ -173,17 +174,15 @@ def profile(model: Model, samples: int = 2) -> Profile:
 
 
 def compile_forward(module: nn.Module) -> None:
-    """Compile the forward of `module` in place with torch.compile, as the forward of a new subclass of its class.
+    """Compile the forward of `module` in place with torch.compile; see `with_forward`.
 
     A replica of the module is of the same class, and runs the compiled forward with its own weights; `module.compile()`
     would call the original module in every replica.
     """
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no process of the compiler outlives a trial
-    kind = type(module)
     known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not in older versions of torch
     limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if known else {}
-    forward = torch.compile(kind.forward, **limit)
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    with_forward(module, lambda forward: torch.compile(forward, **limit))
 
 
 def compilations() -> Counter[str]:

@@ -46,14 +46,9 @@ def plug(library: str, name: str) -> Any:
             f"pip install 'torch-dpbench[{registry.LIBRARIES[library]}]'"
         ) from error
     except Exception as error:  # torchvision registers operators at import and raises RuntimeError without them
-        vision = (
-            ""
-            if registry.LIBRARIES[library] != "vision"
-            else ("torchvision 0.28.0, which timm also needs, fails with the CPU build of torch 2.13.0; ")
-        )
         raise ImportError(
             f"--model {library}:{name}: the installed {library} does not work with torch {torch.__version__} "
-            f"({type(error).__name__}: {error}); {vision}install torch and {library} from the same index"
+            f"({type(error).__name__}: {error}); install torch and {library} from the same index"
         ) from error
     found = form.make(imported, name)
     if found is None:
@@ -64,11 +59,7 @@ def plug(library: str, name: str) -> Any:
 _GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
 _BERT = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
 _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0},
-    ),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "bert-base-uncased": ("BertConfig", "BertForMaskedLM", _BERT),
 }
 """For each model of transformers: its configuration, its class with a loss, and the settings of the small size."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from dpbench.models import _libraries
 from dpbench.records import registry
@@ -101,25 +102,45 @@ def take_keywords(module: nn.Module) -> None:
     """Let the forward of `module` take a dict of keyword arguments as its only positional argument.
 
     A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not parameters of
-    forward is passed as it is. The module becomes an instance of a new subclass of its class, as in `compile_forward`,
-    so that the names of its parts stay. A scripted module keeps its class. A forward of a new class costs a call in
-    each step, and torch.fx cannot record it: only models whose batches have keyword arguments get one.
+    forward is passed unchanged. A scripted module keeps its forward. A new forward costs a call in each step, and
+    torch.fx cannot record it: only models whose batches have keyword arguments get one. Raises TypeError if the module
+    cannot have another forward; see `with_forward`.
     """
+
+    def taking(original: Callable[..., Any]) -> Callable[..., Any]:
+        fits = _keywords(original)
+
+        def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
+            if len(inputs) == 1 and not named and type(inputs[0]) is dict and fits(inputs[0].keys()):
+                return original(self, **inputs[0])
+            return original(self, *inputs, **named)
+
+        return forward
+
+    if not (isinstance(module, torch.jit.ScriptModule) or with_forward(module, taking)):
+        raise TypeError(
+            f"the batch has keyword arguments, and the forward of this {type(module).__name__} does not come from its "
+            "class (it is a module of torch.fx, or build() set it on the instance): return a tuple of inputs from "
+            "batch(), or define forward in the class"
+        )
+
+
+def with_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Give `module` the forward that `make` makes of the forward of its class, and return whether this is possible.
+
+    The module becomes an instance of a new subclass of its class, so that the names of its parts stay, and its copies
+    and replicas have the new forward too. It is impossible for scripted modules, for those of torch.fx, whose copies
+    get a class of their own, and for a forward that is set on the instance, which hides that of the class.
+    """
+    if isinstance(module, torch.jit.ScriptModule | GraphModule) or "forward" in vars(module):
+        return False
     kind = type(module)
-    if isinstance(module, torch.jit.ScriptModule):
-        return
-    original, fits = kind.forward, _keywords(kind.forward)
-
-    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        if len(inputs) == 1 and not named and type(inputs[0]) is dict and fits(inputs[0].keys()):
-            return original(self, **inputs[0])
-        return original(self, *inputs, **named)
-
-    module.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    module.__class__ = type(kind.__name__, (kind,), {"forward": make(kind.forward), "__module__": kind.__module__})
+    return True
 
 
 def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
-    """Return a function that says whether `forward` takes keyword arguments with the given names, and no others.
+    """Return a function that returns whether `forward` can be called with exactly the given names as keyword arguments.
 
     The signature is read once, because binding it in each step would cost tens of microseconds.
     """

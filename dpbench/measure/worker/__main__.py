@@ -22,10 +22,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dpbench.hardware import processes
+from dpbench.hardware import processes, signals
 
 if __name__ == "__main__":  # before importing torch, because the parent may die while torch loads (over 1 s)
     processes.die_with_parent(int(sys.argv[1]))
+    signals.ignore()  # the parent ends this process
+    signals.release()
     gc.disable()  # collections take a fifth of the time of the imports, and find almost no garbage
 
 # without this variable, torch looks for devices by creating a CUDA context, which does not survive a fork
@@ -50,7 +52,7 @@ def serve() -> None:
     Raises RuntimeError if loading them has initialised CUDA.
     """
     processes.keep()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the parent ends this process
+    processes.adopt()
     for kind in ("strategies", "models"):
         for name in registry.own(kind):
             registry.load(kind, name)
@@ -78,6 +80,7 @@ def serve() -> None:
             _work(request, server)
         say(pid=pid)
         _, status = os.waitpid(pid, 0)
+        processes.end_children()  # processes that the worker has left behind, also in sessions of their own
         say(exit=os.waitstatus_to_exitcode(status))
 
 
@@ -89,13 +92,15 @@ def _work(request: Request, server: int) -> None:
     born_s = time.perf_counter()
     folder = request.folder
     try:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # processes of the model may be ended by them
+            signal.signal(number, signal.SIG_DFL)
         os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
         processes.die_with_parent(server)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null), (1, log), (2, log)):
             os.dup2(source, target)
-        with (folder / "stacks").open("w") as stacks:
+        with (folder / "stacks").open("w", encoding="utf-8") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
             faulthandler.enable(file=sys.__stderr__ or stacks)
             started_s = time.time()
@@ -108,7 +113,7 @@ def _work(request: Request, server: int) -> None:
             for one in done
         ]
         partial = folder / "trials.json.part"
-        partial.write_text(json.dumps([one.to_dict() for one in done]))
+        partial.write_text(json.dumps([one.to_dict() for one in done]), encoding="utf-8")
         partial.rename(folder / "trials.json")
         os._exit(0)
     except BaseException:
@@ -126,7 +131,7 @@ LINGER_S = 1.0
 def _fail(failure: Failure, folder: Path) -> NoReturn:
     """Write the record of a rank's failure, and exit after `LINGER_S` seconds."""
     print(failure.traceback, file=sys.stderr, flush=True)
-    (folder / "failure.json").write_text(failure.to_json())
+    (folder / "failure.json").write_text(failure.to_json(), encoding="utf-8")
     time.sleep(LINGER_S)
     os._exit(0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,7 +58,25 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
         facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
+        facts |= {"gpu_uuids": gpu_uuids(_ordinals(case))}
     return facts
+
+
+def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
+    """Return the UUIDs of the GPUs with these CUDA ordinals; empty if some are unknown.
+
+    This process may not see all of the GPUs, and versions of torch before 2.5 do not give UUIDs.
+    """
+    if any(one >= torch.cuda.device_count() for one in ordinals):
+        return []
+    found = [str(getattr(torch.cuda.get_device_properties(one), "uuid", "")) for one in ordinals]
+    return found if all(found) else []
+
+
+def _ordinals(case: Case) -> tuple[int, ...]:
+    """Return the CUDA ordinals of the GPUs of a case by index of the replica; one if the replicas share a GPU."""
+    count = case.devices if case.placement == "spread" else 1
+    return case.device_ids[:count] or tuple(range(count))
 
 
 def blocked_pairs(case: Case) -> list[list[int]] | None:
@@ -67,7 +86,7 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
     """
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
-    ids = case.device_ids[: case.devices] or tuple(range(case.devices))
+    ids = _ordinals(case)
     if max(ids) >= torch.cuda.device_count():  # the ranks of a launch may each see only their own GPUs
         return None
     reaches = torch.cuda.can_device_access_peer

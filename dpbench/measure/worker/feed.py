@@ -76,7 +76,7 @@ class _Feed:
     def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
         self._step, self._mark, self._taken = step, mark, 0
         self._flat = [tree_flatten(batch) for batch in batches]
-        self.observe = getattr(step, "observe", list)
+        self.observe, self.settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
         with warnings.catch_warnings():
             # torch counts the cores of this thread, which may be bound to one; workers may use all
             warnings.simplefilter("ignore", UserWarning)

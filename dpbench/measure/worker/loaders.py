@@ -45,7 +45,7 @@ def work(loading: Loading, folder: Path) -> None:
     """Make one measurement, and write its reading to the folder, also if it fails."""
     reading = _caught(loading, folder)
     partial_file = folder / f"{READING}.part"
-    partial_file.write_text(json.dumps(asdict(reading)))
+    partial_file.write_text(json.dumps(asdict(reading)), encoding="utf-8")
     partial_file.rename(folder / READING)
 
 
@@ -56,7 +56,7 @@ def _caught(loading: Loading, folder: Path) -> Reading:
         return lost(loading, Status.SKIPPED, str(error))
     except Exception as error:
         raised, failure = folder / RAISED, of_error(error)
-        return lost(loading, failure.status, raised.read_text() if raised.exists() else failure.reason)
+        return lost(loading, failure.status, raised.read_text(encoding="utf-8") if raised.exists() else failure.reason)
 
 
 def measure(loading: Loading, folder: Path) -> Reading:
@@ -165,7 +165,7 @@ def _loader(dataset: Any, loading: Loading, batches: int, folder: Path) -> DataL
 
 def _dump_stacks(folder: Path, worker: int) -> None:
     """Make a worker write its Python stacks to a separate file when the parent process asks for them."""
-    faulthandler.register(signal.SIGUSR1, file=stacks(folder, worker).open("w"), all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks(folder, worker).open("w", encoding="utf-8"), all_threads=True)
 
 
 class _Watched(Dataset[Any]):
@@ -207,7 +207,7 @@ class _Watched(Dataset[Any]):
         info = get_worker_info()
         where = f"worker {info.id}" if info else "the main process"
         try:
-            with (self._folder / RAISED).open("x") as file:
+            with (self._folder / RAISED).open("x", encoding="utf-8") as file:
                 file.write(f"{what} in {where}: {of_error(error).reason}")
         except FileExistsError:
             pass  # another worker failed first

@@ -1,4 +1,4 @@
-"""Model check: take one step with a model on one device, and on two, and say what it does and what is wrong with it.
+"""Model check: take one step with a model on one device and one on two, and report its properties and its faults.
 
 Each fault is reported once, with the function of the model's file to change. A fault ends the check; a note describes a
 property that some strategies cannot use.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-import resource
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from dpbench import models, strategies
+from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
 from dpbench.measure.structures import all_tensors, mapped, tensors_by_name
@@ -34,6 +35,10 @@ ROWS = 2
 """The batch size of the step in the check of a model; it is not 1, because BatchNorm refuses a single row."""
 COPIES = 3
 """The least memory of a training step in copies of the parameters: weights, gradients, and the momentum of SGD."""
+
+
+OTHER_SOURCES = (("Python's random", random.getstate), ("numpy.random", np.random.get_state))
+"""Sources of random numbers that verification does not replay, each with the function that returns its state."""
 
 
 class ModelFault(ValueError):
@@ -59,7 +64,9 @@ def check(case: Case) -> Trial:
     _step(case, models.load(case.model, case.size, case.seed))
     if case.devices > 1:
         facts.two_devices()
-    facts.seen["memory"] = f"{in_bytes(_peak_bytes())} at the peak of this process, of which torch is a part"
+    facts.seen["memory"] = (
+        f"{in_bytes(processes.resident_peak())} at the peak of this process, of which torch is a part"
+    )
     facts.seen["check_s"] = time.perf_counter() - at
     return Trial(case=case, provenance={"model_check": {"seen": facts.seen, "notes": facts.notes}})
 
@@ -75,12 +82,13 @@ def _step(case: Case, model: Model) -> Trial:
 
 
 class _Facts:
-    """What the check has seen of a model, as text by name, and its notes."""
+    """The properties of a model that the check has seen, as text by name, and its notes."""
 
     def __init__(self, case: Case, model: Model) -> None:
         self._case, self._model = case, model
         self.seen: dict[str, Any] = {}
         self.notes: list[str] = []
+        self._draws = False
 
     def parameters(self) -> None:
         """Check the parameters of the module. Raises ModelFault if there is nothing to train, or too much."""
@@ -136,24 +144,27 @@ class _Facts:
         module = copy.deepcopy(model.module).to(device.torch_device).train()
         inputs, target = _moved(model.batch(ROWS, self._case.seed), device.torch_device)
         before = [tensor.clone() for tensor in all_tensors((inputs, target))]
-        state, other = torch.get_rng_state(), random.getstate()
+        state = torch.get_rng_state()
+        others = [(source, state_of, str(state_of())) for source, state_of in OTHER_SOURCES]
+        gpus = torch.cuda.get_rng_state_all()
         with precision_of(self._case):
-            with self._inside("build", "the forward of its module", inputs):
+            with self._inside("the forward of the module from build()", inputs):
                 output = module(*models.positional(inputs))
-            if random.getstate() != other:
-                self.notes.append(
-                    "forward draws from Python's random, which verification cannot replay: draw with torch"
-                )
-            draws = not torch.equal(torch.get_rng_state(), state)
-            self.seen["random numbers"] = "drawn in forward; verification replays them" if draws else "none in forward"
+            for source, state_of, was in others:
+                if str(state_of()) != was:
+                    self.notes.append(f"forward draws from {source}, which verification cannot replay: draw with torch")
+            self._draws = not (
+                torch.equal(torch.get_rng_state(), state) and _equal(torch.cuda.get_rng_state_all(), gpus)
+            )
+            self.seen["random numbers"] = "drawn in forward" if self._draws else "none from torch's default generators"
             if not _equal(before, all_tensors((inputs, target))):
                 raise self._fault("build", "returned a module whose forward modifies its inputs in place, so that the "
                                   "next step gets other data: clone them in forward")  # fmt: skip
             self._output(output)
-            with self._inside("loss", "", output):
+            with self._inside("loss()", output):
                 loss = model.loss(output, target)
         self._loss(loss)
-        with self._inside("loss", "its backward", output):
+        with self._inside("the backward of loss()", output):
             loss.backward()
         self._gradients(module)
         self.seen["loss"] = f"{loss.item():.4g}"
@@ -192,6 +203,9 @@ class _Facts:
         """Check the gradients after backward, and note parameters without one."""
         named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
         unused = [name for name, one in named if one.grad is None]
+        if len(unused) == len(named):
+            raise self._fault("loss", "gives no parameter a gradient: it depends on none, or forward uses parameters "
+                              "other than those of the module")  # fmt: skip
         if unused:
             self.notes.append(
                 f"{len(unused)} of {len(named)} parameters get no gradient (first: {unused[0]}): strategies with "
@@ -221,18 +235,28 @@ class _Facts:
         self.seen["two devices"] = found.verified.value
         if found.verified is Verified.NO:
             self.notes.append(f"a step on two devices will not verify: {found}")
+            return
+        if self._draws:  # each chunk draws other numbers than the whole batch
+            return
+        even = replace(two, batch_size=2 * ROWS)
+        apart = verification.dependence(even, devices[0], precision_of)
+        if apart > verification.TOLERANCE["fp32"]:
+            self.notes.append(
+                f"two devices train with another gradient than one (by {apart:.2g} of its norm), with dpbench as with "
+                "torch: the loss is not a mean over samples, or samples depend on each other, as in BatchNorm"
+            )
 
     def _fault(self, function: str, told: str) -> ModelFault:
         return ModelFault(f"model {self._case.model}: {function}() {told}")
 
     @contextmanager
-    def _inside(self, function: str, part: str, given: Any) -> Iterator[None]:
-        """Add a note that names the function and the tensors that it got to an error that is raised in the context."""
+    def _inside(self, part: str, given: Any) -> Iterator[None]:
+        """Add a note to an error that is raised in the context: the part of the step, and the tensors that it got."""
         try:
             yield
         except Exception as error:
             tensors = "; ".join(f"{name} {_told(one)}" for name, one in tensors_by_name(given, "given").items())
-            error.add_note(f"raised by {function}(){', in ' + part if part else ''} of {self._case.model}: {tensors}")
+            error.add_note(f"raised in {part} of {self._case.model}: {tensors}")
             raise
 
 
@@ -245,15 +269,10 @@ def _told(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def _peak_bytes() -> int:
-    """Return the peak of this process's resident memory in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _available_bytes() -> int:
     """Return the bytes of memory that this machine can give to a process; 0 if they are unknown."""
     with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return 0

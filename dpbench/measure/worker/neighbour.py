@@ -54,15 +54,16 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
         yield facts
         return
     ours, theirs = _FORK.Pipe()
+    killed_before = processes.killed_for_memory()
     process = _FORK.Process(target=_run, args=(case, draw, theirs, os.getpid()), name="neighbour")
     process.start()
     theirs.close()
     try:
-        before = _reply(case, ours, process)
+        before = _reply(case, ours, process, killed_before)
         yield facts
         with suppress(OSError):  # it has ended: the reply says why
             ours.send("stop")
-        facts["neighbour_steps"] = _reply(case, ours, process) - before
+        facts["neighbour_steps"] = _reply(case, ours, process, killed_before) - before
     finally:
         process.kill()
         process.join()
@@ -70,13 +71,16 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
         raise NeighbourFailed(f"the model {case.neighbour} took no step while the case was measured")
 
 
-def _reply(case: Case, pipe: Connection, process: ForkProcess) -> int:
-    """Return the number of steps that the neighbour reports next. Raises NeighbourFailed if it reports an error."""
+def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: int | None) -> int:
+    """Return the number of steps that the neighbour reports next. Raises NeighbourFailed if it reports an error.
+
+    `killed_before` is that of `processes.advice`.
+    """
     try:
         found = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
     except EOFError:
         process.join(WAIT_S)
-        found = processes.ending(process.exitcode) + processes.advice(process.exitcode)
+        found = processes.ending(process.exitcode) + processes.advice(process.exitcode, killed_before)
     if isinstance(found, int):
         return found
     raise NeighbourFailed(f"the model {case.neighbour}, which runs concurrently, failed: {found}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +66,7 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
     with memory.bound(case):
         with start_timer(prepared, effort) as timer:
             run_timers([timer])
+            check_threads(strategy)
             timed = timer.trial(_memory(case, prepared.devices))
             if effort.trace:
                 timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank.rank}.json")
@@ -84,6 +84,8 @@ def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> 
     with ExitStack() as stack:
         timers = [stack.enter_context(start_timer(prepared, effort)) for prepared in prepared_cases]
         run_timers(timers)
+        for prepared in prepared_cases:
+            check_threads(prepared.strategy)
         return [timer.trial() for timer in timers]
 
 
@@ -104,7 +106,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
 
     `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients are wrong.
     """
-    threads = usable_cores() if strategy.traits.all_cores else 1
+    threads = threads_of(strategy)
     torch.set_num_threads(threads)
     devices = _devices(case, strategy, rank)
     _allow_tf32(case, devices[0])
@@ -114,6 +116,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     leads = rank is None or rank.rank == 0
     verdict = _verify(case, strategy, devices, rank)
     at.append(time.perf_counter())
+    check_threads(strategy)
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
     batches = _placed_batches(case, model, devices[0])
@@ -130,6 +133,20 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         verified=verdict.verified, facts=facts,
         setup={"verify_s": at[1] - at[0] - sum(compiling.values()), "build_s": at[2] - at[1], **compiling},
     )  # fmt: skip
+
+
+def threads_of(strategy: Strategy) -> int:
+    """Return the number of threads that each operator of a case uses."""
+    return usable_cores() if strategy.traits.all_cores else 1
+
+
+def check_threads(strategy: Strategy) -> None:
+    """Raise RuntimeError if the user's code has changed the number of torch's threads, which changes all times."""
+    if (found := torch.get_num_threads()) != (meant := threads_of(strategy)):
+        raise RuntimeError(
+            f"the model has changed the number of torch's threads from {meant} to {found}, so its times could not be "
+            "compared: remove torch.set_num_threads from its code"
+        )
 
 
 def _allow_tf32(case: Case, device: Device) -> None:
@@ -196,23 +213,14 @@ def _forget(devices: Sequence[Device]) -> None:
     for device in devices:
         device.reset_memory()
     with suppress(OSError):  # on Linux, writing 5 resets the peak of the resident set
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
     """Return the memory peaks since the last call of `_forget`, of the devices that count them and of this process."""
     source = "ledger" if case.device_kind == "emulated" else "allocator"
     peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
-    return (*peaks, Memory(HOST, _resident_peak(), "rss"))
-
-
-def _resident_peak() -> int:
-    """Return the peak of this process's resident set in bytes."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return (*peaks, Memory(HOST, processes.resident_peak(), "rss"))
 
 
 def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
@@ -302,7 +310,9 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 
     def entry(rank: int) -> dict[str, Any]:
         # one file per rank: ranks that write their stacks to the same file overwrite each other
-        faulthandler.register(signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w"), all_threads=True)
+        faulthandler.register(
+            signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w", encoding="utf-8"), all_threads=True
+        )
         return measure(case, effort, strategy, RankPlace(rank, rank)).to_dict()
 
     parts = ranks.run(entry, len(case.rows), folder, strategy.backend(case))

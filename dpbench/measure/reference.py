@@ -1,0 +1,119 @@
+"""Reference: the chunked reference, which computes the gradients and the buffers of a correct step without the engine.
+
+It runs one deep copy of the module per chunk of the batch, one after the other on one device, and adds the gradients of
+the copies in the order of the chunks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.measure.structures import all_tensors, joined, mapped
+from dpbench.models import positional
+from dpbench.strategies import Split
+
+
+def chunked(
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
+    *, scale: float = 1.0,
+) -> nn.Module:  # fmt: skip
+    """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
+
+    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one chunk for each number of
+    samples in `split.rows`. The loss is multiplied by `scale` for backward, and the gradients are divided by it.
+    """
+    module = module.to(device)
+    columns = in_chunks(positional(inputs), split.rows, device)
+    copies = [copy.deepcopy(module) for _ in columns]
+    outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
+    ends: list[list[torch.Tensor]] = [[] for _ in columns]
+    cut = [mapped(output, partial(_cut, into=into)) for output, into in zip(outputs, ends, strict=True)]
+    (loss(joined(cut), mapped(target, lambda tensor: tensor.to(device))) * scale).backward()
+    for output, into in zip(outputs, ends, strict=True):
+        used = [(t, end.grad.clone()) for t, end in zip(all_tensors(output), into, strict=True) if end.grad is not None]
+        torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
+    _collect(module, copies, scale)
+    return module
+
+
+def block_chunked(
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
+    *, scale: float = 1.0,
+) -> nn.Module:  # fmt: skip
+    """Return `module` with the reference's gradients and buffers, for a step that splits the inputs of one block only.
+
+    The arguments are those of `chunked`; `split` has the name of the block and the sizes of its chunks.
+    """
+    block = module.get_submodule(split.block)
+    block.to(device)
+    copies = [copy.deepcopy(block) for _ in split.rows]
+    module.set_submodule(split.block, _Chunked(copies, split.rows, device))
+    module = chunked(module, loss, inputs, target, Split((sum(split.rows),)), device, scale=scale)
+    module.set_submodule(split.block, block)
+    _collect(block, copies)
+    return module
+
+
+class _Chunked(nn.Module):
+    """A module that runs copies of a block, one on each chunk of its inputs, and concatenates their outputs."""
+
+    def __init__(self, copies: Sequence[nn.Module], rows: Sequence[int], device: torch.device) -> None:
+        super().__init__()
+        self.copies, self._rows, self._device = nn.ModuleList(copies), rows, device
+
+    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        columns = zip(
+            *(in_chunks(value, self._rows, self._device) for value in (*inputs, *named.values())), strict=True
+        )
+        count = len(inputs)
+        return torch.cat([
+            one(*column[:count], **dict(zip(named, column[count:], strict=True)))
+            for one, column in zip(self.copies, columns, strict=True)
+        ])  # fmt: skip
+
+
+def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
+    """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the first copy."""
+    for name, parameter in module.named_parameters():
+        parts = [one.get_parameter(name).grad for one in copies]
+        total = _ordered_sum([p for p in parts if p is not None])
+        parameter.grad = total if total is None or scale == 1 else total / scale
+    for name, buffer in module.named_buffers():
+        buffer.copy_(copies[0].get_buffer(name))
+
+
+def in_chunks(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
+    """Return one structure for each of `rows`, with copies of that number of rows of each tensor on `device`."""
+    ranges = [slice(end - count, end) for count, end in zip(rows, accumulate(rows), strict=True)]
+    return [mapped(value, partial(_piece, rows=one, device=device)) for one in ranges]
+
+
+def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Tensor:
+    return tensor[rows].to(device, copy=True)
+
+
+def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
+    """Return the tensor without its autograd history, and append it to `into`; it requires gradients if it did before.
+
+    An object may copy the tensors from which it is made, as a cache does, so the tensor is not found in the result.
+    """
+    end = tensor.detach().requires_grad_(tensor.requires_grad)
+    into.append(end)
+    return end
+
+
+def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of the gradients in `parts`, added in this order; None if `parts` is empty."""
+    if not parts:
+        return None
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
