@@ -50,8 +50,11 @@ def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("-3", "must be a finite number of GB/s above 0, got -3"),
-        ("inf", "must be a finite number of GB/s above 0, got inf"),
+        ("-3", "must be a number of GB/s from 0.01 to 10000, got -3"),
+        ("inf", "must be a number of GB/s from 0.01 to 10000, got inf"),
+        ("42e9", "must be a number of GB/s from 0.01 to 10000, got 42e9"),
+        ("gather.txt", "has 0 usable lines"),
+        ("scatter.txt", "is the output of reduce_scatter_perf: give that of all_reduce_perf"),
         ("absent.txt", "neither a bandwidth in GB/s nor a file that can be read"),
         ("empty.txt", "has 0 usable lines of all_reduce_perf, and at least 3 sizes are needed"),
         ("short.txt", "has 2 usable lines"),
@@ -63,6 +66,8 @@ def test_a_bus_that_cannot_be_read_is_an_error_of_usage(
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("# no result\n")
     Path("short.txt").write_text(printed(CURVE[:2]))
+    Path("gather.txt").write_text(printed().replace(" sum ", " none"))
+    Path("scatter.txt").write_text(f"# Collective test starting: reduce_scatter_perf\n{printed()}")
     with pytest.raises(ValueError, match=said):
         nccl.collective(given)
 
@@ -80,6 +85,13 @@ def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
         step = next(one["step_s"] for one in found["cases"] if one["case"]["devices"] == 8)
         spans.append((step["high"] - step["low"]) / step["value"])
     assert spans[1] < spans[0]
+
+
+def test_the_bus_of_one_node_is_refused_for_cases_on_several() -> None:
+    asked = ["predict", "--machine", "dgx-1-v100-x128", "--models", "resnet50", "--strategies", "single,ddp"]
+    done = CliRunner().invoke(cli, [*asked, "--devices", "1,16", "--bus", "130"])
+    assert done.exit_code != 0
+    assert "runs on 2 nodes" in done.output
 
 
 def test_a_faster_bus_makes_ddp_faster() -> None:

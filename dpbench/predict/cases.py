@@ -190,9 +190,10 @@ class Predictor:
             return self._on_host(case)
         simulation.check(case, self.machine)
         profile = self.profile(case)
-        seconds = self._seconds(case, self.machine, self.constants, profile)
         spans: tuple[Span, ...] = ()
-        if not self.by_formula:
+        if self.by_formula:
+            seconds = self._seconds(case, self.machine, self.constants, profile)
+        else:
             line = simulation.step(case, profile, self.machine, self.constants)
             seconds, spans = line.seconds, tuple(line.spans())
 
@@ -328,11 +329,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
         "sources": dict(machine.sources),
     }  # fmt: skip
     with Store.create(path) as store:
-        run_id, _ = store.begin_run(
-            plan=plan.plan_hash(found, 1), host=f"predicted:{machine.name}", code="", rounds=1, provenance=facts,
-            reopen=False,
+        return store.add(
+            [one.trial() for one in predictions], plan=plan.plan_hash(found, 1), host=f"predicted:{machine.name}",
+            code="", provenance=facts,
         )  # fmt: skip
-        for one in predictions:
-            store.end_trial(store.begin_trial(run_id, one.case, 0), one.trial())
-        store.end_run(run_id)
-    return run_id

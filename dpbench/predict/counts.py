@@ -62,7 +62,7 @@ class Features:
 def _table() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in ("models.json", "figures.json"):
-        for key, row in json.loads((DATA / name).read_text()).items():
+        for key, row in json.loads((DATA / name).read_text(encoding="utf-8")).items():
             found[plain(key)] = row
     return found
 
@@ -73,7 +73,7 @@ def _aliases() -> list[tuple[str, str]]:
 
     The first expression that matches a model's name determines the stored model.
     """
-    return [(pattern, name) for pattern, name in json.loads((DATA / "aliases.json").read_text())]
+    return [(pattern, name) for pattern, name in json.loads((DATA / "aliases.json").read_text(encoding="utf-8"))]
 
 
 def plain(name: str) -> str:
@@ -83,7 +83,9 @@ def plain(name: str) -> str:
 
 def names() -> list[str]:
     """Return the names of all models whose counts are stored."""
-    return [key for name in ("models.json", "figures.json") for key in json.loads((DATA / name).read_text())]
+    return [
+        key for name in ("models.json", "figures.json") for key in json.loads((DATA / name).read_text(encoding="utf-8"))
+    ]
 
 
 def exact(name: str) -> bool:

@@ -36,9 +36,9 @@ from dpbench.predict.strategy_memory import EngineMemory
 from dpbench.predict.trace import Build, OptimizerFactory, Trace, trace, trace_optimizer
 from dpbench.records import Case, registry
 from dpbench.records.registry import Role
-from dpbench.records.schedule import REFERENCE, Schedule, parse
 from dpbench.records.work import COALESCED_BYTES, chunks
 from dpbench.strategies import optimizer_of, precision_of
+from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
 """A number of backward ops, and the holdings of the allocations that are released after this number of ops."""
@@ -244,7 +244,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         for device, rows in enumerate(case.rows):
             strategy_memory.ddp(tape, traces.of(rows), steps, device)
     elif role in (Role.ENGINE, Role.WRAPPER):
-        schedule = _schedule(case)
+        schedule = schedule_of(case)
         parts = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
         # the schedule may still replace collectives: persistent or flat weights do not use them
@@ -257,17 +257,6 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
             f"the memory of the strategy {case.strategy!r} is not known; use one of these strategies: {known}"
         )
     return tape
-
-
-def _schedule(case: Case) -> Schedule:
-    """Return the schedule of a case: `reference` if the case names none, and the engine's `BEST` for `fastest`."""
-    if not case.schedule:
-        return parse(REFERENCE)
-    if case.schedule == "fastest":
-        from dpbench.engine.legal import BEST
-
-        return BEST
-    return parse(case.schedule)
 
 
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:

@@ -12,14 +12,18 @@ from dpbench.records.machine import Collective
 
 GB = 1e9
 _LINE = re.compile(
-    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
+    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
 )
 """A line of all_reduce_perf: size in bytes, count, type, operation, root, then time (µs), algbw and busbw (GB/s), first
 of the out-of-place all-reduce."""
 FEWEST = 3
 """The least number of sizes from which a curve is read."""
 MOST = 1.25
-"""The largest ratio of a curve's bandwidth, which is that of an all-reduce without end, to the best measured one."""
+"""The bandwidth of a curve is at most this many times the best measured one."""
+LIMITS = (0.01, 10_000.0)
+"""The bandwidths in GB/s that a bus can have: from a slow network to twice the fastest NVLink switches, and more."""
+_OTHER = re.compile(r"\b(?!all_reduce)(\w+)_perf\b")
+"""Matches the name of another program of nccl-tests, whose `busbw` has another meaning."""
 
 
 def collective(given: str) -> Collective:
@@ -32,8 +36,9 @@ def collective(given: str) -> Collective:
         rate = float(given)
     except ValueError:
         return _from_file(Path(given))
-    if not (math.isfinite(rate) and rate > 0):
-        raise ValueError(f"the bandwidth of the bus must be a finite number of GB/s above 0, got {given}")
+    low, high = LIMITS
+    if not low <= rate <= high:
+        raise ValueError(f"the bandwidth of the bus must be a number of GB/s from {low:g} to {high:g}, got {given}")
     return Collective(bytes_per_s=rate * GB, start_s=DEFAULT.start_s, root_s=DEFAULT.root_s)
 
 
@@ -48,6 +53,8 @@ def _from_file(path: Path) -> Collective:
     points = [
         (int(one["size"]), float(one["time_us"]) * 1e-6, float(one["busbw"]) * GB) for one in _LINE.finditer(text)
     ]
+    if other := _OTHER.search(text):
+        raise ValueError(f"{path} is the output of {other[0]}: give that of all_reduce_perf")
     usable = [point for point in points if min(point) > 0]
     if len({size for size, _, _ in usable}) < FEWEST:
         raise ValueError(

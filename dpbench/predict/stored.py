@@ -171,8 +171,6 @@ def _setting(case: Case) -> str:
 
 
 def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) -> Stored:
-    from dpbench.predict.stored import of_trials
-
     batches = tuple(sorted({trial.case.batch_size for trial in trials}))
     return Stored(of_trials(counts.of(case), trials), device, batches, machine.gpu.name)
 

@@ -55,8 +55,8 @@ class Loop:
         lacking = [name for name in NEEDED if name not in self._model]
         problems = [
             (not self.trials, "no step has a result: watch more steps"),
-            (not self.case.batch_size, "the batch size is unknown: give --step-s and --models instead"),
-            (bool(lacking), f"the facts {', '.join(lacking)} about its model are unknown: give --model FILE.py:NAME"),
+            (not self.case.batch_size, "its batch size is unknown: give --model FILE.py:NAME and --step-s instead"),
+            (bool(lacking), f"its run lacks {', '.join(lacking)}: give --model FILE.py:NAME and --step-s instead"),
             (self.case.precision not in PRECISIONS, f"predictions know {' and '.join(PRECISIONS)} only, and it used "
              f"{self.case.precision}"),
             (self.case.device_kind != kind, f"it ran on devices of the kind {self.case.device_kind}, but the machine "
@@ -92,7 +92,7 @@ class Loop:
         """Return the seconds of one device in each phase of a step, for a loop on several devices.
 
         A phase on the host or on device 0 alone, such as the loss of DataParallel, processes the samples of all
-        devices; a device alone would process its share of them.
+        devices; a device alone would process its share of them. Ranks process their own samples only.
         """
         seconds: dict[Phase, list[float]] = defaultdict(list)
         shared: set[Phase] = set()
@@ -104,7 +104,7 @@ class Loop:
                 for phase, by_device in each.items():
                     real = [s for device, s in by_device.items() if device != HOST] or [*by_device.values()]
                     seconds[phase].append(statistics.median(real))
-                    if len(real) == 1:
+                    if len(real) == 1 and not self.case.traits.ranks:
                         shared.add(phase)
         found = {phase: statistics.median(values) for phase, values in seconds.items()}
         whole = shared & {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD}

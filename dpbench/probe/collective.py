@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from dpbench.hardware import processes
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
+from dpbench.measure import scratch
 from dpbench.measure.clocks import HostClock
 from dpbench.measure.ranks import run
 from dpbench.probe import engine, host
@@ -118,8 +118,8 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
     `wanted` maps the name of each measurement to its argument. Raises RuntimeError if a rank fails.
     """
     processes.roam()  # each rank is pinned to another core
-    with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
-        command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), folder, str(ranks), backend]
+    with scratch.folder() as folder:
+        command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), str(folder), str(ranks), backend]
         done = subprocess.run(
             [*command, json.dumps(wanted)], timeout=LIMIT_S, capture_output=True, text=True, check=False
         )

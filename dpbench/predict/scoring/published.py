@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dpbench.predict import counts
+from dpbench.records.visible import everywhere
 
 TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
 """The metrics from which the duration of a step can be calculated."""
@@ -161,21 +162,26 @@ OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
     """Return the rows of a table in CSV, and the rows that are excluded because they cannot be parsed.
 
-    Raises ValueError if a required column is missing.
+    Raises ValueError if the file is not such a table, or if a required column is missing.
     """
-    with path.open(newline="", encoding="utf-8") as file:
-        table = csv.DictReader(file)
-        if missing := set(REQUIRED) - set(table.fieldnames or ()):
-            raise ValueError(
-                f"{path}: the columns {', '.join(sorted(missing))} are missing; the table has the columns "
-                f"{table.fieldnames}; add or rename columns"
-            )
-        rows, excluded = [], []
-        for number, line in enumerate(table):
-            try:
-                rows.append(_row(_line(line)))
-            except (ValueError, msgspec.ValidationError) as error:
-                excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"not a valid number: {error}"))
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            table = csv.DictReader(file)
+            columns = table.fieldnames or ()
+            lines = [everywhere(line) for line in table]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a CSV table in UTF-8: {error}") from None
+    if missing := set(REQUIRED) - set(columns):
+        raise ValueError(
+            f"{path}: the columns {', '.join(sorted(missing))} are missing; the table has the columns "
+            f"{', '.join(columns) or 'none'}; add or rename columns"
+        )
+    rows, excluded = [], []
+    for number, line in enumerate(lines):
+        try:
+            rows.append(_row(_line(line)))
+        except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
+            excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"not a valid number: {error}"))
     return rows, excluded
 
 

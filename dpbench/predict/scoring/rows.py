@@ -59,7 +59,7 @@ class Described:
 
 @lru_cache(maxsize=1)
 def _gpus() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = tomllib.loads((DATA / "gpus.toml").read_text())["gpu"]
+    found: dict[str, dict[str, Any]] = tomllib.loads((DATA / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
     return found
 
 
@@ -320,7 +320,7 @@ FILE = Path(__file__).parents[1] / "data" / "fitted.toml"
 
 @lru_cache(maxsize=1)
 def _sections() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = tomllib.loads(FILE.read_text())
+    found: dict[str, dict[str, float]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return found
 
 
