@@ -5,7 +5,7 @@
 For each small case, processes are forked in pairs from two servers, one of which imports the package of BASE and the
 other the package of this checkout with its uncommitted changes. The processes of a pair run blocks of steps in the
 order ABBA, and the side that starts changes with every pair. A pair gives two ratios of the checkout's median block to
-BASE's: of wall time and of CPU time.
+BASE's: of wall time and of CPU time. Both processes run on one core, because they never run at the same time.
 
 The rule is sequential: after 5, 8, 12, 18, 27 and 40 pairs, one-sided t-tests on the logarithms of the ratios are made.
 A case is "slower" if a ratio is decidedly above 1, and "not slower" if a ratio is decidedly below 1 plus the margin.
@@ -196,6 +196,12 @@ def decide(base: Path, head: Path, *, cases: Sequence[str], seconds: float, marg
     return list(found.values())
 
 
+def on_one_core() -> None:
+    """Bind this process, and the servers that it will start, to one core, so that no step moves between cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+
+
 def whole(found: Sequence[Finding]) -> Answer:
     """Return the answer on all cases together."""
     answers = {one.answer for one in found}
@@ -222,6 +228,7 @@ def main() -> None:
     parser.add_argument("--margin", type=float, default=0.05)
     arguments = parser.parse_args()
     here = Path(__file__).resolve().parents[2]
+    on_one_core()
     with tree_of(arguments.base) as base:
         found = decide(base, here, cases=CASES, seconds=60 * arguments.minutes, margin=arguments.margin)
     for one in found:

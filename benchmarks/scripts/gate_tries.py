@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--tries", type=int, default=20, help="the number of tries of each kind")
     parser.add_argument("--minutes", type=float, default=10.0, help="the most minutes of one try")
     arguments = parser.parse_args()
+    gate.on_one_core()
     lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
     done = [json.loads(line) for line in lines]
     for number in range(len(done), 2 * arguments.tries):
