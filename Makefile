@@ -5,10 +5,13 @@
 #                 parameters 6 sets are taken
 # make faults     plants a fault for each law in a copy of the checkout, and reports which of them the tests catch;
 #                 ARGS="NAME..." takes some of them, ARGS=--list prints all
+# make hardening  damages 20 stores, kills 60 runs at random moments and makes 300 inputs of each kind, or N= of each,
+#                 and lists what went wrong
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
+# make gpu-check  on a machine with GPUs: the tests that need them and a short run, as one page gpu-check.txt to send back
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch, and whatever else is
 # installed, from the Python that runs make (a GPU machine with its own build) and downloads nothing.
@@ -20,17 +23,18 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 COMMITS ?= 3
 BASE   ?= main
-JOBS   ?= 2
+JOBS   ?= 3
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Tests run in JOBS processes where pytest-xdist is installed, which TORCH=system does not promise. Each process takes
+# Tests run in JOBS processes where pytest-xdist is installed, which TORCH=system does not promise. Many tests wait for
+# other processes, so that three processes use two cores better than two do. Each process takes
 # a run of neighbouring tests, so that it builds the fixtures of a file once, and at the end takes over from slower
 # ones: the files differ too much in length to be dealt out whole. ARGS=-n0 runs all tests in one process.
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-fast faults check history gate clean
+.PHONY: bench test test-fast faults hardening check history gate gpu-check clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages (also when it is a virtual environment itself,
@@ -68,6 +72,11 @@ test-fast: $(VENV)/dev.stamp
 faults: $(VENV)/dev.stamp
 	$(BIN)/python tests/faults.py $(ARGS)
 
+hardening: $(VENV)/dev.stamp
+	$(BIN)/python -m tests.hardening stores $(or $(N),20)
+	$(BIN)/python -m tests.hardening kills $(or $(N),60)
+	FUZZ=$(or $(N),300) $(BIN)/python -m pytest -q tests/test_fuzz.py
+
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -78,6 +87,9 @@ history: $(VENV)/dev.stamp
 
 gate: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/scripts/gate.py $(BASE) $(ARGS)
+
+gpu-check: $(VENV)/dev.stamp
+	$(BIN)/python benchmarks/scripts/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .asv build *.egg-info

@@ -205,3 +205,12 @@ def pytest_collection_finish() -> None:
 
 # a suite started in the background inherits an ignored SIGINT, and so would every command that a test interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real browser without a network; see `tests.browsing`."""
+    from tests import browsing
+
+    with browsing.driven(tmp_path_factory.mktemp("profile"), browsing.FLAGS) as driver:
+        yield driver

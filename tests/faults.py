@@ -255,6 +255,42 @@ FAULTS = (
         "isinstance(error, MemoryError)",
         ("tests/test_ranks.py::test_lack_of_memory_and_lost_peers_are_told_apart_by_type",),
     ),
+    # -- nothing lost
+    Fault(
+        "checksum",
+        "data that were changed in the file are noticed",
+        "if stored is not None and stored != _checksum(rows):",
+        "if stored is None and stored != _checksum(rows):",
+        ("tests/test_hardening.py::test_an_unreadable_trial_is_listed_and_hides_no_other",),
+    ),
+    Fault(
+        "replaced-store",
+        "a store that is deleted or replaced during a run is noticed",
+        "if file.same_file(db):",
+        "if file:",
+        ("tests/test_hardening.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",),
+    ),
+    Fault(
+        "dropped-signal",
+        "a signal ends a command also if Python drops its exception",
+        "if _State.number and threading.current_thread() is threading.main_thread():",
+        "if _State.number < 0:",
+        ("tests/test_signals.py::test_a_signal_that_python_drops_ends_the_next_wait",),
+    ),
+    Fault(
+        "swept-by-name",
+        "the folder of a living process is never removed",
+        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "os.fstat(lock)",
+        ("tests/test_signals.py::test_folders_of_killed_processes_are_removed_by_their_lock",),
+    ),
+    Fault(
+        "orphan",
+        "processes that a worker leaves behind in sessions of their own are ended",
+        "prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)",
+        "prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)",
+        ("tests/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",),
+    ),
     # -- launches
     Fault(
         "clock-of-another-machine",
@@ -364,8 +400,8 @@ FAULTS = (
     Fault(
         "nvml-ordinal",
         "GPUs have CUDA's numbers, and not NVML's",
-        "return [handles[position] for position in cuda_visible(visible, list(physical))]",
-        "return handles",
+        "chosen = [handles[position] for position in cuda_visible(visible, list(physical))]",
+        "chosen = handles",
         ("tests/test_samplers.py::test_devices_are_cuda_ordinals",),
     ),
     Fault(
@@ -510,14 +546,14 @@ FAULTS = (
         "an all-reduce moves 2 (n - 1) / n of its message over each link",
         '"all_reduce": lambda n: 2 * (n - 1) / n,',
         '"all_reduce": lambda n: 2.0,',
-        ("tests/test_predict.py::test_collectives_move_as_a_ring_does",),
+        ("tests/test_predict_network.py::test_collectives_move_as_a_ring_does",),
     ),
     Fault(
         "overlap",
         "a job that overlaps another ends no earlier than it",
         "self._beside[other] -= 1",
         "self._beside[other] -= 2",
-        ("tests/test_predict.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",),
+        ("tests/test_predict_network.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",),
     ),
     # -- export
     Fault(

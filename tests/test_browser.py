@@ -1,39 +1,19 @@
 """The report in a real browser: from a file, with the network off, wide and narrow, light and dark."""
 
-import base64
 import csv
 import io
 import json
 import re
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dpbench.analysis import comparison
-from dpbench.report import archive, comparing, page
-from tests import asv_site, axe, test_compare
-from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
-from tests.test_ladder import content
+from tests import asv_site, axe, browsing
+from tests.browsing import MARKS, show, webdriver
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 wait = pytest.importorskip("selenium.webdriver.support.wait", reason="selenium is not installed")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="there is no chromium on this system"),
-    pytest.mark.skipif(not DRIVER, reason="there is no chromedriver on this system"),
-]
-FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
+pytestmark = MARKS
 WIDTHS = (1280, 400)
 SPOILT = """
 const found = [];
@@ -57,55 +37,9 @@ return found;
 """The texts of drawings that are cut off, or that overlap another text."""
 
 
-@contextmanager
-def driven(profile: Path, flags: Sequence[str]) -> Iterator[Any]:
-    """Run a browser with a profile of its own, its console recorded."""
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    for flag in (*flags, f"--user-data-dir={profile}"):
-        options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.quit()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with driven(tmp_path_factory.mktemp("profile"), FLAGS) as driver:
-        yield driver
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("pages")
-    cpu = colocated_cpu_and_weak()
-    pages = {
-        "gpu": gpu_page(),
-        "cpu": page.render(run_of(*cpu, trials=[trial for row in cpu for trial in ran(row, spans=True)])),
-        "ladder": page.render(content()),
-        "empty": page.render(run_of()),
-    }
-    sides = [test_compare.report(trials) for trials in (test_compare.BEFORE, test_compare.AFTER)]
-    pages["compared"] = comparing.page(*sides, comparison.between(*sides))
-    archive.keep(replace(run_of(), answers=gpu_run().answers), folder)
-    pages["runs"] = (folder / "runs" / "index.html").read_text(encoding="utf-8")
-    for name, text in pages.items():
-        (folder / f"{name}.html").write_text(text, encoding="utf-8")
-    return {name: folder / f"{name}.html" for name in pages}
-
-
-def show(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> None:
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    browser.get("about:blank")  # else only the fragment may change, and the page stays
-    browser.get(file.as_uri())
+    return browsing.written(tmp_path_factory.mktemp("pages"))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -422,28 +356,6 @@ def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(browser: An
         assert not {name for name in row if name.startswith("step")}
 
 
-def test_the_printed_page_has_two_drawings_a_row_and_no_lonely_heading(browser: Any, files: dict[str, Path]) -> None:
-    show(browser, files["gpu"], 718)  # the width of a sheet of A4 without its margins
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-    try:
-        lefts, breaks, hidden = browser.execute_script(
-            """
-            const style = (e) => getComputedStyle(e);
-            return [
-              [...document.querySelectorAll('#throughput figure')].map(e => e.getBoundingClientRect().left),
-              [...document.querySelectorAll('h2, h3, .head')].map(e => style(e).breakAfter),
-              [...document.querySelectorAll('aside, .tools, .copy')].map(e => e.checkVisibility()),
-            ];
-            """
-        )
-        assert len(set(lefts)) == len(lefts) == 2
-        assert set(breaks) == {"avoid"}
-        assert not any(hidden)
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 718
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
-
-
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("asv", reason="asv publishes the site")
@@ -484,51 +396,3 @@ def test_the_site_of_asv_draws_its_graphs_from_a_file(browser: Any, site: Path) 
     assert trials.endswith("dpbench show 7f3a7f3a7f3a --store trials.db case 56ca46e673")
     loaded = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert all(one.startswith("file:") for one in loaded)
-
-
-HEADINGS = """
-return [...document.querySelectorAll('main :is(h2, h3)')].filter(e => e.checkVisibility())
-  .map(e => e.childNodes[0].textContent.replace(/\\s+/g, ' ').trim());
-"""
-HEADING_PT = 11
-"""The least size of a heading in print, in points; all other texts at the end of a page are smaller."""
-
-
-Line = Sequence[tuple[str, float]]
-"""The texts at one height of a printed page, each with the size of its letters in points."""
-
-
-def printed_lines(pdf: bytes) -> list[list[Line]]:
-    """Return the lines of each sheet of a PDF, the lowest first."""
-    pypdf = pytest.importorskip("pypdf", reason="pypdf is not installed")
-    found = []
-    for sheet in pypdf.PdfReader(io.BytesIO(pdf)).pages:
-        lines: dict[int, list[tuple[str, float]]] = {}
-
-        def visit(
-            text: str, outer: Sequence[float], inner: Sequence[float], font: Any, size: float, lines: Any = lines
-        ) -> None:  # fmt: skip
-            if text.strip():
-                height = round(inner[4] * outer[1] + inner[5] * outer[3] + outer[5])
-                lines.setdefault(height, []).append((" ".join(text.split()), size * abs(inner[3] * outer[3])))
-
-        sheet.extract_text(visitor_text=visit)
-        found.append([lines[height] for height in sorted(lines)])
-    return found
-
-
-@pytest.mark.parametrize(("name", "height"), [("cpu", 9.5), ("ladder", 11.69), ("compared", 11.0)])
-def test_no_sheet_of_the_printed_page_ends_with_a_heading(
-    browser: Any, files: dict[str, Path], name: str, height: float
-) -> None:
-    show(browser, files[name])
-    headings = browser.execute_script(HEADINGS)
-    printed = browser.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": height})
-    sheets = printed_lines(base64.b64decode(printed["data"]))
-    large = [text for lines in sheets for line in lines for text, points in line if points > HEADING_PT]
-    assert {"Answers", "Step time by phase", "Phases before and after"} & {*headings} & {*large}
-    ends = [line for lines in sheets[:-1] if lines for line in lines[0]]
-    assert ends
-    # of a heading of several lines, the last line would end the sheet
-    lonely = [text for text, points in ends if points > HEADING_PT and any(one.endswith(text) for one in headings)]
-    assert lonely == []

@@ -37,7 +37,7 @@ WORDING = {
     "report/figures.py": "texts of a drawing",
     "analysis/findings/scale.py": "the name of a finding",
 }
-"""The modules in which a strategy's name stands for something else than a strategy, or is a default or a text."""
+"""The modules in which the name of a strategy means something else, or is a default or a text."""
 TINY = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=8)
 EMULATED = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=8, device_kind="emulated")
@@ -156,7 +156,7 @@ def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_frames", lambda error: "-")
     monkeypatch.setattr(failures, "_memory_of", lambda error, ordinal: "-")
     monkeypatch.setattr(processes, "ending", lambda status: "-")
-    monkeypatch.setattr(processes, "advice", lambda status: "-")
+    monkeypatch.setattr(processes, "advice", lambda status, killed_before: "-")
     monkeypatch.setattr(errors, "_rebuilt", lambda error, message: RuntimeError("-"))
     monkeypatch.setattr(_ledger.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-"))
 

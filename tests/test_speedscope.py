@@ -20,8 +20,8 @@ import pytest
 from dpbench.analysis.summary import labels
 from dpbench.records import HOST, Phase, Span, Trial
 from dpbench.store import export
+from tests.browsing import CHROMIUM, DRIVER, FLAGS, driven
 from tests.exported import DP, STEP_S, made
-from tests.test_browser import CHROMIUM, DRIVER, FLAGS, driven
 
 PACKAGE = Path(os.environ.get("SPEEDSCOPE", "")) / "dist" / "release"
 pytestmark = [
