@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -62,11 +63,36 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 """
 
 
-def watched(folder: Path, source: str) -> tuple[loop.Loop, Recorder]:
-    """Run a script under the seams; return its loop and the recorder."""
+class Clock:
+    """Stands in for the host's time, of which only sleeping takes some, so that no other process lengthens a step.
+
+    Each look at the clock takes a microsecond, so that no two moments are equal.
+    """
+
+    at = 0.0
+
+    def now(self) -> float:
+        self.at += 1e-6
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop.Loop, Recorder]:
+    """Run a script under the seams on a clock that stands in; return its loop and the recorder."""
+    clock = clock or Clock()
+    with mock.patch("time.sleep", clock.sleep):
+        return really_watched(folder, source, clock.now)
+
+
+def really_watched(
+    folder: Path, source: str, now: Callable[[], float] = time.perf_counter
+) -> tuple[loop.Loop, Recorder]:
+    """Run a script under the seams, on the host's time; return its loop and the recorder."""
     file = folder / "train.py"
     file.write_text(HEAD + source)
-    recorder = Recorder()
+    recorder = Recorder(now)
     with seams.installed(recorder):
         assert script.run(str(file), []) == 0
     recorder.stop()
@@ -108,7 +134,7 @@ for x, y in batches(9, batch_size=2):
 """)  # fmt: skip
     assert len(found.steps) in ({9 - 1, 9 - 2} if first < 9 else {first - 1, first - 2})
     assert found.rows == (2 if first < 9 else 4)
-    assert max(one.seconds for one in found.steps) < 0.15
+    assert max(one.seconds for one in found.steps) < 0.5e-3
     assert f"these are the steps of number {1 + (first < 9)}" in problems(found)
 
 
@@ -147,8 +173,8 @@ for i, (x, y) in enumerate(batches(16)):
         net.sleeps = 0.0
 """)  # fmt: skip
     assert len(found.steps) == 15
-    assert found.evaluation_s > 3 * 5 * 0.004
-    assert max(one.seconds for one in found.steps) < 5 * 0.004
+    assert found.evaluation_s == pytest.approx(3 * 5 * 0.004, rel=0.05)
+    assert max(one.seconds for one in found.steps) < 0.5e-3
     assert found.rows == 4
 
 
@@ -209,8 +235,8 @@ for x, y in {data}:
     optimizer.step()
 """)  # fmt: skip
     rows = ledger.Ledger(found.steps, found.spans).phases
-    assert 0.003 < min(row[Phase.FORWARD] for row in rows) < 0.0033
-    assert min(row[UNATTRIBUTED] for row in rows) < 0.3e-3
+    assert all(0.003 < row[Phase.FORWARD] < 0.0031 for row in rows)
+    assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
     assert "calls no module" in problems(found)
 
 
@@ -258,7 +284,7 @@ assert len(compilations) <= 2, len(compilations)
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # on a machine with one core
 def test_a_loader_with_workers_is_waited_for_and_its_workers_are_counted(tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, """
+    found, _ = really_watched(tmp_path, """
 import json
 
 waits = []
@@ -281,14 +307,14 @@ with open(__file__ + ".json", "w") as file:
 
 
 def test_the_time_for_which_item_waits_is_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
     slept: list[float] = []
     item: Callable[[torch.Tensor], float] = torch.Tensor.item
 
     def waits(self: torch.Tensor) -> float:
         if self.requires_grad:  # a DataLoader draws its seed with the same method
-            start = time.perf_counter()
-            time.sleep(0.006 * (len(slept) % 2))
-            slept.append(time.perf_counter() - start)
+            slept.append(0.006 * (len(slept) % 2))
+            clock.sleep(slept[-1])
         return item(self)
 
     monkeypatch.setattr(torch.Tensor, "item", waits)
@@ -299,12 +325,12 @@ for x, y in batches(20):
     loss.backward()
     optimizer.step()
     loss.item()
-""")  # fmt: skip
+""", clock)  # fmt: skip
     rows = ledger.Ledger(found.steps, found.spans).phases
     # a read after an update belongs to the next step
     remains = [row[Phase.READ] - slept[at] for at, row in enumerate(rows)]
     assert min(remains) >= 0
-    assert statistics.median(remains) < 0.3e-3
+    assert max(remains) < 0.1e-3
     assert all(place.endswith(" item") for places in found.reads for place in places)
 
 
@@ -333,8 +359,8 @@ for x, y in batches(12):
 assert optimizer.step.watched
 """)  # fmt: skip
     rows = ledger.Ledger(found.steps, found.spans).phases[1:]
-    assert 0.005 < min(row[Phase.OPTIMIZER] for row in rows) < 0.006
-    assert min(row[UNATTRIBUTED] for row in rows) < 0.5e-3
+    assert all(0.005 < row[Phase.OPTIMIZER] < 0.0051 for row in rows)
+    assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
 
 ACCELERATE = """
@@ -374,7 +400,7 @@ def test_the_loops_of_hugging_face_are_understood(
 ) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip(library)
-    found, _ = watched(tmp_path, source)
+    found, _ = really_watched(tmp_path, source)
     assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (19, updates, rows, 0)
     assert not found.unknown
     table = ledger.Ledger(found.steps, found.spans).phases

@@ -292,7 +292,7 @@ class Recorder:
     def _tick(self, owner: int, end: Any) -> None:
         """End the interval at the moment `end`, and decide whether the next one is kept."""
         number, spans = len(self.ends), self._spans
-        self.ends.append(time.perf_counter())
+        self.ends.append(float(end))
         self._spans = []
         if self.kept:
             self.intervals.append(Interval(number, owner, self._start, end, spans))
