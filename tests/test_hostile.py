@@ -20,7 +20,6 @@ from dpbench.records import Case, Status, Trial, registry, visible
 from dpbench.report import page
 from dpbench.store import FINISHED, Store, StoredRun, export
 from dpbench.store.export import formats
-from dpbench.store.past import past
 from tests import exported
 from tests.exported import made, stored
 
@@ -100,8 +99,8 @@ def test_every_text_of_a_store_is_visible(tmp_path) -> None:
         assert not HIDDEN.search(everything(opened.summaries(run_id), opened.runs()[0]))
         (case,) = opened.outcomes(run_id)
         assert not HIDDEN.search("\n".join(texts(case)))
-    for one in past(path, run_id):
-        assert not HIDDEN.search(everything(list(one.trials), one.run))
+        for one in opened.past(run_id, opened.summaries(run_id)):
+            assert not HIDDEN.search(everything(list(one.trials), one.run))
 
 
 def test_only_the_reason_of_a_trial_has_several_lines(tmp_path) -> None:

@@ -14,10 +14,12 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from dpbench.analysis import validity
 from dpbench.hardware import provenance
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
 from dpbench.store import Naming, Store
@@ -89,7 +91,8 @@ def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
         for number in range(rounds):
             for case in chosen:
                 slot = store.begin_trial(run_id, case, number)
-                store.end_trial(slot, trial(case, number, steps, each, draw))
+                made = trial(case, number, steps, each, draw)  # a run stores the results of the validity checks too
+                store.end_trial(slot, replace(made, provenance={"validity": validity.facts(made, 2)}))
         store.end_run(run_id)
 
 

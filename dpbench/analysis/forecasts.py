@@ -11,7 +11,7 @@ from dpbench.analysis import summary
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source
 from dpbench.records.trial import Estimate
-from dpbench.store.past import PastRun
+from dpbench.store.runs import PastRun
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dpbench.analysis import stats, summary
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Trial
 from dpbench.records.trial import Estimate
-from dpbench.store.past import PastRun
+from dpbench.store.runs import PastRun
 
 COMMITS = 3
 """The smallest number of commits that make a history."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dpbench.analysis import stats, transfers
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
@@ -77,9 +78,9 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     used: dict[tuple[Case, Source], dict[int, int]] = {}
     for trial in (trial for trial in trials if trial.trusted):
         most = used.setdefault((trial.case, trial.source), {})
-        for sample in trial.samples:
-            if sample.metric == "memory_used_bytes" and 0 <= sample.device < trial.case.working:
-                most[sample.device] = max(most.get(sample.device, 0), int(sample.value))
+        for device, values in trial.readings("memory_used_bytes").items():
+            if 0 <= device < trial.case.working:
+                most[device] = max(most.get(device, 0), int(max(values)))
         for peak in trial.memory:
             if peak.phase and peak.kind == "allocated" and peak.device >= 0:
                 key = trial.case, trial.source
@@ -154,6 +155,17 @@ class _Found:
             for device, column in zip(self.columns, zip(*rounds, strict=True), strict=True)
         }
 
+    @property
+    def several(self) -> bool:
+        """Return whether device 0 and at least one other device have readings, and all readings are positive."""
+        others = self.columns[:1] == (0,) and len(self.columns) > 1
+        return others and all(min(row) > 0 for rows in self.vectors.values() for row in rows)
+
+    @cached_property
+    def balance(self) -> stats.Balance:
+        """Return the imbalance of the devices."""
+        return stats.balance(self.vectors)
+
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
     """Return the indexes of all cases on several devices, one for each known quantity, in the order of the trials."""
@@ -165,7 +177,7 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
     found = []
     for quantity in QUANTITIES:
         amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
-        found += [_index(quantity, key, mine, amounts) for key, mine in amounts.items() if mine and _several(mine)]
+        found += [_index(quantity, key, mine, amounts) for key, mine in amounts.items() if mine and mine.several]
     place = {key: number for number, key in enumerate(groups)}
     return sorted(found, key=lambda index: place[index.case, index.source])
 
@@ -190,12 +202,6 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
     return None
 
 
-def _several(found: _Found) -> bool:
-    """Return whether device 0 and at least one other device have readings, and all readings are positive."""
-    others = found.columns[:1] == (0,) and len(found.columns) > 1
-    return others and all(min(row) > 0 for rows in found.vectors.values() for row in rows)
-
-
 def _index(
     quantity: Quantity, key: tuple[Case, Source], mine: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
 ) -> Index:
@@ -204,16 +210,18 @@ def _index(
     The control and the floor are taken from `amounts`, which has the readings of all cases.
     """
     case, source = key
-    alike = {at: found for at, found in amounts.items() if found and found.basis == mine.basis}
-    first = stats.first_over_rest(mine.vectors)
+
+    def alike(other: Case) -> _Found | None:
+        found = amounts.get((other, source))
+        return found if found and found.basis == mine.basis else None
+
     is_control = case.traits.role is Role.CONTROL
-    balanced = None if is_control else alike.get((control_of(case), source))
-    control = stats.first_over_rest(balanced.vectors) if balanced and _several(balanced) else None
-    alone = alike.get((plan.alone(case, case.batch_size), source))
+    balanced, alone = None if is_control else alike(control_of(case)), alike(plan.alone(case, case.batch_size))
+    control = balanced.balance.first if balanced and balanced.several else None
     return Index(
         case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=mine.basis,
-        devices=mine.medians(), first=first, most=stats.most_over_mean(mine.vectors), control=control,
-        verdict="the control" if is_control else _verdict(first, control),
+        devices=mine.medians(), first=mine.balance.first, most=mine.balance.most, control=control,
+        verdict="the control" if is_control else _verdict(mine.balance.first, control),
         floor=alone.medians().get(0) if alone else None,
     )  # fmt: skip
 

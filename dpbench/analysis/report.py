@@ -32,7 +32,7 @@ from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
 from dpbench.records.observed import Alternatives
-from dpbench.store.past import PastRun
+from dpbench.store.runs import PastRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Report:
 
     `self_check` has one line of text for each result of the run's self-check, and one for each model on which the
     operators of the engine and of torch.nn.DataParallel were counted. `notes` are sentences on ladders, habits, hosts,
-    the engine's cost and noise. `past` are the runs of the store that have cases of this run; see `store.past`.
+    the engine's cost and noise. `past` are the runs of the store that have cases of this run; see `Store.past`.
     """
 
     run_id: str

@@ -143,27 +143,34 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     return Estimate(value, low, high, n, signed=True)
 
 
-def first_over_rest(vectors: Vectors, *, seed: int = 0) -> Estimate:
-    """Return the ratio of device 0's median to the mean of the other devices' medians, with its interval."""
-    return _of_medians(vectors, lambda each: each[..., 0] / each[..., 1:].mean(axis=-1), seed)
+@dataclass(frozen=True)
+class Balance:
+    """The imbalance of devices: `first` is the ratio of device 0's median to the mean of the other devices' medians.
+
+    `most` is the ratio of the largest of the devices' medians to the mean of all of them.
+    """
+
+    first: Estimate
+    most: Estimate
 
 
-def most_over_mean(vectors: Vectors, *, seed: int = 0) -> Estimate:
-    """Return the ratio of the largest of the devices' medians to the mean of these medians, with its interval."""
-    return _of_medians(vectors, lambda each: each.max(axis=-1) / each.mean(axis=-1), seed)
+def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
+    """Return the imbalance of the devices, with intervals.
 
-
-def _of_medians(vectors: Vectors, function: Callable[[Array], Array], seed: int) -> Estimate:
-    """Return the value of `function` for the devices' medians, with its interval.
-
-    `function` takes an array whose last axis is the devices, and reduces this axis. A device's median is the median
-    over rounds of each round's median. Each step is resampled with all its devices, so that disturbances common to all
-    devices cancel.
+    A device's median is the median over rounds of each round's median. Each step is resampled with all its devices, so
+    that disturbances common to all devices cancel.
     """
     each, draws = _medians(vectors, np.random.default_rng(seed), scale=np.asarray)
-    value = float(function(np.median(each, axis=0)))
-    found = _exponential(math.log(value), np.log(function(np.median(draws, axis=1))), len(vectors))
-    return replace(found, value=value)
+    values, resampled = np.median(each, axis=0), np.median(draws, axis=1)
+
+    def estimate(function: Callable[[Array], Array]) -> Estimate:
+        value = float(function(values))
+        return replace(_exponential(math.log(value), np.log(function(resampled)), len(vectors)), value=value)
+
+    return Balance(
+        first=estimate(lambda one: one[..., 0] / one[..., 1:].mean(axis=-1)),
+        most=estimate(lambda one: one.max(axis=-1) / one.mean(axis=-1)),
+    )
 
 
 def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -197,15 +204,16 @@ def resampled_medians(pool: Array, count: int, generator: np.random.Generator) -
     """Return the medians of `count` resamples of the steps in `pool`, whose first axis is the steps.
 
     A resample draws as many steps as there are, with replacement; it draws each step with all its devices, if there is
-    an axis of devices. For one number per step, the steps themselves need not be drawn. The k-th smallest of n uniform
-    numbers has the distribution Beta(k, n - k + 1), and each of the larger ones is uniform above it. The step at the
-    rank of such a number is distributed as the k-th smallest step of a resample (David and Nagaraja, "Order
-    Statistics", 2003, sections 2.1 and 2.5).
+    an axis of devices. Such resamples are drawn as counts of the steps, because the median of a device is the step at
+    which the counts, added up in the order of the device's steps, reach half of the steps. For one number per step, the
+    steps themselves need not be drawn. The k-th smallest of n uniform numbers has the distribution Beta(k, n - k + 1),
+    and each of the larger ones is uniform above it. The step at the rank of such a number is distributed as the k-th
+    smallest step of a resample (David and Nagaraja, "Order Statistics", 2003, sections 2.1 and 2.5).
     """
     n = len(pool)
     if pool.ndim > 1:
-        picks = generator.integers(n, size=(count, n))
-        return np.asarray(np.median(pool[picks], axis=1))
+        counts = _counts(n, count, generator)
+        return np.stack([_counted_medians(column, counts) for column in pool.T], axis=1)
     ordered, middle = np.sort(pool), (n + 1) // 2
     first = generator.beta(middle, n - middle + 1, size=count)
     low = ordered[np.minimum((n * first).astype(int), n - 1)]
@@ -213,6 +221,20 @@ def resampled_medians(pool: Array, count: int, generator: np.random.Generator) -
         return np.asarray(low)
     second = 1 - (1 - first) * generator.random(count) ** (1 / (n - middle))
     return np.asarray((low + ordered[np.minimum((n * second).astype(int), n - 1)]) / 2)
+
+
+def _counts(n: int, count: int, generator: np.random.Generator) -> NDArray[np.int32]:
+    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape (count, n)."""
+    picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
+    return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).astype(np.int32)
+
+
+def _counted_medians(steps: Array, counts: NDArray[np.int32]) -> Array:
+    """Return the median of each resample of `steps`; a row of `counts` has the number of times each step was drawn."""
+    order, n = np.argsort(steps), len(steps)
+    ordered, reached = steps[order], counts[:, order].cumsum(axis=1, dtype=np.int32)
+    low, high = ((reached > rank).argmax(axis=1) for rank in ((n - 1) // 2, n // 2))
+    return np.asarray((ordered[low] + ordered[high]) / 2)
 
 
 def _centre(values: Array) -> Array:

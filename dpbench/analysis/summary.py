@@ -21,7 +21,6 @@ from dpbench.records import (
     Status,
     Trial,
     Verified,
-    ledger,
     plan,
 )
 from dpbench.records.case import MOVING
@@ -308,9 +307,8 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
     """
     total: dict[str, float] = {}
     for trial in trials:
-        for phases in ledger.middle(trial):
-            for name, seconds in phases.items():
-                total[name] = total.get(name, 0.0) + seconds
+        for name, seconds in trial.ledger.middle.items():
+            total[name] = total.get(name, 0.0) + seconds
     whole = sum(total.values())
     order = [*(phase.value for phase in Phase), UNATTRIBUTED]
     return {name: total[name] / whole * step_s for name in order if name in total}
@@ -333,7 +331,7 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
     Return None if `busy_of` has no readings of device 0 and another device.
     """
     devices, vectors = busy_of(trials, source)
-    return stats.first_over_rest(vectors) if devices[:1] == (0,) and len(devices) > 1 else None
+    return stats.balance(vectors).first if devices[:1] == (0,) and len(devices) > 1 else None
 
 
 def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stats.Vectors]:

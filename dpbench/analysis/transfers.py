@@ -157,6 +157,6 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
 def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
     """Return the mean of all readings of `metric` in the trials, by device."""
     values: dict[int, list[float]] = {}
-    for sample in (sample for trial in trials for sample in trial.samples if sample.metric == metric):
-        values.setdefault(sample.device, []).append(sample.value)
+    for device, readings in (pair for trial in trials for pair in trial.readings(metric).items()):
+        values.setdefault(device, []).extend(readings)
     return {device: statistics.mean(found) for device, found in values.items()}

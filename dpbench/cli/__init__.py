@@ -23,7 +23,6 @@ from dpbench.cli import (
     predicting,
     reading,
     running,
-    storing,
     watching,
 )
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
@@ -50,7 +49,7 @@ def cli(context: click.Context, no_config: bool) -> None:
 for command in (
     running.run, watching.watch, importing.import_, checking.check, checking.init, loading.loaders, reading.report,
     reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
-    storing.store_,
+    managing.store_,
     predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dpbench.measure.forecast import Forecast
     from dpbench.records import Trial
     from dpbench.records.observed import Alternatives
-    from dpbench.store import StoredRun, UnreadableRow
+    from dpbench.store import PastRun, StoredRun, UnreadableRow
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
@@ -78,13 +78,19 @@ def report_of(chosen: StoredRun, trials: Sequence[Trial], store: Path | None = N
     """
     from dpbench.analysis.report import Report
     from dpbench.measure import checks
-    from dpbench.store.past import past
 
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=checks.words(chosen.provenance), past=past(store, chosen.id, list_unreadable) if store else (),
+        self_check=checks.words(chosen.provenance), past=_past(store, chosen.id, trials) if store else (),
         alternatives=_alternatives(chosen, trials),
     )  # fmt: skip
+
+
+def _past(store: Path, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
+    from dpbench.store import Store
+
+    with Store.read(store, list_unreadable) as opened:
+        return opened.past(run_id, trials)
 
 
 def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:

@@ -334,7 +334,7 @@ class _Session:
             load = foreign_load.since(before)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
-            samples = trial.samples + _watched(watched, began, ended, trial, self._visible)
+            samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
             own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
             facts = {**own, **trial.provenance}  # the load that the agents of a cluster measured takes precedence
             seen = _checked(replace(trial, samples=samples, provenance=facts))

@@ -31,12 +31,12 @@ class Ledger:
         self._steps, self._spans = steps, spans
 
     @classmethod
-    def recorded(cls, phases: Sequence[dict[str, float]]) -> Self:
+    def recorded(cls, steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> Self:
         """Return the ledger of a trial of which only the seconds by phase of every step are known.
 
         It has no seconds by device.
         """
-        found = cls((), ())
+        found = cls(steps, ())
         known = {"phases": tuple(phases), "charged": ({},) * len(phases), "occupied": {}, "concurrency": {}}
         found.__dict__.update(known)
         return found
@@ -51,6 +51,21 @@ class Ledger:
     def phases(self) -> tuple[dict[str, float], ...]:
         """Return the seconds by phase of every step, including warm-up, as the function `phases` computes them."""
         return tuple(_by_phase(charged) for charged in self.charged)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, Sequence[float]]:
+        """Return, by phase, the seconds of every step, including warm-up; unattributed time is a phase too."""
+        names = dict.fromkeys(name for phases in self.phases for name in phases)
+        return {name: [phases.get(name, 0.0) for phases in self.phases] for name in names}
+
+    @cached_property
+    def middle(self) -> Mapping[str, float]:
+        """Return the seconds of each phase in total over the steps of the function `middle`."""
+        total: dict[str, float] = {}
+        for phases in _middle(self._steps, self.phases):
+            for name, seconds in phases.items():
+                total[name] = total.get(name, 0.0) + seconds
+        return total
 
     @cached_property
     def occupied(self) -> Mapping[int, list[float]]:
@@ -98,7 +113,7 @@ class Ledger:
 
     def close(self) -> Ledger:
         """Compute all properties, release the spans except those of the median step, and return this ledger."""
-        _ = self.phases, self.occupied, self.concurrency, self.median_step
+        _ = self.middle, self.occupied, self.concurrency, self.median_step
         self._spans = ()
         return self
 
@@ -231,7 +246,11 @@ def typical(trial: Trial) -> dict[str, float]:
 
 def middle(trial: Trial) -> list[dict[str, float]]:
     """Return the seconds by phase of the middle half of a trial's timed steps, sorted by the duration of the step."""
-    timed = [(step.seconds, parts) for step, parts in zip(trial.steps, of_trial(trial), strict=True) if not step.warmup]
+    return _middle(trial.steps, trial.ledger.phases)
+
+
+def _middle(steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    timed = [(step.seconds, parts) for step, parts in zip(steps, phases, strict=True) if not step.warmup]
     return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
 
 

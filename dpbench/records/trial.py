@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 from dpbench.records import visible
 from dpbench.records.case import Case, Phase
 from dpbench.records.ledger import Ledger
+from dpbench.records.samples import Sample, Samples
 
 
 class Doubt(StrEnum):
@@ -99,7 +100,7 @@ class Source(StrEnum):
     PREDICTED = "predicted"
     IMPORTED = "imported"
 
-    @property
+    @cached_property
     def timed(self) -> bool:
         """Return whether the steps were timed on a machine, and not predicted."""
         return self is not Source.PREDICTED
@@ -155,16 +156,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One reading of one metric of a device; the name of the metric ends with the unit of the value."""
-
-    time_s: float
-    device: int
-    metric: str
-    value: float
-
-
-@dataclass(frozen=True)
 class Step:
     """One training step: its duration, whether it was warm-up, and the time at which it ended."""
 
@@ -211,7 +202,7 @@ class Trial:
     verified: Verified = Verified.NOT_APPLICABLE
     steps: tuple[Step, ...] = ()
     spans: tuple[Span, ...] = ()
-    samples: tuple[Sample, ...] = ()
+    samples: Sequence[Sample] = ()
     memory: tuple[Memory, ...] = ()
     setup: Mapping[str, float] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -244,12 +235,17 @@ class Trial:
         If `timed` is True, readings that were taken before the end of warm-up are left out.
         """
         warm_s = max((step.end_s for step in self.steps if timed and step.warmup), default=float("-inf"))
-        found: dict[int, list[float]] = {}
-        for sample in self.samples:
-            # readings of a profiled step, which is outside the series, have time 0
-            if sample.metric == metric and (sample.time_s > warm_s or sample.time_s == 0.0):
-                found.setdefault(sample.device, []).append(sample.value)
-        return found
+        # readings of a profiled step, which is outside the series, have time 0
+        found = {
+            device: [value for time_s, value in zip(*series, strict=True) if time_s > warm_s or time_s == 0.0]
+            for device, series in self.grouped.series(metric).items()
+        }
+        return {device: values for device, values in found.items() if values}
+
+    @cached_property
+    def grouped(self) -> Samples:
+        """Return the samples, grouped by device and metric."""
+        return Samples.of(self.samples)
 
     @property
     def hosts(self) -> tuple[Host, ...]:
@@ -261,7 +257,7 @@ class Trial:
         """Return the durations in seconds of the steps that are not warm-up, in order."""
         return tuple(step.seconds for step in self.steps if not step.warmup)
 
-    @property
+    @cached_property
     def fault(self) -> Fault | None:
         """Return the reason why a trial of status `ok` has no usable step times.
 

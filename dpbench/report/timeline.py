@@ -56,14 +56,14 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 
 def _series(trial: Trial) -> Series:
     """Return the readings of the utilisation of each GPU in a trial, or of each core if no GPU was sampled."""
-    gpus: Series = {}
-    cores: Series = {}
-    for sample in trial.samples:
-        if sample.metric == "utilization_ratio" and sample.device >= 0:
-            gpus.setdefault(("GPU", sample.device), []).append((sample.time_s, sample.value))
-        elif core := _CORE.fullmatch(sample.metric):
-            cores.setdefault(("core", int(core[1])), []).append((sample.time_s, sample.value))
-    return {place: sorted(found) for place, found in sorted((gpus or cores).items())}
+    samples = trial.grouped
+    places = {("GPU", device): one for device, one in samples.series("utilization_ratio").items() if device >= 0} or {
+        ("core", int(core[1])): one
+        for metric in samples.metrics
+        if (core := _CORE.fullmatch(metric))
+        for one in samples.series(metric).values()
+    }
+    return {place: sorted(zip(*one, strict=True)) for place, one in sorted(places.items())}
 
 
 def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key: str) -> Panel:

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from dpbench.records import Case, Status, Trial
-from dpbench.store import copying, file, rows
+from dpbench.store import copying, file, rows, summaries
 from dpbench.store.copying import Merged
 from dpbench.store.file import DamagedStore, StoreError
 from dpbench.store.rows import UnreadableRow
-from dpbench.store.runs import LATEST, Naming, StoredRun
+from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, alive, born
 
 __all__ = [
-    "FINAL", "FINISHED", "LATEST", "DamagedStore", "Merged", "Naming", "Store", "StoreError", "StoredRun",
+    "FINAL", "FINISHED", "LATEST", "DamagedStore", "Merged", "Naming", "PastRun", "Store", "StoreError", "StoredRun",
     "UnreadableRow",
 ]  # fmt: skip
 
@@ -103,12 +103,12 @@ class Store:
         plan, provenance = self._naming.identified(plan), self._naming.added_to(provenance)
         with file.transaction(self._db):
             row = self._latest(plan, host, code, reopen)
-            if row and _alive(row[1], row[2]) and row[1] != os.getpid():
+            if row and alive(row[1], row[2]) and row[1] != os.getpid():
                 raise StoreError(
                     f"process {row[1]} is already adding trials to this run in the store {self.path}; wait until the "
                     "process ends, or end it"
                 )
-            me = (os.getpid(), _born(os.getpid()))
+            me = (os.getpid(), born(os.getpid()))
             if row:
                 self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
                 rows.sign_run(self._db, row[0])
@@ -208,7 +208,7 @@ class Store:
     def _refuse_measured(self, run_id: str) -> None:
         """Raise StoreError if a living process is adding trials to a run; the run need not be in this store."""
         row = self._db.execute("SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)).fetchone()
-        if row and row[2] == RUNNING and _alive(*row[:2]):
+        if row and row[2] == RUNNING and alive(*row[:2]):
             raise StoreError(
                 f"process {row[0]} is adding trials to the run {run_id[:12]} in the store {self.path}; wait until the "
                 "process ends, or end it"
@@ -305,11 +305,11 @@ class Store:
         with file.transaction(self._db):
             self._db.execute(
                 "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=?, "
-                "failed_device=? WHERE id=?",
+                "failed_device=?, summary=? WHERE id=?",
                 (
-                    trial.status, rows.short(_valid(trial.reason), self._log(trial_id)), trial.verified, trial.source,
+                    trial.status, rows.short(trial.reason, self._log(trial_id)), trial.verified, trial.source,
                     trial.schema, json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)),
-                    trial.failed_device, trial_id,
+                    trial.failed_device, summaries.packed(trial), trial_id,
                 ),
             )  # fmt: skip
             self._db.executemany(
@@ -349,40 +349,43 @@ class Store:
         return [trial for _, trial in self._each(run_id, superseded=superseded)]
 
     def summaries(self, run_id: str) -> list[Trial]:
-        """Return the ended trials of one run without spans, but with the times by phase that follow from the spans.
+        """Return the `Trial.summary` of each ended trial of one run; a trial stores it when it ends."""
+        return [trial for _, trial in self._each(run_id, superseded=False, read=rows.summary)]
 
-        All spans of only one trial are in memory at a time; the others keep those of one step (`Ledger.median_step`).
-        """
-        return [trial.summary() for _, trial in self._each(run_id, superseded=False)]
-
-    def _each(self, run_id: str | None, *, superseded: bool) -> Iterator[tuple[int, Trial]]:
-        """Yield the id and the content of each trial that `trials` returns."""
+    def _each(
+        self, run_id: str | None, *, superseded: bool, read: rows.Reader[Trial] = rows.trial
+    ) -> Iterator[tuple[int, Trial]]:
+        """Yield the id of each trial that `trials` returns, and the object that `read` makes of the trial's row."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         ids = self._db.execute(
             f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
             (*values, RUNNING, Status.KILLED),
         ).fetchall()
-        return rows.readable(self._db, rows.trial, ids, self._unreadable)
+        return rows.readable(self._db, read, ids, self._unreadable)
 
+    def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
+        """Return the runs on the hardware of a run, and the predicted runs, which have cases of this run.
 
-def _valid(text: str) -> str:
-    """Return the text with invalid Unicode, which error messages may contain, replaced by question marks."""
-    return text.encode("utf-8", "replace").decode()
-
-
-def _born(pid: int) -> float:
-    """Return the start time of a process, which distinguishes it from later processes with the same id.
-
-    The time is in seconds since the epoch; it is 0 if the process does not exist.
-    """
-    import psutil
-
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return 0.0
-
-
-def _alive(pid: int, born: float) -> bool:
-    return born > 0 and abs(_born(pid) - born) < 1.0
+        The runs are in the order of their start, and the run itself, which has `trials`, is one of them. Only trials of
+        status `ok` count.
+        """
+        runs = self._db.execute(
+            "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "
+            "ORDER BY started, rowid",
+            (run_id, f"{PREDICTED}%"),
+        ).fetchall()
+        found = []
+        for row, name in runs:
+            if name == run_id:
+                ended = [trial for trial in trials if trial.status is Status.OK]
+            else:
+                ids = self._db.execute(
+                    "SELECT id FROM trial WHERE run_id=? AND status=? AND fingerprint IN "
+                    "(SELECT fingerprint FROM trial WHERE run_id=?) ORDER BY id",
+                    (name, Status.OK, run_id),
+                ).fetchall()
+                ended = [trial for _, trial in rows.readable(self._db, rows.summary, ids, self._unreadable)]
+            run = [run for _, run in rows.readable(self._db, rows.run, [(row,)] if ended else [], self._unreadable)]
+            found += [PastRun(one, tuple(ended)) for one in run]
+        return tuple(found)

@@ -1,7 +1,7 @@
 """Store file: open, identify and migrate the SQLite file; merge its write-ahead log into the file on closing.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed); 3
-(checksums of rows).
+(checksums of rows); 4 (summaries of trials).
 """
 
 from __future__ import annotations
@@ -65,6 +65,10 @@ MIGRATIONS = (
     ALTER TABLE run ADD COLUMN checksum INTEGER;
     ALTER TABLE trial ADD COLUMN checksum INTEGER;
     ALTER TABLE trial ADD COLUMN parts_checksum INTEGER
+    """,
+    """
+    ALTER TABLE trial ADD COLUMN summary BLOB;
+    ALTER TABLE trial ADD COLUMN summary_checksum INTEGER
     """,
 )
 

@@ -60,7 +60,7 @@ def check(path: Path) -> list[str]:
         return [str(error)]
 
 
-def _faults(db: file.Connection, table: str, row: int, read: rows.Reader) -> Iterator[UnreadableRow]:
+def _faults(db: file.Connection, table: str, row: int, read: rows.Reader[object]) -> Iterator[UnreadableRow]:
     """Yield the fault of a row of the table `run` or `trial`; an ended trial is read with all its parts."""
     try:
         read(db, row)

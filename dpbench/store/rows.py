@@ -2,7 +2,9 @@
 
 A run and an ended trial have checksums of their columns, so that a changed byte in a row is found also where the row
 still has the right form. `checksum` covers the row itself and, for a trial, its steps; `parts_checksum` covers the
-spans, memory and series of a trial. Rows of schemas before 3, and trials that have not ended, have no checksums.
+spans, memory and series of a trial; `summary_checksum` covers all that a summary is read from: the row, `summary`,
+memory and series. Rows of schemas before 3, and trials that have not ended, have no checksums; rows of schema 3 have no
+summaries.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from dpbench.records import Case, Source, Status, Step, Trial, Verified, visible
-from dpbench.store import file
+from dpbench.records import Case, Status, Trial, visible
+from dpbench.records.samples import Samples, Series
+from dpbench.store import file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
@@ -38,7 +43,7 @@ _DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, Over
 REASON = 4000
 """The number of characters of the longest reason that is stored whole."""
 Read = TypeVar("Read")
-Reader = Callable[[file.Connection, int], object]
+Reader: TypeAlias = Callable[[file.Connection, int], Read]
 """A function that makes an object of a row with a given number."""
 
 
@@ -95,16 +100,13 @@ def trial(db: file.Connection, row: int) -> Trial:
         head, parts = _row(db, "trial", TRIAL, row), _parts(db, row)
         _compare(db, "trial", "checksum", row, [head, *parts.steps])
         _compare(db, "trial", "parts_checksum", row, _bulk(parts))
-        fingerprint, number, text, status, reason, verified, source, started, schema, setup, provenance, failed = head
         samples = [
             (time_s, device, metric, value)
             for device, metric, times, readings in parts.series
             for time_s, value in zip(file.unpacked(times), file.unpacked(readings), strict=True)
         ]
         plain = {
-            "status": status, "reason": reason, "verified": verified, "source": source, "started_s": started,
-            "schema": schema, "setup": _object(setup), "provenance": _object(provenance), "round": number,
-            "failed_device": failed, "case": case(text, fingerprint).to_dict(),
+            **_plain(head),
             "steps": _columns("seconds, warmup, end_s", [(s, bool(warm), e) for _, s, warm, e in parts.steps]),
             "spans": _columns(SPAN, parts.spans), "memory": _columns(MEMORY, parts.memory),
             "samples": _columns("time_s, device, metric, value", samples),
@@ -112,18 +114,38 @@ def trial(db: file.Connection, row: int) -> Trial:
         return Trial.from_dict(plain)
 
 
-def steps_of(db: file.Connection, row: int) -> Trial:
-    """Return the trial in a row of the table `trial` without spans, samples and memory. Raises UnreadableRow."""
+def summary(db: file.Connection, row: int) -> Trial:
+    """Return `Trial.summary` of the trial in a row, without reading its spans. Raises UnreadableRow.
+
+    The row has the summary since the trial ended. Without it, for example because another version of dpbench has
+    written it, or if it is damaged, the summary is computed from the spans.
+    """
     with _reading(db, "trial", row):
-        head, steps = _row(db, "trial", TRIAL, row), _part(db, "step", STEP, row, "step")
-        _compare(db, "trial", "checksum", row, [head, *steps])
-        fingerprint, number, text, status, _, verified, source, started, _, setup, provenance, _ = head
-        return Trial(
-            case=case(text, fingerprint), status=Status(status), source=Source(source), verified=Verified(verified),
-            steps=tuple(Step(seconds, bool(warmup), end_s) for _, seconds, warmup, end_s in steps),
-            started_s=started, round=number, setup=visible.everywhere(_object(setup)),
-            provenance=visible.everywhere(_object(provenance)),
-        )  # fmt: skip
+        head, packed = _row(db, "trial", TRIAL, row), _row(db, "trial", "summary", row)[0]
+        memory, series = _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric")
+        (stored,) = _row(db, "trial", "summary_checksum", row)
+        if packed is None or stored != _checksum([head, packed, *memory, *series]):
+            return trial(db, row).summary()
+        found = summaries.unpacked(packed)
+        if found is None:
+            return trial(db, row).summary()
+        readers = {(device, visible.visible(name)): partial(_series, t, values) for device, name, t, values in series}
+        plain = {**_plain(head), "memory": _columns(MEMORY, memory)}
+        return replace(Trial.from_dict(plain), steps=found.steps, samples=Samples(readers)).with_ledger(found)
+
+
+def _series(times: bytes, values: bytes) -> Series:
+    return Series(file.unpacked(times), file.unpacked(values))
+
+
+def _plain(head: Sequence[Any]) -> dict[str, Any]:
+    """Return the columns `TRIAL` as the data for `Trial.from_dict`."""
+    fingerprint, number, text, status, reason, verified, source, started, schema, setup, provenance, failed = head
+    return {
+        "status": status, "reason": reason, "verified": verified, "source": source, "started_s": started,
+        "schema": schema, "setup": _object(setup), "provenance": _object(provenance), "round": number,
+        "failed_device": failed, "case": case(text, fingerprint).to_dict(),
+    }  # fmt: skip
 
 
 def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
@@ -150,7 +172,7 @@ def case(text: str, fingerprint: str) -> Case:
 
 
 def readable(
-    db: file.Connection, read: Callable[[file.Connection, int], Read], ids: Sequence[tuple[int]],
+    db: file.Connection, read: Reader[Read], ids: Sequence[tuple[int]],
     unreadable: Callable[[UnreadableRow], None] | None,
 ) -> Iterator[tuple[int, Read]]:  # fmt: skip
     """Yield each row's id, and the object that `read` makes of the row.
@@ -169,6 +191,7 @@ def readable(
 
 def short(reason: str, log: Path) -> str:
     """Return a reason to store: of a long one the head and the tail, and the whole text goes into the file `log`."""
+    reason = reason.encode("utf-8", "replace").decode()  # error messages may contain lone surrogates
     if len(reason) <= REASON:
         return reason
     half = REASON // 2
@@ -189,9 +212,11 @@ def sign_run(db: file.Connection, run_id: str) -> None:
 
 def sign_trial(db: file.Connection, row: int) -> None:
     """Give an ended trial the checksums of its rows, in the transaction that has changed the rows."""
-    head, parts = _row(db, "trial", TRIAL, row), _parts(db, row)
-    sums = _checksum([head, *parts.steps]), _checksum(_bulk(parts))
-    db.execute("UPDATE trial SET checksum=?, parts_checksum=? WHERE id=?", (*sums, row))
+    head, parts, (packed,) = _row(db, "trial", TRIAL, row), _parts(db, row), _row(db, "trial", "summary", row)
+    sums = [head, *parts.steps], _bulk(parts), [head, packed, *parts.memory, *parts.series]
+    db.execute(
+        "UPDATE trial SET checksum=?, parts_checksum=?, summary_checksum=? WHERE id=?", (*map(_checksum, sums), row)
+    )
 
 
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Runs: the facts of a stored run, and the name and tags that the user gave to it."""
+"""Runs: the facts of a stored run, its name and tags, and the process that adds trials to it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from dpbench.records import visible
+from dpbench.records import Trial, visible
 
+PREDICTED = "predicted:"
+"""The beginning of the host of a run on a machine that was only described."""
 LATEST = "last"
 """The name that always stands for the newest run, so that no run can have it."""
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -75,3 +77,29 @@ class StoredRun:
         """Return the name, the tags and the command of the run; a run of an older version has no name and no tags."""
         facts = self.provenance
         return Naming(name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", ""))
+
+
+@dataclass(frozen=True)
+class PastRun:
+    """A run with those of its trials whose case another run has too; the trials are summaries (`Trial.summary`)."""
+
+    run: StoredRun
+    trials: tuple[Trial, ...]
+
+
+def born(pid: int) -> float:
+    """Return the start time of a process, which distinguishes it from later processes with the same id.
+
+    The time is in seconds since the epoch; it is 0 if the process does not exist.
+    """
+    import psutil
+
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.Error:
+        return 0.0
+
+
+def alive(pid: int, born_s: float) -> bool:
+    """Return whether the process with this id and start time exists."""
+    return born_s > 0 and abs(born(pid) - born_s) < 1.0

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row, parts
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Phase, Trial, ledger, plan, registry, schedule
+from dpbench.records import Case, Phase, Trial, plan, registry, schedule
 from dpbench.records.observed import Alternative, Alternatives, Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -135,7 +135,11 @@ class CaseContext:
         return [
             row
             for case, row in self.rows.items()
-            if row.series and case != self.case and replace(case, strategy="", schedule="") == mine
+            # the fields that differ most come first, because a copy of every case of a large run takes seconds
+            if (case.batch_size, case.devices, case.model) == (mine.batch_size, mine.devices, mine.model)
+            and row.series
+            and case != self.case
+            and replace(case, strategy="", schedule="") == mine
         ]
 
     def fewer(self) -> Row | None:
@@ -184,18 +188,15 @@ class CaseContext:
 
     def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
         """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
-        timed = {trial.round: _timed(trial) for trial in self.trials_of.get(case, ()) if trial.trusted}
-        found = {
-            number: [sum(phases.get(name, 0.0) for name in names) for phases in steps]
-            for number, steps in timed.items()
-            if steps
-        }
-        return parts(case, found)
+        trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
+        return parts(case, {trial.round: _timed(trial, names) for trial in trials})
 
 
-def _timed(trial: Trial) -> PhaseSeconds:
-    """Return, for each timed step of a trial, the seconds of each phase."""
-    return [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
+def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
+    """Return the seconds that the phases `names` take together in each timed step of a trial."""
+    columns = [trial.ledger.seconds[name] for name in names if name in trial.ledger.seconds]
+    whole = map(sum, zip(*columns, strict=True)) if columns else [0.0] * len(trial.steps)
+    return [seconds for step, seconds in zip(trial.steps, whole, strict=True) if not step.warmup]
 
 
 def around(value: float, rough: Estimate) -> Estimate:

@@ -206,7 +206,7 @@ class ExportedTrial(msgspec.Struct):
             steps=tuple(map(Step, seconds, [step.warmup for step in self.steps], accumulate(seconds))),
         )  # fmt: skip
         phases = [{visible.visible(name): s or 0.0 for name, s in step.phases.items()} for step in self.steps]
-        return found.with_ledger(Ledger.recorded(phases))
+        return found.with_ledger(Ledger.recorded(found.steps, phases))
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:

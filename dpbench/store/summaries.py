@@ -1,0 +1,149 @@
+"""Summaries: the steps and the ledger of a trial as one value of a row, so that a report need not read the spans.
+
+A trial has thousands of spans, and going through them takes most of the time of a report. The summary is computed once,
+when the trial ends, and it can always be computed again from the spans.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from array import array
+from functools import cached_property
+
+import msgspec
+
+from dpbench.records import UNATTRIBUTED, Phase, Span, Step, Trial
+from dpbench.records.ledger import Ledger
+from dpbench.records.visible import visible
+
+VERSION = 1
+"""The version of the ledger's rules. Raise it if a rule changes: summaries of other versions are computed anew."""
+_PHASES = {phase.value: phase for phase in Phase}
+
+
+class _Packed(msgspec.Struct, array_like=True):
+    """The data of a summary. Series of numbers are little-endian doubles, one number per step unless stated.
+
+    `charged` has a series for each of `keys`; a step that was not charged has NaN. `occupied` has one number per timed
+    step. `median` is the index of the median step, whose spans are `spans`: (phase, device, clock, start, end).
+    """
+
+    version: int
+    seconds: bytes
+    ends: bytes
+    warmup: bytes
+    keys: list[tuple[str, int]]
+    charged: list[bytes]
+    middle: dict[str, float]
+    occupied: dict[int, bytes]
+    concurrency: dict[str, tuple[float, float]]
+    median: int | None
+    spans: list[tuple[str, int, str, float, float]]
+
+
+_DECODER = msgspec.msgpack.Decoder(_Packed)
+
+
+class StoredLedger(Ledger):
+    """A ledger whose properties were stored; the seconds of every step are read when a caller first asks for them."""
+
+    def __init__(self, packed: _Packed) -> None:
+        seconds, ends = _numbers(packed.seconds), _numbers(packed.ends)
+        self.steps = tuple(map(Step, seconds, map(bool, packed.warmup), ends))
+        super().__init__(self.steps, ())
+        self._packed = packed
+
+    @cached_property
+    def charged(self) -> tuple[dict[tuple[str, int], float], ...]:
+        """Return the stored seconds by (phase, device) of every step."""
+        columns = [_numbers(column) for column in self._packed.charged]
+        if not columns:
+            return ({},) * len(self.steps)
+        return tuple(
+            {key: seconds for key, seconds in zip(self._packed.keys, row, strict=True) if not math.isnan(seconds)}
+            for row in zip(*columns, strict=True)
+        )
+
+    @cached_property
+    def seconds(self) -> dict[str, list[float]]:
+        """Return the sums over devices of the stored seconds."""
+        found: dict[str, list[float]] = {}
+        for (phase, _), column in zip(self._packed.keys, self._packed.charged, strict=True):
+            own = [0.0 if math.isnan(seconds) else seconds for seconds in _numbers(column)]
+            found[phase] = list(map(operator.add, found[phase], own)) if phase in found else own
+        return found
+
+    @cached_property
+    def middle(self) -> dict[str, float]:
+        """Return the stored totals of the middle half of the steps."""
+        return self._packed.middle
+
+    @cached_property
+    def occupied(self) -> dict[int, list[float]]:
+        """Return the stored seconds by device of every timed step."""
+        return {device: list(_numbers(column)) for device, column in self._packed.occupied.items()}
+
+    @cached_property
+    def concurrency(self) -> dict[Phase, tuple[float, float]]:
+        """Return the two stored totals of every phase."""
+        return {_PHASES[phase]: pair for phase, pair in self._packed.concurrency.items()}
+
+    @cached_property
+    def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
+        """Return the index and the stored spans of the median step."""
+        number = self._packed.median
+        if number is None:
+            return None
+        return number, tuple(
+            Span(number, _PHASES[phase], device, visible(clock), start_s, end_s)
+            for phase, device, clock, start_s, end_s in self._packed.spans
+        )
+
+
+def packed(trial: Trial) -> bytes:
+    """Return the summary of a trial for its row."""
+    found = trial.ledger
+    keys = list(dict.fromkeys(key for charged in found.charged for key in charged))
+    number, spans = found.median_step or (None, ())
+    return msgspec.msgpack.encode(
+        _Packed(
+            version=VERSION,
+            seconds=_column([step.seconds for step in trial.steps]),
+            ends=_column([step.end_s for step in trial.steps]),
+            warmup=bytes(step.warmup for step in trial.steps),
+            keys=keys,
+            charged=[_column([charged.get(key, math.nan) for charged in found.charged]) for key in keys],
+            middle=dict(found.middle),
+            occupied={device: _column(values) for device, values in found.occupied.items()},
+            concurrency={phase.value: pair for phase, pair in found.concurrency.items()},
+            median=number,
+            spans=[(s.phase.value, s.device, s.clock, s.start_s, s.end_s) for s in spans],
+        )
+    )
+
+
+def unpacked(summary: bytes) -> StoredLedger | None:
+    """Return the ledger of a summary; None if another version of dpbench has written it.
+
+    Raises ValueError if it is not a summary.
+    """
+    found = _DECODER.decode(summary)
+    if found.version != VERSION:
+        return None
+    phases = [*(phase for phase, _ in found.keys), *(span[0] for span in found.spans), *found.concurrency]
+    if unknown := {*phases} - {*_PHASES, UNATTRIBUTED}:
+        raise ValueError(f"the summary has the unknown phase {min(unknown)!r}")
+    if any(len(column) != len(found.seconds) for column in (found.ends, *found.charged)):
+        raise ValueError("the series of the summary differ in length")
+    return StoredLedger(found)
+
+
+def _column(values: list[float]) -> bytes:
+    return array("d", values).tobytes()
+
+
+def _numbers(column: bytes) -> array[float]:
+    values = array("d")
+    values.frombytes(column)
+    return values

@@ -1,0 +1,159 @@
+"""Summaries: a stored summary is that of the trial's rows, and never hides damage."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial
+from dpbench.store import Store, UnreadableRow, rows, summaries
+from dpbench.store.file import connect
+
+PHASES = (Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
+
+
+def trial(seed: int = 0, steps: int = 30) -> Trial:
+    """Return a trial on two devices, whose spans overlap and leave gaps at random."""
+    draw = random.Random(seed)
+    made, spans, at = [], [], 100.0
+    for number in range(steps):
+        seconds = 0.01 * draw.uniform(0.8, 1.3)
+        for phase in PHASES:
+            for device in (HOST, 0, 1):
+                if draw.random() < 0.7:
+                    start = at + seconds * draw.random()
+                    spans.append(Span(number, phase, device, "host", start, start + seconds * draw.random() / 2))
+        at += seconds
+        made.append(Step(seconds, number < 5, at))
+    samples = tuple(
+        Sample(100 + 0.01 * i, device, metric, draw.random())
+        for device in (0, 1) for metric in ("busy_s", "memory_used_bytes") for i in range(40)
+    )  # fmt: skip
+    return Trial(
+        case=Case(model="mlp", strategy="dp", devices=2, batch_size=8), steps=tuple(made), spans=tuple(spans),
+        samples=samples,
+        memory=(Memory(0, 10, "ledger"), Memory(1, 7, "ledger", "forward")), setup={"warmup": 1.5},
+        provenance={"torch": "2"}, started_s=5.0,
+    )  # fmt: skip
+
+
+def stored(path: Path, *trials: Trial) -> str:
+    with Store.create(path) as store:
+        return store.add(trials, plan="p", host="h", code="c", provenance={})
+
+
+def change(path: Path, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(statement, values)
+        db.commit()
+
+
+def summary(path: Path, run_id: str) -> Trial:
+    with Store.read(path) as store:
+        (found,) = store.summaries(run_id)
+    return found
+
+
+def same(one: Trial, other: Trial) -> None:
+    for name in ("case", "status", "steps", "memory", "setup", "provenance", "samples", "round"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.ledger.charged == other.ledger.charged
+    assert one.ledger.phases == other.ledger.phases
+    assert one.ledger.middle == other.ledger.middle
+    assert {name: list(column) for name, column in other.ledger.seconds.items() if any(column)} == {
+        name: pytest.approx(column, rel=1e-12) for name, column in one.ledger.seconds.items() if any(column)
+    }
+    assert {**one.ledger.occupied} == other.ledger.occupied
+    assert {**one.ledger.concurrency} == {phase: tuple(pair) for phase, pair in other.ledger.concurrency.items()}
+    assert one.ledger.median_step == other.ledger.median_step
+    assert one.readings("busy_s", timed=True) == other.readings("busy_s", timed=True)
+
+
+@pytest.mark.parametrize("steps", [30, 1, 0])
+def test_a_stored_summary_is_that_of_the_rows(steps: int, tmp_path: Path) -> None:
+    run_id = stored(tmp_path / "s.db", trial(steps=steps))
+    with Store.read(tmp_path / "s.db") as store:
+        (whole,) = store.trials(run_id)
+    found = summary(tmp_path / "s.db", run_id)
+    assert isinstance(found.ledger, summaries.StoredLedger)
+    assert not found.spans
+    same(whole.summary(), found)
+
+
+def test_a_failed_trial_has_a_summary_too(tmp_path: Path) -> None:
+    failed = Trial(
+        case=Case(model="mlp", strategy="single", batch_size=8), status=Status.FAILED, reason="no\ud800memory"
+    )
+    found = summary(tmp_path / "s.db", stored(tmp_path / "s.db", failed))
+    assert (found.status, found.reason, found.steps) == (Status.FAILED, "no?memory", ())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE trial SET summary=NULL",  # an older version has written the trial
+        "UPDATE trial SET summary=CAST(substr(summary, 1, length(summary) - 1) || x'00' AS BLOB)",
+        "UPDATE trial SET summary_checksum=summary_checksum + 1",
+    ],
+)
+def test_a_missing_or_damaged_summary_is_computed_from_the_rows(statement: str, tmp_path: Path) -> None:
+    run_id = stored(tmp_path / "s.db", trial())
+    change(tmp_path / "s.db", statement)
+    found = summary(tmp_path / "s.db", run_id)
+    assert not isinstance(found.ledger, summaries.StoredLedger)
+    same(trial().summary(), found)
+
+
+def test_a_summary_of_other_rules_is_computed_from_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summaries, "VERSION", summaries.VERSION + 1)
+    run_id = stored(tmp_path / "s.db", trial())
+    monkeypatch.undo()
+    found = summary(tmp_path / "s.db", run_id)
+    assert not isinstance(found.ledger, summaries.StoredLedger)
+    same(trial().summary(), found)
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE memory SET peak_bytes=peak_bytes + 1",
+        "UPDATE series SET readings=times",
+        'UPDATE trial SET provenance=\'{"torch": "3"}\'',
+        "UPDATE trial SET status='oom'",
+    ],
+)
+def test_a_summary_never_hides_damage_of_what_it_is_shown_with(statement: str, tmp_path: Path) -> None:
+    run_id = stored(tmp_path / "s.db", trial())
+    change(tmp_path / "s.db", statement)
+    with pytest.raises(UnreadableRow, match="checksum"):
+        summary(tmp_path / "s.db", run_id)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [("keys", [("no phase", 0)], "unknown phase 'no phase'"), ("charged", [b"\0" * 8], "differ in length")],
+)
+def test_a_summary_that_contradicts_itself_is_an_unreadable_row(
+    field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    run_id = stored(tmp_path / "s.db", trial())
+    packed = summaries._DECODER.decode(summaries.packed(trial()))
+    setattr(packed, field, value)
+    change(tmp_path / "s.db", "UPDATE trial SET summary=?", summaries.msgspec.msgpack.encode(packed))
+    with closing(connect(tmp_path / "s.db", str(tmp_path / "s.db"))) as db:
+        rows.sign_trial(db, 1)
+    with pytest.raises(UnreadableRow, match=said):
+        summary(tmp_path / "s.db", run_id)
+
+
+def test_copies_of_a_trial_keep_its_summary(tmp_path: Path) -> None:
+    run_id = stored(tmp_path / "s.db", trial())
+    with Store.create(tmp_path / "t.db") as store:
+        store.merge(tmp_path / "s.db")
+    found = summary(tmp_path / "t.db", run_id)
+    assert isinstance(found.ledger, summaries.StoredLedger)
+    same(trial().summary(), found)
