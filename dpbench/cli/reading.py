@@ -213,7 +213,8 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     with Store.read(store, list_unreadable) as opened:
         several = every and format != "trace"
         chosen = opened.runs()[::-1] if several else [choose(opened.runs(), run_id)]
-        runs = [(run, opened.trials(run.id)) for run in chosen]
+        read = opened.trials if format == "trace" else opened.summaries  # only a timeline needs all spans
+        runs = [(run, read(run.id)) for run in chosen]
     if format == "csv":
         tables = [(run.id, row) for run, trials in runs for row in summary.rows(trials)]
         ids = [run for run, _ in tables]
