@@ -100,6 +100,8 @@ def test_heavy_libraries_have_one_home(path: Path) -> None:
         homes = HOMES.get(name.partition(".")[0])
         at_home = homes is None or any(mine.startswith(f"{home}.") for home in homes)
         assert at_home, f"{path}:{line} imports {name}; its home is {homes}"
+        slow = name.startswith("scipy.stats")
+        assert not slow, f"{path}:{line}: every run would import scipy.stats, which takes longer than all of pandas"
 
 
 @every_file

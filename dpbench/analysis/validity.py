@@ -139,17 +139,16 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
 
     The change is computed from the Theil-Sen slope. Return None if the trial has too few timed steps.
     """
-    from scipy import stats  # takes half a second to import: not before it is needed
+    from dpbench.analysis import stats  # imports scipy: not before it is needed
 
     series = _timed(trial)
     if len(series) < TREND_FROM:
         return None
     if min(series) == max(series):
         return 0.0, {"rho": 0.0, "p": 1.0, "steps": len(series)}
-    rho, p = stats.spearmanr(range(len(series)), series)
-    slope_s = float(stats.theilslopes(series)[0])
-    change = slope_s * (len(series) - 1) / statistics.median(series)
-    return change, {"rho": float(rho), "p": float(p), "steps": len(series)}
+    trend = stats.trend(series)
+    change = trend.slope * (len(series) - 1) / statistics.median(series)
+    return change, {"rho": trend.rho, "p": trend.p, "steps": len(series)}
 
 
 def _throttled(trial: Trial, cores: int) -> Finding | None:
