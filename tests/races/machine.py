@@ -185,7 +185,7 @@ class Pretending(TorchFunctionMode):
                 result = func(*args, **kwargs)
             finally:
                 self.detector.local.wanted = before
-        annotate([t for t in tree_leaves(result) if isinstance(t, torch.Tensor)], self.detector.machine, recorder)
+        annotate(_results(result), self.detector.machine, recorder)
         return result
 
     def _place(self, tensor: torch.Tensor, attribute: str) -> torch.device | bool:
@@ -292,6 +292,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
+def _results(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in what a function of torch has returned; most return one tensor or none, which is quick."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or isinstance(value, bool | int):
+        return []
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
 def _in(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
     return any(tensor is other for other in others)
 
@@ -299,7 +308,7 @@ def _in(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 def _apply(detector: Detector, kind: Any, *args: Any) -> Any:
     """Apply an autograd function, and note the stream of its node: that of the first output's device."""
     result = APPLY.__func__(kind, *args)
-    outputs = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    outputs = [t for t in _results(result) if t.grad_fn is not None]
     annotate(outputs, detector.machine, detector.recorder)
     return result
 

@@ -14,6 +14,7 @@ torch's caching allocator (docs: "CUDA semantics", "Memory management"; c10/cuda
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -181,8 +182,14 @@ def place() -> str:
     """Return the innermost line outside torch and this package that the calling thread is at, as FILE:LINE."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((HERE, TORCH, "<")) and "/python3" not in name:
-            return f"{'/'.join(Path(name).parts[-2:])}:{frame.f_lineno}"
+        if file := _outside(frame.f_code.co_filename):
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
+
+
+@functools.cache
+def _outside(name: str) -> str:
+    """Return the last two parts of a file's path; "" for a file of torch, of Python or of this package."""
+    inside = name.startswith((HERE, TORCH, "<")) or "/python3" in name
+    return "" if inside else "/".join(Path(name).parts[-2:])
