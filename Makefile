@@ -63,6 +63,9 @@ endif
 bench: $(VENV)/base.stamp
 	$(BIN)/dpbench run $(ARGS)
 
+# The tests start some hundred Python processes: without files of bytecode, each would compile what it imports.
+test test-fast: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
 
