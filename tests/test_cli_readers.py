@@ -27,7 +27,7 @@ WEAK = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2
 def weak(tmp_path_factory):
     """A finished weak-scaling run, and what the command printed."""
     with commands.folder(tmp_path_factory.mktemp("weak")) as folder:
-        yield folder, folder.do(*WEAK, "--rounds", "2", "--budget", "15")
+        yield folder, folder.do(*WEAK, "--rounds", "2", "--budget", "120")
 
 
 # -- run
