@@ -87,6 +87,7 @@ def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None
         ({"paired": "yes"}, "--paired must be bool, got 'yes'"),
         ({"budget": "10"}, "--budget must be float, got '10'"),
         ({"rounds": 0}, "--rounds: 0 is neither"),
+        ({"rounds": 10_001}, "--rounds: 10001 is neither a number of rounds from 1 to 10000"),
         ({"rounds": "often"}, "--rounds: 'often' is neither"),
         ({"rounds": True}, "--rounds must be int or str"),
         ({"budget": 0.5}, "--budget must be at least 1, got 0.5"),

@@ -194,15 +194,19 @@ class Rounds(click.ParamType["int | str"]):
         return value if value == "auto" else int(value)
 
 
+MOST_BYTES = 1e18
+
+
 class Bytes(click.ParamType[int]):
     """A number of bytes, with or without a unit."""
 
     name = "bytes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the number of bytes; fail for a value that is not a number, or has an unknown unit."""
+        """Return the number of bytes; fail for a value that is not a number, is too large, or has an unknown unit."""
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
         if not found:
             self.fail(f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
         power = " KMGT".index((found[2] or " ").upper())
-        return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+        size = float(found[1]) * (1024 if found[3] else 1000) ** power
+        return int(size) if size < MOST_BYTES else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)

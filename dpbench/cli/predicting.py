@@ -56,7 +56,7 @@ DEVICES = (1, 2, 4, 8)
     "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--step-s", type=click.FloatRange(min=0, min_open=True), help="Measured seconds of a step on one device.")
+@click.option("--step-s", type=click.FloatRange(1e-9, 1e9), help="Measured seconds of a step on one device.")
 @click.option(
     "--from", "measured",
     help="A results file with steps of the strategy `single` that were measured on one device of this machine; or, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,11 +118,11 @@ def forecast(options: Options, cases: Sequence[Case], known: Known, budget_s: fl
     Jobs have no time budget.
     """
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST
-    planned = []
+    done, planned = Counter(fingerprint for fingerprint, number in known.done if number < rounds), []
     for case in cases:
         earlier = known.durations.get(case.fingerprint, ())
-        left = sum((case.fingerprint, number) not in known.done for number in range(rounds))
         typical = statistics.median(earlier) if earlier else None
+        left = rounds - done[case.fingerprint]
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
     return Forecast(
         cases=planned, rounds=rounds, auto=options.rounds == AUTO, resumes=known.resumes,

@@ -23,6 +23,9 @@ HABIT_VALUES = (
     ("mode", "mode", MODES),
 )
 """The habits with a fixed set of values, as (the name of the field, its description, the values)."""
+MOST_ROUNDS = 10_000
+MOST = 10**9
+"""The largest number of devices, and the largest batch size, of a sweep."""
 AUTO = "auto"
 """The value of `rounds` with which a run adds rounds until its speed-ups are precise."""
 SCENARIOS = ("seeds",)
@@ -99,8 +102,10 @@ class Options:
         """Raise ValueError for a number that is out of its range, or an unknown word."""
         if self.optimizer == "own" and (self.models or not self.model):
             raise ValueError("--optimizer own is the optimizer of your model's file: give --model, and no --models")
-        if self.rounds != AUTO and (isinstance(self.rounds, str) or self.rounds < 1):
-            raise ValueError(f"--rounds: {self.rounds!r} is neither a number of rounds (1 or more) nor auto")
+        if self.rounds != AUTO and (isinstance(self.rounds, str) or not 1 <= self.rounds <= MOST_ROUNDS):
+            raise ValueError(
+                f"--rounds: {self.rounds!r} is neither a number of rounds from 1 to {MOST_ROUNDS} nor auto"
+            )
         for name, least, most in (("within", 1e-4, 1.0), ("budget", 1.0, None), ("limit", 1.0, None),
                                   ("patience", 0.0, None)):  # fmt: skip
             value = getattr(self, name)
@@ -170,15 +175,15 @@ def _typed(name: str, value: Any, kind: str) -> Any:
 def check_names(
     models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a number below one."""
+    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a wrong number."""
     for model in models:
         check_model(model)
     for strategy in strategies:
         registry.check("strategies", strategy)
     for kind, values in (("number of devices", devices), ("batch size", batches)):
         for value in values:
-            if value < 1:
-                raise ValueError(f"each {kind} of a sweep must be at least 1, got {value}")
+            if not 1 <= value <= MOST:
+                raise ValueError(f"each {kind} of a sweep must be at least 1 and at most {MOST}, got {value}")
     if not models:
         raise ValueError(f"no model given; --models takes any of: {', '.join(registry.names('models'))}")
     if not strategies:
