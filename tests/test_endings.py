@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +18,11 @@ from dpbench.hardware import processes
 from dpbench.measure import failures
 from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, loopback
+from dpbench.measure.verification import Verdict, check_results
 from dpbench.measure.worker import trial as worker
-from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records import Case, Effort, Status, Trial, Verified
 from dpbench.records.trial import Failure
-from dpbench.strategies import load
+from dpbench.strategies import Strategy, load
 
 
 class Mute(Exception):
@@ -116,6 +122,75 @@ def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path)
         torch.set_num_threads(threads)
     assert found.status is Status.FAILED
     assert "number of torch's threads from 1 to 3" in found.reason
+
+
+# -- NaN after the first step
+
+
+class Loop(Strategy):
+    """A strategy whose losses are given, and which spoils the model's weights in the step `weights`."""
+
+    def __init__(self, losses: dict[int, float], *, weights: int = 0, shared: bool = False) -> None:
+        self._losses, self._weights, self._taken = losses, weights, 0
+        self._memory = torch.zeros(()) if shared else None
+
+    @contextmanager
+    def start(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        self._taken = 0
+
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            self._taken += 1
+            if self._taken == self._weights:
+                next(model.module.parameters()).data.fill_(math.nan)
+            loss = torch.tensor(self._losses.get(self._taken, 1.0))
+            return loss if self._memory is None else self._memory.copy_(loss)
+
+        yield step
+
+
+@pytest.mark.parametrize(
+    ("loop", "said"),
+    [
+        (Loop({7: math.nan}), "the loss of step 7 has NaN; the first step was correct"),
+        (Loop({7: math.inf, 8: math.nan}), "the loss of step 7 has infinity"),
+        (Loop(dict.fromkeys(range(4, 99), math.nan), shared=True), "the loss of step 6 has NaN"),  # the block's last
+        (Loop({}, weights=12), "after the timed steps, the weight fc1.weight has NaN"),
+    ],
+    ids=["NaN", "infinity", "shared", "weights"],
+)  # fmt: skip
+def test_a_loss_or_weight_that_becomes_nan_in_the_timed_steps_is_named(monkeypatch, loop, said) -> None:
+    monkeypatch.setattr(worker, "_verify", lambda *_, **__: Verdict(Verified.BITWISE))
+    effort = Effort(min_steps=10, max_steps=10, warmup_steps=2, block_steps=5, memory_by_phase=False)
+    with pytest.raises(ValueError, match=said):
+        worker.measure(Case(model="mlp", strategy="single", batch_size=4), effort, loop)
+    case = Case(model="mlp", strategy="single", batch_size=4, unverified=True)
+    assert worker.measure(case, effort, loop).status is Status.OK
+
+
+DIVERGING = """
+import torch
+from types import SimpleNamespace
+
+net = SimpleNamespace(build=lambda size: torch.nn.Linear(4, 2), loss=torch.nn.functional.mse_loss,
+                      batch=lambda n, seed, size: (torch.ones(n, 4), torch.ones(n, 2)),
+                      optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e9))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp"])
+def test_a_trial_whose_training_diverges_fails(tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / "diverging.py"
+    path.write_text(DIVERGING)
+    case = Case(model=f"{path}:net", strategy=strategy, batch_size=4, optimizer="own")
+    found = worker.run(case, Effort(), tmp_path)
+    assert found.status is Status.FAILED
+    assert re.search(r"the loss of step [2-9] has (NaN|infinity)", found.reason), found.reason
+
+
+@pytest.mark.parametrize(("output", "fails"), [(math.nan, True), (-math.inf, False)])
+def test_outputs_may_be_infinite_but_not_nan(output: float, fails: bool) -> None:
+    with pytest.raises(ValueError, match="the output of step 9 has NaN") if fails else nullcontext():
+        check_results([{"scores": torch.tensor([1.0, output])}], 9, trains=False)
 
 
 # -- progress

@@ -128,12 +128,46 @@ def _check_gradients(module: nn.Module) -> None:
             "on the parameters, without detach(), torch.no_grad() or a conversion to numbers in between"
         )
     for name, gradient in found.items():
-        kind = "NaN" if gradient.isnan().any() else "infinity" if gradient.isinf().any() else ""
-        if kind:
+        if kind := _not_finite(gradient):
             raise ValueError(
                 f"the gradient of {name} has {kind} in the first step, also without data parallelism: correct the "
                 "model, its batch or its loss; a division by zero, log(0) and too large inputs give such numbers"
             )
+
+
+DIVERGES = (
+    "the first step was correct, so the training diverges: correct the model or its batches, or give a smaller "
+    "learning rate by --optimizer own; or give --unverified, which labels every figure UNVERIFIED"
+)
+"""The cause of steps that give NaN or infinity only after verification, and the remedy."""
+
+
+def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
+    """Raise ValueError if a result, a tensor or a structure of tensors, has NaN, or infinity if the case trains.
+
+    `results` has the losses, or without training the outputs, of consecutive steps up to the step `last`, which counts
+    from 1. If a strategy writes all losses to the same memory, the error names the last of these steps.
+    """
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+    for step, result in enumerate(results, start=last - len(results) + 1):
+        found |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
+    for step, tensor in sorted(found.values(), key=lambda one: one[0]):
+        if (has := _not_finite(tensor)) == "NaN" or (has and trains):
+            raise ValueError(f"the {'loss' if trains else 'output'} of step {step} has {has}; {DIVERGES}")
+
+
+def check_weights(module: nn.Module) -> None:
+    """Raise ValueError if a trained weight is not finite: the gradients of the last step have no effect on any loss."""
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and (has := _not_finite(parameter.detach().cpu())):  # a device may be full
+            raise ValueError(f"after the timed steps, the weight {name} has {has}; {DIVERGES}")
+
+
+def _not_finite(tensor: torch.Tensor) -> str:
+    """Return "NaN" or "infinity" if the tensor has such an element, otherwise an empty string."""
+    if bool(tensor.isfinite().all()):
+        return ""
+    return "NaN" if bool(tensor.isnan().any()) else "infinity"
 
 
 def dependence(case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]) -> float:

@@ -29,7 +29,7 @@ from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import counting
-from dpbench.measure import clocks
+from dpbench.measure import clocks, verification
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
@@ -235,7 +235,7 @@ class CaseTimer:
 
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last step in seconds."""
-        case, batches, settled = self._prepared.case, self._prepared.batches, self._settled()
+        case, batches, settled, results = self._prepared.case, self._prepared.batches, self._settled(), list[Any]()
         every, graphs, at = case.read_loss, compilations() if case.compile else None, time.perf_counter()
         with self._listener.block():
             for i in range(steps):
@@ -244,6 +244,9 @@ class CaseTimer:
                     loss = self._step(inputs, target)
                     if every and (self._taken + i) % every == 0:
                         loss.item()  # the host waits for the device, as in a loop that prints the loss
+                if not case.trains:
+                    results.clear()  # outputs may be large
+                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)  # its graph ends with it
                 for span in self._observe():
                     self._listener.add(*span)
         if graphs is not None and graphs != compilations():
@@ -252,6 +255,8 @@ class CaseTimer:
                 "step: leave out --compile, or remove the model's dependence on values that change between steps"
             )
         self._taken += steps
+        if not case.unverified:
+            verification.check_results(results, self._taken, trains=case.trains)
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is done
         for one in self._listener.steps()[-steps:]:
             self._stopping.add(one.seconds)

@@ -70,6 +70,7 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
             timed = timer.trial(_memory(case, prepared.devices))
             if effort.trace:
                 timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank.rank}.json")
+        _check_weights(prepared)
         del timer  # release the step function and the clock before memory is measured
         return _with_memory(timed, prepared) if effort.memory_by_phase else timed
 
@@ -86,7 +87,16 @@ def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> 
         run_timers(timers)
         for prepared in prepared_cases:
             check_threads(prepared.strategy)
-        return [timer.trial() for timer in timers]
+        trials = [timer.trial() for timer in timers]
+    for prepared in prepared_cases:
+        _check_weights(prepared)
+    return trials
+
+
+def _check_weights(prepared: PreparedCase) -> None:
+    """Raise ValueError if the timed steps have left weights that are not finite, unless the case is unverified."""
+    if prepared.case.trains and not prepared.case.unverified:
+        verification.check_weights(prepared.model.module)
 
 
 def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
