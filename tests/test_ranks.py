@@ -363,6 +363,30 @@ def test_a_rank_that_leaves_without_a_result_is_a_failure(called: Call) -> None:
     assert failures[0].reason == "ended without a result (exit status 0)"
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (("os._exit(3)", "os._exit(3)"), "exit status 3"),
+        (("signal.raise_signal(signal.SIGTERM)", "os._exit(3)"), "killed by SIGTERM"),
+    ],
+    ids=["exit", "SIGTERM"],
+)
+def test_the_reason_names_every_rank_that_ended(called: Call, ends: tuple[str, str], said: str) -> None:
+    entry = f"""
+    def entry(rank):
+        (folder / str(rank)).touch()
+        while not (folder / str(1 - rank)).exists():
+            time.sleep(0.001)
+        {ends[0]} if rank == 0 else {ends[1]}
+    """
+    found = called(entry)
+    assert {failure.rank for failure in found.failures} == {0, 1}
+    assert {text[0] for text in found.text.split("rank ")[1:]} == {"0", "1"}
+    assert found.text.count("ended without a result") == 2
+    assert said in found.text
+    assert "exit status 3" in found.text
+
+
 def test_a_rank_that_ignores_sigterm_is_killed(called: Call) -> None:
     entry = """
     def entry(rank):

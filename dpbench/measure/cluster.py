@@ -20,6 +20,7 @@ from typing import Any, Self
 from dpbench.hardware import foreign_load
 from dpbench.measure import agent, channel
 from dpbench.measure.agent import Answer, Work
+from dpbench.measure.failures import together
 from dpbench.measure.launch import Launch, LaunchError, leader_address, names
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.peers import Offset, Peers, gather
@@ -27,7 +28,7 @@ from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.server import START_LIMIT_S, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
-from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, Host, cause_of
+from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, Host, cause_of, in_order
 
 TIMEOUT_S = 60.0
 """The longest time in seconds that a rank waits for its peers, if a third of the trial's limit is not shorter."""
@@ -263,9 +264,9 @@ class Cluster:
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
         """Return the trial of a case in which ranks failed, with the cause named first."""
         (case,), cause = request.cases, cause_of(failures, request.cases[0])
-        assert cause.rank is not None
+        reason = together(in_order(failures), lambda rank: str(self._peers[rank]))
         return Trial(
-            case=case, status=cause.status, reason=f"{self._peers[cause.rank]}: {cause.reason}", round=request.round,
+            case=case, status=cause.status, reason=reason, round=request.round,
             verified=cause.verified, started_s=time.time(),
             failed_device=cause.device if cause.status is Status.OOM else None,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +72,22 @@ def of_end(exit_status: int | None, rank: int, at_s: float, killed_before: int |
     """
     reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status, killed_before)}"
     return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
+
+
+def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}".format) -> str:
+    """Return the reason of a case whose ranks failed: the first record, and the ends of all other ranks that ended too.
+
+    `failures` has the likely cause first, and `name` returns the name of a rank. A rank that raised an error because
+    its peers had ended is left out.
+    """
+    first, *others = failures
+    ends = [
+        f"{name(one.rank)} ({processes.ending(one.exit_status)})"
+        for one in sorted(others, key=lambda one: one.rank or 0)
+        if one.exit_status is not None and one.rank is not None
+    ]
+    also = f"; also ended without a result: {', '.join(ends)}" if ends and first.exit_status is not None else ""
+    return f"{name(first.rank or 0)}: {first.reason}{also}"
 
 
 def said(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from dpbench.hardware import processes
-from dpbench.measure.failures import of_end, of_rank
+from dpbench.measure.failures import of_end, of_rank, together
 from dpbench.measure.launch import loopback
 from dpbench.measure.request import Seat
 from dpbench.records.trial import Failure, in_order
@@ -44,7 +44,11 @@ The closing of the rank's pipe is not a reliable sign of the rank's end, because
 the pipe open.
 """
 SETTLE_S = 0.5
-"""If the death of another rank may have caused a failure, the seconds that the parent waits to detect that death."""
+"""The seconds for which the parent waits to detect the deaths of other ranks.
+
+It waits after a failure that the death of another rank may have caused, and after a death, because other ranks may end
+at the same time.
+"""
 GRACE_S = 1.0
 """The seconds that a rank has to end after SIGTERM, before it is sent SIGKILL."""
 _FORK = get_context("fork")
@@ -56,7 +60,7 @@ class RanksFailed(RuntimeError):
     """At least one rank failed. `failures` has the record of each failed rank, with the likely cause first."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
-        super().__init__(f"rank {failures[0].rank}: {failures[0].reason}")
+        super().__init__(together(failures))
         self.failures = tuple(failures)
 
 
@@ -225,7 +229,8 @@ def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
         for rank in pending:
             rank.look()
         if failures := [rank.failure for rank in ranks if rank.failure]:
-            wait_s = SETTLE_S if in_order(failures)[0].perhaps_secondary else 0.0
+            first = in_order(failures)[0]
+            wait_s = SETTLE_S if first.perhaps_secondary or first.exit_status is not None else 0.0
             deadline_s = min(deadline_s, time.perf_counter() + wait_s)
     if failures := [rank.failure for rank in ranks if rank.failure]:
         raise RanksFailed(in_order(failures))
