@@ -75,7 +75,7 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
     for model, why in (
         ("broken:NET", "No module named 'no_such_module'"),
         ("tests.hungry:RAISES", "planted in forward"),
-        ("tests.hungry:KILLED", "killed by SIGKILL"),
+        ("tests.hungry:KILLED", "killed by SIGKILL); its resident set reached 0."),
         ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
     ):
         assert any(

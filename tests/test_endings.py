@@ -73,8 +73,8 @@ def test_kills_for_lack_of_memory_are_those_of_the_own_cgroup_or_else_of_the_sys
     [
         (3, 4, "because memory ran out; use a smaller batch"),
         (3, 3, "another process sent the signal"),
-        (None, 3, "does not tell whether memory ran out"),
-        (3, None, "does not tell whether memory ran out"),
+        (None, 3, "does not report whether memory ran out"),
+        (3, None, "does not report whether memory ran out"),
     ],
 )  # fmt: skip
 def test_sigkill_is_blamed_on_memory_only_when_the_kernel_says_so(monkeypatch, before, now, cause) -> None:
@@ -82,6 +82,37 @@ def test_sigkill_is_blamed_on_memory_only_when_the_kernel_says_so(monkeypatch, b
     assert cause in failures.of_end(-signal.SIGKILL, 0, 1.0, before).reason
     assert processes.advice(-signal.SIGSEGV, before) == ""
     assert processes.advice(0, before) == ""
+
+
+@pytest.mark.parametrize(
+    ("peak", "now", "cause"),
+    [
+        (85, None, "reached 85 of 100 GiB, so memory probably ran out; use a smaller batch"),
+        (85, 3, "reached 85 of 100 GiB, so memory probably ran out; use a smaller batch"),
+        (2, None, "reached 2 of 100 GiB; the kernel does not report whether memory ran out"),
+        (2, 3, "reached 2 of 100 GiB; another process sent the signal"),
+        (2, 4, "the kernel killed a process because memory ran out"),
+    ],
+)  # fmt: skip
+def test_sigkill_is_blamed_on_memory_also_if_the_resident_set_says_so(monkeypatch, peak, now, cause) -> None:
+    monkeypatch.setattr(processes, "killed_for_memory", lambda: now)
+    monkeypatch.setattr(processes, "memory_limit", lambda: 100 << 30)
+    assert cause in processes.advice(-signal.SIGKILL, 3, peak << 30)
+    assert cause in failures.of_end(-signal.SIGKILL, 0, 1.0, 3, peak << 30).reason
+
+
+def test_the_limit_of_memory_is_that_of_the_cgroup_and_at_most_that_of_the_machine(tmp_path: Path) -> None:
+    assert processes.memory_limit(tmp_path) is None
+    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"proc/meminfo": "MemTotal:       8 kB\nMemFree: 1 kB\n"})
+    assert processes.memory_limit(tmp_path) == 8192
+    kernel(
+        tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}
+    )
+    assert processes.memory_limit(tmp_path) == 8192
+    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/b/c/memory.max": "max\n"})
+    assert processes.memory_limit(tmp_path) == 8192
+    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/b/c/memory.max": "4096\n"})
+    assert processes.memory_limit(tmp_path) == 4096
 
 
 # -- threads

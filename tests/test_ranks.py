@@ -320,6 +320,7 @@ def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
     assert failures[0].exit_status == -getattr(signal, name)
     assert f"killed by {name}" in failures[0].reason
     assert advice in failures[0].reason
+    assert ("its resident set reached" in failures[0].reason) == (name == "SIGKILL")
     assert all(later.perhaps_secondary for later in failures[1:])
 
 

@@ -201,17 +201,7 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
     The number is that of this process's cgroup or, without one that counts, of the system. `root` is the folder with
     the kernel's file systems `proc` and `sys`.
     """
-    cgroups: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            cgroups |= {one: path.lstrip("/") for one in controllers.split(",")}
-    files = [
-        root / "sys/fs/cgroup" / cgroups.get("", "") / "memory.events",
-        root / "sys/fs/cgroup/memory" / cgroups.get("memory", "") / "memory.oom_control",
-        root / "proc/vmstat",
-    ]
-    for file in files:
+    for file in (*_of_cgroup(root, "memory.events", "memory.oom_control"), root / "proc/vmstat"):
         with suppress(OSError, ValueError):
             for line in file.read_text(encoding="utf-8").splitlines():
                 name, _, count = line.partition(" ")
@@ -220,20 +210,59 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
     return None
 
 
-def advice(exit_status: int | None, killed_before: int | None) -> str:
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process's cgroup may use, at most those of the machine; None if unknown."""
+    found = []
+    for file in _of_cgroup(root, "memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # the word "max" means no limit
+            found.append(int(file.read_text(encoding="utf-8")))
+    with suppress(OSError, ValueError, IndexError):
+        found.append(int((root / "proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024)
+    return min(found, default=None)
+
+
+def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
+    """Return a file of this process's cgroup of version 2, and one of its cgroup of version 1."""
+    cgroups: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            cgroups |= {one: path.lstrip("/") for one in controllers.split(",")}
+    folder = root / "sys/fs/cgroup"
+    return [folder / cgroups.get("", "") / second, folder / "memory" / cgroups.get("memory", "") / first]
+
+
+NEARLY_ALL = 0.8
+"""The share of the memory limit from which on the resident set of a killed process shows that memory ran out."""
+
+
+def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> str:
     """Return the cause of a process's end and the remedy, as a clause to append to `ending`.
 
-    The clause is empty if the cause is not known. `killed_before` is `killed_for_memory` from before the process began.
-    Only a kill that the kernel has counted since then is due to lack of memory.
+    The clause is empty if the cause is not known. `killed_before` is `killed_for_memory` from before the process began,
+    and `peak_bytes` is the peak of the process's resident set. Memory is named as the cause only if the kernel has
+    counted such a kill since then, or if the resident set had nearly the size of the memory.
     """
     if exit_status != -signal.SIGKILL:
         return ""
-    now = killed_for_memory()
-    if now is None or killed_before is None:
-        return "; the kernel does not tell whether memory ran out; if it did, use a smaller batch"
-    if now > killed_before:
+    now, limit = killed_for_memory(), memory_limit()
+    if now is not None and killed_before is not None and now > killed_before:
         return "; the kernel killed a process because memory ran out; use a smaller batch"
-    return "; another process sent the signal, because the kernel has killed none for lack of memory"
+    resident = ""
+    if peak_bytes and limit:
+        resident = f"; its resident set reached {peak_bytes / 2**30:.3g} of {limit / 2**30:.3g} GiB"
+        if peak_bytes >= NEARLY_ALL * limit:
+            return f"{resident}, so memory probably ran out; use a smaller batch"
+    if now is None or killed_before is None:
+        return f"{resident}; the kernel does not report whether memory ran out; if it did, use a smaller batch"
+    return f"{resident}; another process sent the signal, because the kernel has killed none for lack of memory"
+
+
+def peak_of_children() -> int:
+    """Return the largest peak of the resident sets of the children that have ended and were waited for, in bytes."""
+    import resource  # not on every system
+
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
 
 
 def resident_peak() -> int:

@@ -64,13 +64,17 @@ def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
     return replace(found, rank=rank, at_s=at_s, device=rank if found.status is Status.OOM else None)
 
 
-def of_end(exit_status: int | None, rank: int, at_s: float, killed_before: int | None = None) -> Failure:
+def of_end(
+    exit_status: int | None, rank: int, at_s: float, killed_before: int | None = None, peak_bytes: int | None = None
+) -> Failure:
     """Return the failure record of a rank whose process ended without a result.
 
     `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
-    seconds, at which the parent detected the end. `killed_before` is that of `processes.advice`.
+    seconds, at which the parent detected the end. `killed_before` and `peak_bytes` are those of
+    `processes.advice`.
     """
-    reason = f"ended without a result ({processes.ending(exit_status)}){processes.advice(exit_status, killed_before)}"
+    advice = processes.advice(exit_status, killed_before, peak_bytes)
+    reason = f"ended without a result ({processes.ending(exit_status)}){advice}"
     return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
 
 

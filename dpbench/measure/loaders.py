@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from dpbench.analysis.loaders import Reading, Setting
-from dpbench.hardware import foreign_load, provenance
+from dpbench.hardware import foreign_load, processes, provenance
 from dpbench.measure.request import Job, Loading, Request, Synthetic
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, ServerDied, ended, status_of
@@ -272,7 +272,7 @@ def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> 
     A process hangs if no batch arrives for `limit_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="load-", dir=scratch, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+        folder, killed_before = Path(name), processes.killed_for_memory()
         request = Request(job=Job.LOAD, cases=(), effort=Effort(), folder=folder, round=loading.round, loading=loading)
         try:
             status = server.attempt(request, limit_s, lambda: Progress.read(folder)[0])
@@ -282,7 +282,7 @@ def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> 
         if status is not None and written.exists():
             return Reading.from_dict(json.loads(written.read_text(encoding="utf-8")))
         if status is not None:
-            return lost(loading, status_of(status), ended(status, limit_s, folder))
+            return lost(loading, status_of(status), ended(status, limit_s, folder, killed_before))
         return lost(loading, Status.TIMEOUT, _hung(loading, limit_s, folder))
 
 

@@ -218,7 +218,8 @@ class _RankProcess:
     def _died(self) -> None:
         at_s = time.perf_counter()
         self.process.join(GRACE_S)  # the pipe closes shortly before the exit status is available
-        self.failure = of_end(self.process.exitcode, self.number, at_s, self._killed_before)
+        peak_bytes = processes.peak_of_children()  # at least that of this rank
+        self.failure = of_end(self.process.exitcode, self.number, at_s, self._killed_before, peak_bytes)
 
 
 def _results(ranks: Sequence[_RankProcess]) -> list[Any]:

@@ -11,6 +11,9 @@ from typing import Any, Self
 from dpbench.analysis.loaders import Setting
 from dpbench.records import Case, Effort
 
+PEAK = "peak"
+"""The file in which the server writes the peak of the worker's resident set in bytes."""
+
 
 class Job(StrEnum):
     """The kind of work that a request asks for."""

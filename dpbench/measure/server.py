@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 from dpbench.hardware import processes, signals
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
-from dpbench.measure.request import Job, Request, SelfCheck
+from dpbench.measure.request import PEAK, Job, Request, SelfCheck
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
 from dpbench.records.visible import visible
@@ -297,7 +297,8 @@ def ended(exit_status: int | None, limit_s: float, folder: Path, killed_before: 
     if exit_status is None:
         limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
         return f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
-    how = f"{processes.ending(exit_status)}){processes.advice(exit_status, killed_before)}"
+    peak_bytes = int((folder / PEAK).read_text(encoding="utf-8")) if (folder / PEAK).exists() else None
+    how = f"{processes.ending(exit_status)}){processes.advice(exit_status, killed_before, peak_bytes)}"
     return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
 
 

@@ -3,7 +3,8 @@
 When the server is ready, it writes {"ready": torch's version} to stdout. Requests are lines of JSON on stdin; see
 `measure.request`. The server answers each request on stdout with {"pid": n} and, after the worker with this process id
 has ended, with {"exit": status}. The worker uses the folder that the request names. It writes its trials to the file
-`trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`.
+`trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`. The server writes the peak of the
+worker's resident set in bytes to `peak`.
 
 The server process runs no tensor operation, because workers that are forked after a multi-threaded operation would
 hang.
@@ -18,6 +19,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +41,7 @@ import torch.distributed
 import torch.optim
 
 from dpbench.hardware import processes
-from dpbench.measure.request import Request
+from dpbench.measure.request import PEAK, Request
 from dpbench.measure.worker import bench
 from dpbench.measure.worker import trial as trials
 from dpbench.records import registry
@@ -79,7 +81,9 @@ def serve() -> None:
             os.close(answers)
             _work(request, server)
         say(pid=pid)
-        _, status = os.waitpid(pid, 0)
+        _, status, usage = os.wait4(pid, 0)
+        with suppress(OSError):  # the parent may have removed the folder
+            (request.folder / PEAK).write_text(str(usage.ru_maxrss * 1024), encoding="utf-8")
         processes.end_children()  # processes that the worker has left behind, also in sessions of their own
         say(exit=os.waitstatus_to_exitcode(status))
 
