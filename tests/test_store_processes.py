@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -13,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -22,6 +24,7 @@ import pytest
 import dpbench
 from dpbench.records import Case, Status
 from dpbench.store import FINAL, Store, StoreError
+from dpbench.store import file as module
 from tests.test_store import CASE, ENDED, begin, make_trial, put, query
 from tests.test_store_files import contents
 
@@ -347,3 +350,102 @@ def test_a_read_only_folder_is_refused(path, child):
     assert str(folder / "store.db") in out, err
     assert "--store" in out
     assert list(folder.iterdir()) == []
+
+
+class Waiting:
+    """A clock that only sleeping moves; `then` is called when it has moved by `after_s` seconds."""
+
+    def __init__(self, after_s: float = 1e9, then: Callable[[], object] = int) -> None:
+        self.now_s, self._after_s, self._then = 0.0, after_s, then
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self.now_s > self._after_s:
+            self._after_s = 1e9
+            self._then()
+
+
+@pytest.fixture
+def holder(path, child):
+    """Yield a process that has locked a store of one trial."""
+    with Store.create(path) as store:
+        put(store, begin(store)[0], make_trial())
+    code = "import sqlite3; sqlite3.connect(path).execute('BEGIN EXCLUSIVE'); print('locked', flush=True); input()"
+    process = child(code, path, stdin=subprocess.PIPE)
+    assert process.stdout.readline() == "locked\n"
+    return process
+
+
+@linux
+@pytest.mark.parametrize("open_", [Store.create, Store.read])
+def test_a_store_that_stays_locked_is_refused_with_the_process_that_has_locked_it(
+    path, holder, open_, monkeypatch, caplog
+):
+    clock = Waiting()
+    monkeypatch.setattr(module, "time", clock)
+    named = f"the store {re.escape(str(path))} is locked by process {holder.pid} \\(.*python"
+    with pytest.raises(StoreError, match=rf"{named}.* for more than 30 s: wait until that process has ended"):
+        open_(path)
+    assert 30 < clock.now_s < 31
+    (said,) = caplog.messages
+    assert re.match(rf"{named}.*; this process waits for it for at most 30 s$", said)
+
+
+@linux
+@pytest.mark.parametrize(("after_s", "said"), [(1.9, 0), (2.1, 1)])
+def test_a_store_that_is_locked_for_a_while_is_read_then(path, holder, monkeypatch, caplog, after_s, said):
+    clock = Waiting(after_s, lambda: holder.communicate("\n"))
+    monkeypatch.setattr(module, "time", clock)
+    with Store.read(path) as store:
+        assert len(store.trials()) == 1
+    assert clock.now_s == pytest.approx(after_s, abs=0.1)
+    assert len(caplog.messages) == said
+
+
+@linux
+def test_a_row_of_a_locked_store_is_not_called_unreadable(path, holder, child, monkeypatch):
+    holder.communicate("\n")
+    with Store.read(path) as store:
+        code = "import sqlite3; sqlite3.connect(path).execute('BEGIN EXCLUSIVE'); print('locked', flush=True); input()"
+        other = child(code, path, stdin=subprocess.PIPE)
+        assert other.stdout.readline() == "locked\n"
+        monkeypatch.setattr(module, "time", Waiting())
+        with pytest.raises(StoreError, match=f"locked by process {other.pid}"):
+            store.trials()
+
+
+@linux
+@pytest.mark.parametrize("changes", [False, True], ids=["whole", "in the log"])
+def test_a_store_with_a_log_in_a_read_only_folder_is_read_or_refused(path, child, changes):
+    """SQLite's own error is "unable to open database file"."""
+    folder = path.parent / "locked"
+    folder.mkdir()
+    with Store.create(path) as store:
+        put(store, begin(store)[0], make_trial())
+        if changes:
+            shutil.copy(path, folder / "store.db")
+            shutil.copy(f"{path}-wal", folder / "store.db-wal")
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA journal_mode=WAL")
+    if not changes:
+        shutil.copy(path, folder / "store.db")
+    folder.chmod(0o555)
+    code = """
+        try:
+            with Store.read(path) as store:
+                print(len(store.trials()))
+        except StoreError as error:
+            print(error)
+    """
+    try:
+        out, err = child(code, folder / "store.db", preexec_fn=without_privilege).communicate(timeout=60)
+    finally:
+        folder.chmod(0o755)
+    assert err == ""
+    if changes:
+        assert "has changes in store.db-wal, which cannot be read in a folder that is read-only: copy both" in out
+    else:
+        assert out == "1\n"

@@ -328,7 +328,7 @@ class Store:
                 [(trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind) for m in trial.memory],
             )
             self._db.executemany(
-                "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", file.series_rows(trial_id, trial.samples)
+                "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", rows.series_rows(trial_id, trial.samples)
             )
             rows.sign_trial(self._db, trial_id)
         copying.refuse_replaced(self._db)

@@ -55,14 +55,14 @@ def refuse_replaced(db: file.Connection) -> None:
 
 def copy_run(source: file.Connection, row: int, target: file.Connection) -> None:
     """Copy the run with this rowid, without its trials, into the database `target`."""
-    names = ", ".join(file.columns_of(source, "run"))
+    names = ", ".join(rows.columns_of(source, "run"))
     values = source.execute(f"SELECT {names} FROM run WHERE rowid=?", (row,)).fetchone()
     target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
 
 
 def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, run_id: str) -> int:
     """Copy one trial into the run `run_id` of the database `target`, and return its id there."""
-    names = [name for name in file.columns_of(source, "trial") if name not in ("id", "run_id")]
+    names = [name for name in rows.columns_of(source, "trial") if name not in ("id", "run_id")]
     (values,) = source.execute(f"SELECT {', '.join(names)} FROM trial WHERE id=?", (trial_id,))
     marks = ",".join("?" * (1 + len(names)))
     new = target.execute(
@@ -70,11 +70,11 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
     ).lastrowid
     assert new is not None
     for table in PARTS:
-        columns = [name for name in file.columns_of(source, table) if name != "trial_id"]
-        rows = source.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,))
+        columns = [name for name in rows.columns_of(source, table) if name != "trial_id"]
+        found = source.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,))
         marks = ",".join("?" * (1 + len(columns)))
         target.executemany(
-            f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})", ((new, *row) for row in rows)
+            f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})", ((new, *row) for row in found)
         )
     return new
 

@@ -1,25 +1,27 @@
 """Store file: open, identify and migrate the SQLite file; merge its write-ahead log into the file on closing.
 
-Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed); 3
-(checksums of rows); 4 (summaries of trials).
+Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed); 3 (checksums of
+rows); 4 (summaries of trials).
 """
 
 from __future__ import annotations
 
-import math
+import logging
+import os
 import sqlite3
 import time
-import zlib
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from dpbench.records import Sample
+from dpbench.records.visible import visible
 
+log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
-MAGIC = b"SQLite format 3\0"
+"""The most seconds for which a statement waits until other processes have unlocked the file."""
+SILENT_S, POLL_S = 2.0, 0.01
+"""The seconds after which the wait is reported, and between two attempts."""
 APPLICATION_ID = int.from_bytes(b"dpbn", "big")
 """The application id in the header of every store, which distinguishes it from other databases."""
 
@@ -66,10 +68,7 @@ MIGRATIONS = (
     ALTER TABLE trial ADD COLUMN checksum INTEGER;
     ALTER TABLE trial ADD COLUMN parts_checksum INTEGER
     """,
-    """
-    ALTER TABLE trial ADD COLUMN summary BLOB;
-    ALTER TABLE trial ADD COLUMN summary_checksum INTEGER
-    """,
+    "ALTER TABLE trial ADD COLUMN summary BLOB; ALTER TABLE trial ADD COLUMN summary_checksum INTEGER",
 )
 
 
@@ -81,12 +80,17 @@ class Unusable(StoreError, sqlite3.OperationalError):
     """SQLite could not execute a statement, for example because the file is locked or on a read-only disk."""
 
 
+class Locked(Unusable):
+    """Another process has locked the file for longer than `PATIENCE_S`."""
+
+
 class DamagedStore(StoreError, sqlite3.DatabaseError):
     """The file is damaged, so that SQLite cannot read a part of it."""
 
 
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-"""SQLite's codes of damaged files; the lowest eight bits of an extended code."""
+_LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+"""SQLite's codes of damaged files, and of files that are locked; the lowest eight bits of an extended code."""
 
 
 class Connection(sqlite3.Connection):
@@ -117,6 +121,11 @@ class Connection(sqlite3.Connection):
                 raise damaged(self.path, error) from error
             if not isinstance(error, sqlite3.OperationalError):
                 raise
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _LOCKED:
+                raise Locked(
+                    f"{_held(self.path)} for more than {PATIENCE_S:g} s: wait until that process has ended, or give "
+                    "another file with --store"
+                ) from error
             raise Unusable(f"cannot use the store {self.path}: {error}; give another file with --store") from error
         except UnicodeDecodeError as error:  # SQLite's message quotes damaged text of the schema
             raise damaged(self.path, error) from error
@@ -129,11 +138,12 @@ class _Cursor(sqlite3.Cursor):
 
     def execute(self, *arguments: Any) -> Self:
         with self.connection.named():
-            return super().execute(*arguments)
+            _patiently(self.connection.path, lambda: super(_Cursor, self).execute(*arguments))
+            return self
 
     def executemany(self, *arguments: Any) -> Self:
         with self.connection.named():
-            return super().executemany(*arguments)
+            return super().executemany(*arguments)  # inside a transaction, which has the lock
 
     def fetchone(self) -> Any:
         with self.connection.named():
@@ -170,7 +180,7 @@ def open_to_write(path: Path) -> Connection:
                     raise damaged(path, found[0])
         db = connect(path, str(path))
         try:
-            _patiently(lambda: db.execute("PRAGMA journal_mode=WAL"))
+            db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA foreign_keys=ON")
             _migrate(db)
@@ -222,17 +232,8 @@ def same_file(db: Connection) -> bool:
 def _inode(path: Path) -> tuple[int, int] | None:
     """Return the device and the number of a file; None if there is no file."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        found = path.stat()
-        return found.st_dev, found.st_ino
+        return (found := path.stat()).st_dev, found.st_ino
     return None
-
-
-def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
-    """Return the names of a table's columns.
-
-    The columns depend on the version of dpbench that wrote the file, because files that are only read are not migrated.
-    """
-    return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
 
 
 def fold(db: sqlite3.Connection) -> None:
@@ -241,8 +242,10 @@ def fold(db: sqlite3.Connection) -> None:
     If that fails, for example because another process uses the file, the log remains, and no error is raised.
     """
     with suppress(sqlite3.OperationalError):  # another process has the file open and will merge it, or the disk is full
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        db.execute("PRAGMA journal_mode=DELETE")
+        plain = sqlite3.Connection.execute  # whose errors and waits are those of SQLite
+        plain(db, f"PRAGMA busy_timeout={PATIENCE_S * 1000:.0f}")
+        plain(db, "PRAGMA wal_checkpoint(TRUNCATE)")
+        plain(db, "PRAGMA journal_mode=DELETE")
 
 
 @contextmanager
@@ -260,6 +263,8 @@ def transaction(db: Connection) -> Iterator[None]:
             with suppress(sqlite3.Error):  # SQLite may have rolled back already
                 db.execute("ROLLBACK")
             raise
+    except Locked:
+        raise
     except sqlite3.OperationalError as error:
         raise StoreError(
             f"cannot write to the store {db.path}: {error.__cause__ or error}; the store is unchanged. "
@@ -268,13 +273,27 @@ def transaction(db: Connection) -> Iterator[None]:
 
 
 def _connect_read_only(path: Path) -> Connection:
-    return connect(path, f"{path.resolve().as_uri()}?mode=ro")
+    """Return a read-only connection.
+
+    A file with a write-ahead log needs an index beside it, which SQLite cannot create in a folder that is read-only.
+    Raises StoreError if such a file has changes in its log; without them, no index is needed.
+    """
+    log_file, index = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
+    options = "mode=ro"
+    if not index.exists() and not os.access(path.parent, os.W_OK):
+        if log_file.exists() and log_file.stat().st_size:
+            raise StoreError(
+                f"the store {path} has changes in {log_file.name}, which cannot be read in a folder that is read-only: "
+                f"copy both files to another folder, and give the copy with --store"
+            )
+        options += "&immutable=1"
+    return connect(path, f"{path.resolve().as_uri()}?{options}")
 
 
 def connect(path: Path, address: str) -> Connection:
     """Return a connection to the file `path`, which `address` names as a path or as a URI."""
     uri = address.startswith("file:")
-    db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=PATIENCE_S, factory=Connection)
+    db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=0, factory=Connection)
     db.path = path
     return db
 
@@ -306,7 +325,7 @@ def _check_header(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         header = file.read(100)
-    if len(header) < 100 or not header.startswith(MAGIC):
+    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
         raise StoreError(f"{path} is not a store of dpbench, but another kind of file; give another file with --store")
     version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
     _refuse_newer(path, version)
@@ -341,43 +360,41 @@ def _refuse_newer(path: Path, version: int) -> None:
         )
 
 
-def _patiently(action: Callable[[], object]) -> None:
-    """Call `action` again as long as the file is locked, for at most `PATIENCE_S` seconds.
+def _patiently(path: Path, action: Callable[[], Any]) -> Any:
+    """Call `action` again as long as the file is locked, for at most `PATIENCE_S` seconds; return its result.
 
-    SQLite's own waiting for locks does not apply to a change of the journal mode.
+    After `SILENT_S` seconds, log which processes have locked the file. SQLite's own wait would hold back signals.
     """
-    deadline = time.monotonic() + PATIENCE_S
+    begun_s, silent = time.monotonic(), True
     while True:
         try:
-            action()
-            return
+            return action()
         except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
+            waited_s = time.monotonic() - begun_s
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED or waited_s > PATIENCE_S:
                 raise
-            time.sleep(0.01)
+            if silent and waited_s > SILENT_S:
+                silent = False
+                log.warning("%s; this process waits for it for at most %g s", _held(path), PATIENCE_S)
+            time.sleep(POLL_S)
 
 
-def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """Return the rows of the table `series`, one per device and metric; NaN and infinite values are left out."""
-    groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
-    for sample in samples:
-        if not math.isfinite(sample.value):
-            continue  # a reading of NaN or infinity carries no information
-        times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
-        times.append(sample.time_s)
-        readings.append(sample.value)
-    return [
-        (trial_id, device, metric, len(r), sum(r) / len(r), max(r), _pack(t), _pack(r))
-        for (device, metric), (t, r) in groups.items()
-    ]
+def _held(path: Path) -> str:
+    """Return as a clause which processes have locked a store; only Linux lists them."""
+    holders: dict[int, str] = {}
+    for name in (path, path.with_name(f"{path.name}-shm")):
+        with suppress(OSError, ValueError):
+            inode = f":{name.stat().st_ino}"
+            for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
+                *_, pid, file, _, _ = line.split()
+                if file.endswith(inode) and int(pid) not in (0, os.getpid()) and "->" not in line:
+                    holders[int(pid)] = f"process {pid}{_command(int(pid))}"
+    return f"the store {path} is locked by {' and '.join(holders.values()) or 'another process'}"
 
 
-def _pack(values: array[float]) -> bytes:
-    return zlib.compress(values.tobytes())
-
-
-def unpacked(blob: bytes) -> array[float]:
-    """Return the numbers of a compressed column of the table `series`."""
-    values = array("d")
-    values.frombytes(zlib.decompress(blob))
-    return values
+def _command(pid: int) -> str:
+    """Return the command line of a process in parentheses, with a space before it; empty if it is not known."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+        return f" ({visible(' '.join(words).strip())[:80]})"
+    return ""

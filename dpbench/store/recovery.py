@@ -124,7 +124,7 @@ def _opened(path: Path, folder: Path) -> file.Connection:
 def _readable(db: file.Connection, table: str) -> bool:
     """Return whether SQLite knows the columns of a table."""
     try:
-        return bool(file.columns_of(db, table))
+        return bool(rows.columns_of(db, table))
     except StoreError:
         return False
 

@@ -10,8 +10,10 @@ summaries.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
-from dpbench.records import Case, Status, Trial, visible
+from dpbench.records import Case, Sample, Status, Trial, visible
 from dpbench.records.samples import Samples, Series
 from dpbench.store import file, summaries
 from dpbench.store.file import StoreError
@@ -63,11 +65,9 @@ def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
     """Turn every exception by which damaged data show into UnreadableRow, except that of a locked file."""
     try:
         yield
-    except UnreadableRow:
+    except (UnreadableRow, file.Locked):
         raise
     except _DATA as error:
-        if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise
         cause = error.__cause__ if isinstance(error, file.Unusable) else error
         raise UnreadableRow(db.path, table, row, f"{type(cause).__name__}: {cause}") from error
 
@@ -103,7 +103,7 @@ def trial(db: file.Connection, row: int) -> Trial:
         samples = [
             (time_s, device, metric, value)
             for device, metric, times, readings in parts.series
-            for time_s, value in zip(file.unpacked(times), file.unpacked(readings), strict=True)
+            for time_s, value in zip(_unpacked(times), _unpacked(readings), strict=True)
         ]
         plain = {
             **_plain(head),
@@ -135,7 +135,7 @@ def summary(db: file.Connection, row: int) -> Trial:
 
 
 def _series(times: bytes, values: bytes) -> Series:
-    return Series(file.unpacked(times), file.unpacked(values))
+    return Series(_unpacked(times), _unpacked(values))
 
 
 def _plain(head: Sequence[Any]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[An
 
 def _known(db: file.Connection, table: str, columns: str) -> str:
     """Return the columns for a query, where a column that the file's schema lacks has its default."""
-    has, defaults = file.columns_of(db, table), {"phase": "''", "kind": "'allocated'"}
+    has, defaults = columns_of(db, table), {"phase": "''", "kind": "'allocated'"}
     return ", ".join(name if name in has else defaults.get(name, "NULL") for name in columns.split(", "))
 
 
@@ -272,3 +272,37 @@ def _compare(db: file.Connection, table: str, column: str, row: int, rows: Seque
     (stored,) = _row(db, table, column, row)
     if stored is not None and stored != _checksum(rows):
         raise ValueError(f"its {column} is not that of its data, which were changed after they were stored")
+
+
+def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
+    """Return the rows of the table `series`, one per device and metric; NaN and infinite values are left out."""
+    groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
+    for sample in samples:
+        if not math.isfinite(sample.value):
+            continue  # a reading of NaN or infinity carries no information
+        times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
+        times.append(sample.time_s)
+        readings.append(sample.value)
+    return [
+        (trial_id, device, metric, len(r), sum(r) / len(r), max(r), _pack(t), _pack(r))
+        for (device, metric), (t, r) in groups.items()
+    ]
+
+
+def _pack(values: array[float]) -> bytes:
+    return zlib.compress(values.tobytes())
+
+
+def _unpacked(blob: bytes) -> array[float]:
+    """Return the numbers of a compressed column of the table `series`."""
+    values = array("d")
+    values.frombytes(zlib.decompress(blob))
+    return values
+
+
+def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
+    """Return the names of a table's columns.
+
+    The columns depend on the version of dpbench that wrote the file, because files that are only read are not migrated.
+    """
+    return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
