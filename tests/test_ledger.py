@@ -97,6 +97,22 @@ def test_a_span_that_ends_before_it_starts_counts_for_nothing(given: list[Span],
         ([span(0, 4, device=0), span(0, 9, device=1), span(9, 10, "gather")], {("forward", 1): 9, ("gather", 0): 1}),
         # the walk goes on below the straggler's start
         ([span(0, 4, device=0), span(3, 9, device=1)], {("forward", 0): 3, ("forward", 1): 6, REST: 1}),
+        # device 0 gathers from 4 on, but waits until 7 for the outputs of device 1, and reduces likewise
+        (
+            [span(0, 4), span(1, 7, device=1), span(4, 10, "gather")],
+            {("forward", 0): 1, ("forward", 1): 6, ("gather", 0): 3},
+        ),
+        (
+            [span(0, 5, "backward"), span(0, 8, "backward", 1), span(5, 10, "reduce")],
+            {("backward", 1): 8, ("reduce", 0): 2},
+        ),
+        # of the wait, what no other device explains stays with the phase
+        (
+            [span(0, 2), span(5, 6, device=1), span(2, 10, "gather")],
+            {("forward", 0): 2, ("gather", 0): 3 + 4, ("forward", 1): 1},
+        ),
+        # device 0 does not wait for itself
+        ([span(2, 6), span(1, 10, "gather")], {("gather", 0): 9, REST: 1}),
         # what reaches outside the step is clipped
         ([span(-5, 3), span(8, 99, "loss")], {("forward", 0): 3, ("loss", 0): 2, REST: 5}),
         ([span(-9, -1), span(11, 12)], {REST: 10}),

@@ -6,6 +6,7 @@ step. The simulation shares no code with the clock and the ledger.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from dpbench.analysis.report import Report
-from dpbench.records import HOST, Trial
+from dpbench.records import HOST, Phase, Trial
 from tests.simulated.machine import Machine
 from tests.simulated.scenario import Truth, as_rounds, case_of, report_of, run
 from tests.simulated.timeline import Gpu
@@ -52,6 +53,7 @@ def ran(request: pytest.FixtureRequest) -> Ran:
     return ran_of(request.param)
 
 
+@functools.cache
 def ran_of(name: str) -> Ran:
     simulated = machine(**SCENARIOS[name])
     trial, truth = run(simulated, case_of(SCENARIOS[name]["count"]))
@@ -77,6 +79,26 @@ def test_steps_and_phases_and_occupied_times_are_the_true_ones(ran: Ran) -> None
             assert np.array(sorted(spans)) == pytest.approx(np.array(sorted(true[key])), abs=0.01 * step_s, rel=0), key
     for device in range(trial.case.devices):
         assert row.occupied[device] == pytest.approx(truth.occupied_s(device), rel=0.01)
+
+
+def test_waiting_for_other_devices_is_no_part_of_gather_and_reduce(ran: Ran) -> None:
+    _, trial, truth, report = ran
+    (row,) = report.rows
+    for phase in (Phase.GATHER, Phase.REDUCE) if trial.case.devices > 1 else ():
+        _, works_s = truth.waits_and_works_s(phase)
+        assert row.phases[phase.value] == pytest.approx(works_s, abs=0.01 * truth.step_s())
+
+
+def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> None:
+    _, _, truth, report = ran_of("slow GPU")
+    (row,) = report.rows
+    for phase, needed in ((Phase.GATHER, Phase.FORWARD), (Phase.REDUCE, Phase.BACKWARD)):
+        waits_s, _ = truth.waits_and_works_s(phase)
+        assert waits_s > 1e-3
+        (slow_s,) = [
+            s.end_s - s.start_s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], needed, 2)
+        ]
+        assert row.phases[needed.value] == pytest.approx(slow_s, abs=0.01 * truth.step_s())
 
 
 def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:

@@ -129,11 +129,17 @@ class Part(NamedTuple):
     end_s: float
 
 
+_NEEDS = {Phase.GATHER: Phase.FORWARD, Phase.REDUCE: Phase.BACKWARD}
+"""The phases that wait for the results of all devices, and the phases that compute these results."""
+
+
 def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
     """Yield the critical path of a step, from the end of the step back to its start, without gaps or overlaps.
 
     The algorithm charges one span after the other, each back to its start. If several spans are open at the time that
-    it has reached, it charges the one that ends first, or among equal ends the one that began last.
+    it has reached, it charges the one that ends first, or among equal ends the one that began last. A device opens its
+    gathering and its reduction when it is ready, and then waits for slower devices: such a span is charged back to the
+    time at which the results of the last other device arrived, and the path continues there.
     """
     pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
     now = step.end_s
@@ -145,8 +151,20 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
             yield Part(None, until, now)
         if span is None:
             break
-        now = max(step.start_s, span.start_s)
+        now = max(step.start_s, _began(span, until, pending))
         yield Part(span, now, until)
+
+
+def _began(span: Span, until: float, spans: Iterable[Span]) -> float:
+    """Return the time in seconds before `until` from which a span is charged; the device waits until then.
+
+    It is the latest end, before `until`, of the work of another device that the phase of the span needs, or else the
+    start of the span.
+    """
+    if (needed := _NEEDS.get(span.phase)) is None:
+        return span.start_s
+    ends = [s.end_s for s in spans if s.phase is needed and s.device not in (span.device, HOST) and s.end_s < until]
+    return max((span.start_s, *ends))
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:

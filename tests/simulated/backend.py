@@ -160,13 +160,17 @@ def _copy(machine: Machine, source: torch.Tensor, target: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class TrueSpan:
-    """A phase on a device, or on the host, in true seconds."""
+    """A phase on a device, or on the host, in true seconds.
+
+    `ready_s` is the time at which all devices have done the work that was queued before the phase.
+    """
 
     step: int
     phase: Phase
     device: int
     start_s: float
     end_s: float
+    ready_s: float
 
 
 class Witness(clocks.CudaClock):
@@ -189,10 +193,10 @@ class Witness(clocks.CudaClock):
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
         step = len(self.true_ends)
         with super().mark(phase, device):
-            start_s = self._front(device)
+            start_s, ready_s = self._front(device), max(self._front(d.index) for d in self.sims)
             yield
             end_s = self._front(device)
-        self.true_spans.append(TrueSpan(step, phase, device, start_s, end_s))
+        self.true_spans.append(TrueSpan(step, phase, device, start_s, end_s, ready_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from dpbench.analysis.report import Report
 from dpbench.hardware import nvml as hardware_nvml
 from dpbench.hardware.samplers import nvml as sampler
 from dpbench.measure.worker import bench
-from dpbench.records import Case, Effort, Sample, Trial, Verified
+from dpbench.records import Case, Effort, Phase, Sample, Trial, Verified
 from tests.simulated.backend import TrueSpan, Witness, running
 from tests.simulated.machine import Machine, Nvml
 
@@ -36,6 +36,13 @@ class Truth:
     def occupied_s(self, device: int) -> float:
         """Return the median over the timed steps of the seconds in which a phase of the device was open."""
         return float(np.median([self._open_s(device, *self.steps[k]) for k in self.timed]))
+
+    def waits_and_works_s(self, phase: Phase) -> tuple[float, float]:
+        """Return the median seconds per timed step that a phase of device 0 waits for other devices, and then works."""
+        mine = [[s for s in self.spans if (s.step, s.phase, s.device) == (k, phase, 0)] for k in self.timed]
+        waits = [sum(max(0.0, min(s.ready_s, s.end_s) - s.start_s) for s in spans) for spans in mine]
+        works = [sum(s.end_s - max(s.ready_s, s.start_s) for s in spans) for spans in mine]
+        return float(np.median(waits)), float(np.median(works))
 
     def _open_s(self, device: int, start_s: float, end_s: float) -> float:
         """Return the seconds between two times in which a span of the device, of any step, was open."""
