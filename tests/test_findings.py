@@ -187,6 +187,28 @@ def test_a_device_with_fewer_rows_does_not_make_the_others_slow() -> None:
     assert "slow device" not in found(one(), last)
 
 
+@pytest.mark.parametrize(("source", "name", "phase"), [(0, "slow link", "reduce"), (-1, "slow host link", "scatter")])
+def test_a_slow_link_is_named_with_its_rate(source: int, name: str, phase: str) -> None:
+    def row(slower: float, spread: float = 0.0) -> list[Trial]:
+        return [
+            replace(trial, provenance={**trial.provenance, "links": [
+                {"source": source, "target": to, "bytes": 2**20,
+                 "seconds": [1e-4 * (slower * (1 + spread * (trial.round - 1)) if to == 2 else 1.0)] * 3}
+                for to in range(source + 1, 4)
+            ]})
+            for trial in dp(devices=4, **{phase: 0.010})
+        ]  # fmt: skip
+
+    assert name not in found(one(), row(1.49))
+    seen = found(one(), row(1.51))[name].evidence
+    end = "the host" if source < 0 else "device 0"
+    assert seen.says == f"the link between {end} and device 2 is slow: 6.94 GB/s, the others 10.5 GB/s"
+    assert seen.size_s.value == pytest.approx(0.010 * (1 - 1 / 1.51), rel=0.02)
+    assert judged("one link is slower", row(3.0))
+    assert not judged("one link is slower", row(3.0, spread=0.9))  # the rounds differ too much
+    assert name not in found(one(), row(3.0, spread=0.9))
+
+
 def test_memory_of_device_0_costs_no_time_and_stands_last() -> None:
     def row(first: int, strategy: str = "dp") -> list[Trial]:
         return measured(

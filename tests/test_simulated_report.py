@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
 from dpbench.records import HOST, Phase, Trial
+from dpbench.records.words import number
 from tests.simulated.machine import Machine
 from tests.simulated.scenario import Truth, as_rounds, case_of, report_of, run
 from tests.simulated.timeline import Gpu
@@ -30,7 +32,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "slow host": {"count": 4, "call_s": 1e-4},
     "slow GPU": {"count": 4, "speeds": SLOW_GPU},
     "throttled GPU": {"count": 4, "speeds": THROTTLED, "lag_s": 0.005},
-    "slow link": {"count": 4, "slow_links": {(2, 3): 0.1}},
+    "slow link": {"count": 4, "slow_links": {(0, 2): 0.25}},
+    "slow link aside": {"count": 4, "slow_links": {(3, 2): 0.1}},
+    "slow host link": {"count": 3, "slow_links": {(HOST, 0): 0.05}},
+    "rather slow link": {"count": 4, "slow_links": {(0, 2): 0.7}},
 }  # fmt: skip
 Ran = tuple[Machine, Trial, Truth, Report]
 
@@ -102,10 +107,9 @@ def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> No
 
 
 def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:
-    simulated, trial, truth, report = ran
+    simulated, trial, _, report = ran
     (row,) = report.rows
-    # the profiled step is the last one: everything that the timeline did after the last timed step
-    window = truth.steps[-1][1], simulated.timeline.now()
+    (window,) = simulated.profiled
     true = {d: simulated.busy_s(d, *window, kinds=("compute", "copy")) for d in range(trial.case.devices)}
     moved = {d: simulated.busy_s(d, *window, kinds=("collective", "peer")) for d in true}
     assert row.busy == pytest.approx(true, rel=0.01)
@@ -140,6 +144,32 @@ def test_a_slow_gpu_is_found_and_named(name: str) -> None:
     assert "device 2 is slow: it is busy 1.99×" in says
     throttled = [detail for one in report.warnings if one.kind == "throttling" for _, detail in one.cases]
     assert [detail.partition(" on ")[2] for detail in throttled] == ["GPU 2, heat (driver)"] * (name != "slow GPU")
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"), [("slow link", (0, 2)), ("slow link aside", (2, 3)), ("slow host link", (-1, 0))]
+)
+def test_a_slow_link_is_found_and_named_with_its_true_rate(name: str, ends: tuple[int, int]) -> None:
+    simulated, trial, _, report = ran_of(name)
+    (diagnosis,) = report.diagnoses
+    (says,) = [one.evidence.says for one in diagnosis.findings if "link" in one.rule.name]
+    first = "the host" if ends[0] == HOST else f"device {ends[0]}"
+    assert says.startswith(f"the link between {first} and device {ends[1]} is slow: ")
+    (found,) = transfers.slow_links(as_rounds(trial), to_host=ends[0] == HOST)
+    size = 2**16
+    times_s = {
+        pair: simulated.host_s(pair[1], size) if pair[0] == HOST else simulated.link_s(*pair, size)
+        for pair in (ends, (ends[0], 1))
+    }
+    assert [found.rate, found.others] == [pytest.approx(size / seconds, rel=0.01) for seconds in times_s.values()]
+    assert f"{number(found.rate / 1e9)} GB/s, the others {number(found.others / 1e9)} GB/s" in says
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_link_is_called_slow_without_reason(name: str) -> None:
+    *_, report = ran_of(name)
+    found = [one.rule.name for found in report.diagnoses for one in found.findings if "link" in one.rule.name]
+    assert found == [name.removesuffix(" aside")] * (name in ("slow link", "slow link aside", "slow host link"))
 
 
 @pytest.mark.parametrize("name", ["two", "eight", "drifting clocks", "slow host", "slow link"])

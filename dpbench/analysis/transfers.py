@@ -10,11 +10,13 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.records import Case, Phase, Source, Trial, registry
+from dpbench.analysis import stats
+from dpbench.records import HOST, Case, Phase, Source, Trial, registry
 from dpbench.records.case import MOVING
 from dpbench.records.registry import Reduction
 from dpbench.records.schedule import parse
-from dpbench.records.work import Move, Shapes, received, sent
+from dpbench.records.trial import Estimate
+from dpbench.records.work import Link, Move, Shapes, received, sent
 
 FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 """The phases of a step that does not train."""
@@ -160,3 +162,59 @@ def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
     for device, readings in (pair for trial in trials for pair in trial.readings(metric).items()):
         values.setdefault(device, []).extend(readings)
     return {device: statistics.mean(found) for device, found in values.items()}
+
+
+SLOW_LINK = 1.5
+"""The largest ratio of the time of a copy over one link to that over the other links at which they count as alike."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowLink:
+    """A link over which timed copies take longer than over the others: between two devices, or the host (-1) and one.
+
+    `rate` and `others` are the bytes per second over this link and the median of the other links. `slower` is the ratio
+    of the time of a copy over this link to the median of the others.
+    """
+
+    ends: tuple[int, int]
+    rate: float
+    others: float
+    slower: Estimate
+
+
+def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
+    """Return the slow links between two GPUs, or `to_host` those from the host to a GPU; at least two are compared.
+
+    A link is slow if the median of its copies is more than `SLOW_LINK` times that of the others. The list also has
+    links for which the interval of this ratio is in doubt or contains `SLOW_LINK`.
+    """
+    every = {ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host}
+    found = []
+    for ends, mine in every.items() if len(every) > 1 else ():
+        others = _median_of([copies for other, copies in every.items() if other != ends])
+        rate, usual = (1 / stats.median(copies).value for copies in (mine, others))
+        if usual > SLOW_LINK * rate:
+            found.append(SlowLink(ends=ends, rate=rate, others=usual, slower=stats.ratio(mine, others)))
+    return found
+
+
+def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
+    """Return, for each link, the seconds per byte of its timed copies by round: the means over both directions."""
+    found: dict[tuple[int, int], dict[int, list[float]]] = {}
+    for trial in trials:
+        ways: dict[tuple[int, int], list[list[float]]] = {}
+        for one in Link.all_of(trial.provenance) if trial.trusted else ():
+            ends = min(one.source, one.target), max(one.source, one.target)
+            ways.setdefault(ends, []).append([seconds / one.bytes for seconds in one.seconds])
+        for ends, each in ways.items():
+            found.setdefault(ends, {})[trial.round] = [statistics.mean(both) for both in zip(*each, strict=True)]
+    return dict(found)
+
+
+def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:
+    """Return, by round, the medians over the links of their first, second, ... copies, for rounds that all have."""
+    common = set(links[0]).intersection(*links)
+    return {
+        number: [statistics.median(copies) for copies in zip(*(link[number] for link in links), strict=True)]
+        for number in sorted(common)
+    }

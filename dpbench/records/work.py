@@ -208,6 +208,28 @@ def sent(moves: Iterable[Move], device: int) -> float:
     return sum(move.bytes for move in moves if move.source == device)
 
 
+LINKS = "links"
+"""The key of a trial's provenance under which the worker stores its `Link`s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Timed copies, after the steps of a trial, from the device `source` to the device `target`; -1 is the host.
+
+    Each copy has `bytes` bytes; `seconds` has one duration per copy.
+    """
+
+    source: int
+    target: int
+    bytes: int
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
+        """Return the links that a worker stored in a trial's provenance; empty if it timed none."""
+        return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in provenance.get(LINKS, ()))
+
+
 DRAWS = "error_draws"
 """The key of a prediction's provenance for the logarithm of the error of its step in each draw of a simulation.
 

@@ -22,7 +22,7 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import _wrapper
 from dpbench.hardware.devices.host import EmulatedDevice
 from dpbench.measure import clocks
-from dpbench.measure.worker import bench
+from dpbench.measure.worker import bench, facts
 from dpbench.records import HOST, Phase
 from dpbench.records.activity import Activity
 from tests.simulated.machine import Machine
@@ -104,7 +104,7 @@ def _queue(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, A
     if func.namespace == "prim" or func.is_view or name.startswith(FREE):
         return
     if name.startswith("_local_scalar_dense"):
-        machine.timeline.read(streams[args[0].device.index], machine.host_s(args[0].nbytes))
+        machine.timeline.read(streams[args[0].device.index], machine.host_s(args[0].device.index, args[0].nbytes))
         return
     for source, target in _copies(func, args, result):
         _copy(machine, source, target)
@@ -150,9 +150,11 @@ def _copy(machine: Machine, source: torch.Tensor, target: torch.Tensor) -> None:
             machine.streams[to.index], machine.rates.kernel_s + 2 * source.nbytes / machine.rates.memory, "copy"
         )
     elif of.type != _wrapper.LAZY:
-        line.copy(None, machine.streams[to.index], machine.host_s(source.nbytes), "Memcpy HtoD (Pinned -> Device)")
+        line.copy(
+            None, machine.streams[to.index], machine.host_s(to.index, source.nbytes), "Memcpy HtoD (Pinned -> Device)"
+        )
     elif to.type != _wrapper.LAZY:
-        line.read(machine.streams[of.index], machine.host_s(source.nbytes))
+        line.read(machine.streams[of.index], machine.host_s(of.index, source.nbytes))
     else:
         seconds = machine.link_s(of.index, to.index, source.nbytes)
         line.copy(machine.streams[of.index], machine.streams[to.index], seconds, "Memcpy PtoP (Device -> Device)")
@@ -218,10 +220,11 @@ def _profiled(machine: Machine) -> Callable[..., list[Activity]]:
     def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Activity]:
         for device in devices:
             device.synchronize()
-        before = len(machine.timeline.work)
+        before, start_s = len(machine.timeline.work), machine.timeline.now()
         step()
         for device in devices:
             device.synchronize()
+        machine.profiled.append((start_s, machine.timeline.now()))
         events = [
             SimpleNamespace(
                 device_type=DeviceType.CUDA, device_index=work.device, name=work.name,
@@ -249,4 +252,5 @@ def running(machine: Machine) -> Iterator[list[SimulatedDevice]]:
         patch.setattr(_wrapper, "_dispatch", dispatch)
         patch.setattr(clocks, "choose", Witness)
         patch.setattr(bench, "profiled", _profiled(machine))
+        patch.setattr(facts, "LINK_BYTES", 2**16)  # the values are copied, too
         yield [SimulatedDevice(gpu.index, machine) for gpu in machine.timeline.gpus]

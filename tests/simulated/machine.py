@@ -29,9 +29,10 @@ class Rates:
 class Machine:
     """A machine with GPUs, whose CUDA numbers are their positions in `gpus`.
 
-    `slow_links` maps pairs of CUDA numbers to the fraction of the normal bandwidth. `pci` has the CUDA numbers in PCI
-    order, which by default is the reverse of CUDA's order. `lag_s` is the sampling period of the driver's counters:
-    NVML returns the averages of the last complete period.
+    `slow_links` maps pairs of CUDA numbers, of which -1 is the host, to the fraction of the normal bandwidth. `pci` has
+    the CUDA numbers in PCI order, which by default is the reverse of CUDA's order. `lag_s` is the sampling period of
+    the driver's counters: NVML returns the averages of the last complete period. `profiled` has the true start and end
+    of each profiled step.
     """
 
     def __init__(
@@ -49,15 +50,16 @@ class Machine:
         self._slow_links = slow_links or {}
         self.pci = pci or [gpu.index for gpu in reversed(gpus)]
         self.streams = [Stream(gpu.index) for gpu in gpus]
+        self.profiled: list[tuple[float, float]] = []
 
     def link_s(self, source: int, target: int, size: int) -> float:
         """Return the seconds for a copy of `size` bytes from one GPU to another."""
         rate = self.rates.link * self._slow_links.get((source, target), self._slow_links.get((target, source), 1.0))
         return self.rates.latency_s + size / rate
 
-    def host_s(self, size: int) -> float:
+    def host_s(self, device: int, size: int) -> float:
         """Return the seconds for a copy of `size` bytes between the host and a GPU."""
-        return self.rates.latency_s + size / self.rates.host
+        return self.rates.latency_s + size / (self.rates.host * self._slow_links.get((-1, device), 1.0))
 
     def ring_s(self, devices: list[int], size: int) -> float:
         """Return the seconds in which each of `devices` sends `size` bytes to the next, as its slowest link allows."""

@@ -13,7 +13,7 @@ from dpbench import models, strategies
 from dpbench.analysis.report import Report
 from dpbench.hardware import nvml as hardware_nvml
 from dpbench.hardware.samplers import nvml as sampler
-from dpbench.measure.worker import bench
+from dpbench.measure.worker import bench, facts
 from dpbench.records import Case, Effort, Phase, Sample, Trial, Verified
 from tests.simulated.backend import TrueSpan, Witness, running
 from tests.simulated.machine import Machine, Nvml
@@ -71,7 +71,7 @@ def run(machine: Machine, case: Case, effort: Effort = EFFORT) -> tuple[Trial, T
         with bench.start_timer(prepared, effort) as timer:
             bench.run_timers([timer])
             ended_s = machine.timeline.now()
-            trial = timer.trial()
+            trial = facts.with_links(timer.trial(), prepared.devices)
             clock = timer._listener
     assert isinstance(clock, Witness)
     begins = dict(clock.true_begins)

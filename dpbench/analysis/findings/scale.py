@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dpbench.analysis import commands, stats
+from dpbench.analysis import commands, stats, transfers
 from dpbench.analysis.findings.rule import (
     COMPUTE,
     CaseContext,
@@ -18,7 +19,7 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
-from dpbench.records import Case, schedule
+from dpbench.records import Case, Phase, schedule
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
@@ -81,6 +82,35 @@ def _slow_device(context: CaseContext) -> Judgement:
         f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(rest)} ({row.busy_source})",
         size_s=Estimate(value, low, high, e.n, signed=True),
     )
+
+
+def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
+    """Return a `FindingRule.when` whose evidence is that copies over a link take longer than over the others.
+
+    The cost is the time by which the slowest link can lengthen `phases`.
+    """
+
+    def when(context: CaseContext) -> Judgement:
+        found = transfers.slow_links(context.trials, to_host=to_host)
+        if any(one.slower.doubt for one in found):
+            return _doubted("whether one link is slower than the others")
+        slow = [one for one in found if one.slower.low > transfers.SLOW_LINK]
+        if not slow:
+            return None
+        moving = context.phase(*phases)
+        ends = ["the host" if to_host else f"device {one.ends[0]}" for one in slow]
+        return Evidence(
+            says="; ".join(
+                f"the link between {end} and device {one.ends[1]} is slow: {number(one.rate / 1e9)} GB/s, the others "
+                f"{number(one.others / 1e9)} GB/s"
+                for end, one in zip(ends, slow, strict=True)
+            ),
+            numbers=f"a copy takes {', '.join(times(one.slower) for one in slow)} as long as over the others; "
+            f"{', '.join(phases)} take {time(moving.value)} of the step",
+            size_s=share_of(moving, 1 - 1 / max(one.slower.value for one in slow)),
+        )
+
+    return when
 
 
 def _memory(context: CaseContext) -> Judgement:
@@ -324,6 +354,16 @@ RULES = (
         name="slow device", when=_slow_device,
         remedy="look at the clock, temperature and other processes of the slow device; leave it out, or give it fewer "
         "rows of the batch (TrainStep's chunk_sizes=\"auto\")",
+    ),
+    FindingRule(
+        name="slow link", when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
+        remedy="look at nvidia-smi topo -m and nvidia-smi nvlink -s, or use fewer devices, without it (--device-ids)",
+        others=_fewer,
+    ),
+    FindingRule(
+        name="slow host link", when=_slow_link((Phase.SCATTER,), to_host=True),
+        remedy="compare the PCIe width of the devices (nvidia-smi -q), or leave the device out (--device-ids)",
+        others=_fewer,
     ),
     FindingRule(
         name="memory", when=_memory,

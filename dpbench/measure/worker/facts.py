@@ -1,8 +1,11 @@
-"""Facts: the provenance that a worker adds to its trial, about the model, torch and the GPUs."""
+"""Facts: the provenance that a worker adds to its trial, about the model, torch, the GPUs and their links."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import pairwise, permutations
 from typing import Any
 
 import torch
@@ -12,7 +15,11 @@ from torch.utils._pytree import tree_map_only
 from dpbench.engine.containers import tensors_in
 from dpbench.hardware.device import Device
 from dpbench.models import Model, bytes_in, positional, rows_in
-from dpbench.records import Case
+from dpbench.records import HOST, Case, Trial
+from dpbench.records.work import LINKS, Link
+
+LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
+"""The size in bytes of the copies that time a link, and the number of copies that count, after one that does not."""
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
@@ -91,3 +98,50 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
         return None
     reaches = torch.cuda.can_device_access_peer
     return [[a, b] for i, a in enumerate(ids) for b in ids[i + 1 :] if not (reaches(a, b) and reaches(b, a))]
+
+
+def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
+    """Time copies over the links of the devices, and return the trial with the times and with their cost, `links_s`.
+
+    Return the trial unchanged if its devices are fewer than two, not in one process, colocated or not GPUs. Also return
+    it unchanged if a GPU has too little free memory for the copies, because the trial is valid without their times.
+    """
+    case = trial.case
+    if case.device_kind != "cuda" or case.placement != "spread" or case.traits.ranks or len(devices) == 1:
+        return trial
+    at = time.perf_counter()
+    try:
+        found = [asdict(link) for link in _links(devices)]
+    except torch.OutOfMemoryError:
+        return trial
+    return replace(
+        trial, setup={**trial.setup, "links_s": time.perf_counter() - at},
+        provenance={**trial.provenance, LINKS: found},
+    )  # fmt: skip
+
+
+def _links(devices: Sequence[Device]) -> Iterator[Link]:
+    """Yield the links from the host's pinned memory to each device, and from each device to each other device."""
+    buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    places = [device.put(buffer) for device in devices]
+    for device in devices:
+        yield Link(source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, device, buffer))
+    for source, target in permutations(range(len(devices)), 2):
+        seconds = _copy_times(devices[source], devices[target], places[source])
+        yield Link(source=devices[source].index, target=devices[target].index, bytes=LINK_BYTES, seconds=seconds)
+
+
+def _copy_times(source: Device, target: Device, tensor: torch.Tensor) -> tuple[float, ...]:
+    """Return the durations in seconds of copies of a tensor on `source`, or on the host, to `target`.
+
+    The copies run one after the other. The first is left out: it also allocates memory, sets up the access to the other
+    device, and begins while the host is still queueing it.
+    """
+    source.synchronize()
+    target.synchronize()
+    events = [target.event()]
+    for _ in range(1 + LINK_COPIES):
+        target.put(tensor)
+        events.append(target.event())
+    target.synchronize()
+    return tuple(start.elapsed_time(end) / 1e3 for start, end in pairwise(events[1:]))

@@ -34,7 +34,7 @@ from dpbench.measure.request import Job, Request, Seat
 from dpbench.measure.verification import Verdict
 from dpbench.measure.worker import loaders, memory, model_check, neighbour, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
-from dpbench.measure.worker.facts import of_model, torch_facts
+from dpbench.measure.worker.facts import of_model, torch_facts, with_links
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.records.trial import Failure, cause_of
@@ -72,7 +72,8 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
                 timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank.rank}.json")
         _check_weights(prepared)
         del timer  # release the step function and the clock before memory is measured
-        return _with_memory(timed, prepared) if effort.memory_by_phase else timed
+        timed = _with_memory(timed, prepared) if effort.memory_by_phase else timed
+        return with_links(timed, prepared.devices)
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
