@@ -276,7 +276,20 @@ def test_kernels_of_a_profiled_step_go_before_cpu_time() -> None:
     found = row_of(case(), trial(case(), 2.0, samples=(*trial(case(), 2.0, busy={0: 9, 1: 1}).samples, *profiled)))
     assert found.busy == {0: 0.6, 1: 0.3}
     assert found.imbalance.value == pytest.approx(2.0)
-    assert found.busy_source == "kernels of one profiled step"
+    assert found.busy_source == "kernels of profiled steps"
+
+
+def test_several_profiled_steps_give_a_median_and_an_interval() -> None:
+    def profiled(number: int) -> Trial:
+        first = (0.5, 0.6, 0.62, 0.58, 0.9)  # the first and the last are disturbed
+        samples = (Sample(0.0, d, "kernel_busy_s", s) for s in first for d, s in ((0, s), (1, 0.3)))
+        return trial(case(), 2.0, number=number, samples=tuple(samples))
+
+    found = row_of(case(), *(profiled(number) for number in range(3)))
+    assert found.busy == {0: 0.6, 1: 0.3}
+    assert found.imbalance.value == pytest.approx(2.0)
+    assert found.imbalance.low < 1.99
+    assert 2.01 < found.imbalance.high < 3.0
 
 
 def test_devices_that_were_not_busy_together_have_no_imbalance() -> None:

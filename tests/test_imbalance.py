@@ -137,7 +137,7 @@ def test_kernels_go_before_cpu_time_and_need_no_series() -> None:
     found = index([replace(cpu, samples=(*cpu.samples, *kernels))])
     assert found is not None
     assert found.first.value == pytest.approx(2.0)
-    assert found.basis == "kernels of one profiled step"
+    assert found.basis == "kernels of profiled steps"
 
 
 # ---------------------------------------------------------------- control and floor

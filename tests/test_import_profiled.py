@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch._C._autograd import DeviceType
 
+from dpbench.hardware.devices import open_devices
+from dpbench.measure import merging
 from dpbench.measure.worker import bench
 from dpbench.observe import kineto
 from dpbench.records import Case, Phase, Span, Step, ledger
@@ -41,7 +43,7 @@ def test_events_of_a_profiler_are_the_activities_of_the_trace(profile) -> None:
     # the whole span has two steps of 222 and 220 ms; the figures are those of HTA, which leaves out the second step
     assert times.compute_s == pytest.approx(2 * 0.037625, rel=0.04)
     assert times.exposed_communication_s == pytest.approx(times.communication_s * (1 - 0.15), rel=0.01)
-    assert [one.metric for one in bench._busy_samples(found)] == [
+    assert [one.metric for one in bench._busy_samples([found])] == [
         "kernel_busy_s", "collective_busy_s", "exposed_communication_s",
     ]  # fmt: skip
 
@@ -68,8 +70,10 @@ REDUCING = activities(
 
 
 def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backward() -> None:
-    found = bench.reductions(DDP, BACKWARD, REDUCING)
-    assert [(one.step, one.phase, one.clock) for one in found] == [(n, Phase.REDUCE, bench.PROFILED) for n in range(2)]
+    found = merging.reductions(DDP, BACKWARD, [REDUCING])
+    assert [(one.step, one.phase, one.clock) for one in found] == [
+        (n, Phase.REDUCE, merging.PROFILED) for n in range(2)
+    ]
     assert [(one.start_s, one.end_s) for one in found] == [
         (pytest.approx(0.24), 0.25), (pytest.approx(1.24), 1.25),
     ]  # fmt: skip
@@ -81,15 +85,50 @@ def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backwa
 
 def test_a_reduction_is_never_longer_than_its_backward() -> None:
     long = activities(("ncclDevKernel_AllReduce_Sum_f32", 0.0, 9.0))
-    assert {(one.start_s, one.end_s) for one in bench.reductions(DDP, BACKWARD, long)} == {(0.2, 0.25), (1.2, 1.25)}
+    assert {(one.start_s, one.end_s) for one in merging.reductions(DDP, BACKWARD, [long])} == {(0.2, 0.25), (1.2, 1.25)}
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp", "single"])
 def test_other_strategies_get_no_reduction_from_the_profile(strategy) -> None:
-    assert bench.reductions(replace(DDP, strategy=strategy), BACKWARD, REDUCING) == []
+    assert merging.reductions(replace(DDP, strategy=strategy), BACKWARD, [REDUCING]) == []
 
 
 def test_a_recorded_reduction_stays() -> None:
     recorded = Span(0, Phase.REDUCE, 0, "host", 0.24, 0.25)
-    assert bench.reductions(DDP, (*BACKWARD, recorded), REDUCING) == []
-    assert bench.reductions(DDP, BACKWARD, REDUCING[:3]) == []
+    assert merging.reductions(DDP, (*BACKWARD, recorded), [REDUCING]) == []
+    assert merging.reductions(DDP, BACKWARD, [REDUCING[:3]]) == []
+
+
+def test_a_profile_of_several_steps_is_cut_at_their_beginnings() -> None:
+    def host(name: str, start_s: float) -> SimpleNamespace:
+        return SimpleNamespace(
+            device_type=DeviceType.CPU, name=name, time_range=SimpleNamespace(start=start_s * 1e6, end=start_s * 1e6)
+        )
+
+    kernels = activities(("first", 0.11, 0.15), ("second", 0.21, 0.22), ("last", 0.31, 0.35))
+    before = activities(("warm-up", 0.01, 0.02))
+    marks = [host(merging.PROFILED, at) for at in (0.2, 0.1, 0.3)]
+    steps = bench.by_step([*before, *kernels], [host("aten::add", 0.15), *marks])
+    assert [[one.name for one in step] for step in steps] == [["first"], ["second"], ["last"]]
+    readings = [(one.metric, one.value) for one in bench._busy_samples(steps)]
+    assert readings == [("kernel_busy_s", pytest.approx(seconds)) for seconds in (0.04, 0.01, 0.04)]
+
+
+def test_a_device_that_is_idle_in_a_profiled_step_has_a_reading_of_0() -> None:
+    steps = [[Activity(0, "k", 0.0, 0.1), Activity(1, "k", 0.0, 0.1)], [Activity(0, "k", 1.0, 1.2)]]
+    found = [(one.device, one.value) for one in bench._busy_samples(steps)]
+    assert found == [(0, 0.1), (0, pytest.approx(0.2)), (1, 0.1), (1, 0.0)]
+
+
+def test_the_reduction_of_a_step_is_the_median_of_the_profiled_steps() -> None:
+    profile = [activities(("ncclDevKernel_AllReduce_Sum_f32", 0.0, seconds)) for seconds in (0.03, 0.01, 0.02)]
+    assert {(round(one.start_s, 6), one.end_s) for one in merging.reductions(DDP, BACKWARD, profile)} == {
+        (0.23, 0.25), (1.23, 1.25),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_torch_annotates_each_profiled_step() -> None:
+    taken: list[int] = []
+    assert bench.profiled(lambda: taken.append(1), open_devices("cpu", 1), 3) == [[], [], []]
+    assert len(taken) == 3

@@ -10,9 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
+from dpbench.measure import merging
 from dpbench.measure.clocks import CudaClock
-from dpbench.measure.merging import merge
-from dpbench.measure.worker import bench
 from dpbench.records import Case, Phase, Status, Trial, Verified, ledger
 from dpbench.records.activity import Activity
 from tests.simulated.backend import SimulatedDevice
@@ -60,10 +59,10 @@ def trained(machine: Machine, reduce_s: float, buckets: int = 2) -> Trial:
         parts.append(
             Trial(
                 case=case, status=Status.OK, verified=Verified.BITWISE, steps=clocks[rank].steps(),
-                spans=(*spans, *bench.reductions(case, spans, mine)),
+                spans=(*spans, *merging.reductions(case, spans, [mine])),
             )
         )  # fmt: skip
-    return merge(parts)
+    return merging.merge(parts)
 
 
 def machine(speed: float = 1.0) -> Machine:

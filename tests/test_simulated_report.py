@@ -15,6 +15,7 @@ import pytest
 
 from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
+from dpbench.measure.worker import bench
 from dpbench.records import HOST, Phase, Trial
 from dpbench.records.words import number
 from tests.simulated.machine import Machine
@@ -109,13 +110,21 @@ def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> No
 def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:
     simulated, trial, _, report = ran
     (row,) = report.rows
-    (window,) = simulated.profiled
-    true = {d: simulated.busy_s(d, *window, kinds=("compute", "copy")) for d in range(trial.case.devices)}
-    moved = {d: simulated.busy_s(d, *window, kinds=("collective", "peer")) for d in true}
+    assert len(simulated.profiled) == bench.PROFILED_STEPS
+
+    def busy_s(*kinds: str) -> dict[int, list[float]]:
+        devices = range(trial.case.devices)
+        return {d: [simulated.busy_s(d, *window, kinds=kinds) for window in simulated.profiled] for d in devices}
+
+    for device, seconds in busy_s("compute", "copy").items():
+        assert trial.readings("kernel_busy_s")[device] == pytest.approx(seconds, rel=0.01)
+    true = {d: np.median(seconds) for d, seconds in busy_s("compute", "copy").items()}
+    moved = busy_s("collective", "peer")
     assert row.busy == pytest.approx(true, rel=0.01)
     if trial.case.devices > 1:
         readings = trial.readings("collective_busy_s")
-        assert {device: values[0] for device, values in readings.items()} == pytest.approx(moved, rel=0.01)
+        assert set(readings) == set(moved)
+        assert all(readings[device] == pytest.approx(moved[device], rel=0.01) for device in moved)
         first = true[0] / np.mean([seconds for device, seconds in true.items() if device])
         assert row.imbalance is not None
         assert row.imbalance.value == pytest.approx(first, rel=0.01)

@@ -309,7 +309,7 @@ def _moved(trial: Trial) -> Figures:
 
 QUANTITIES = (
     Quantity("busy time", "s", (
-        ("kernels of one profiled step", _steps_of("kernel_busy_s")), ("thread CPU time", _steps_of("busy_s")),
+        ("kernels of profiled steps", _steps_of("kernel_busy_s")), ("thread CPU time", _steps_of("busy_s")),
     )),
     Quantity("occupied time", "s", (("phases open on the device", lambda trial: trial.ledger.occupied),)),
     Quantity("memory, allocated", "bytes", (

@@ -30,7 +30,7 @@ from dpbench.records.work import DRAWS
 
 PERCENTILES = (95, 99)
 """The percentiles of the durations of steps; their median is `Row.step`."""
-BUSY_METRICS = {"kernel_busy_s": "kernels of one profiled step", "busy_s": "thread CPU time"}
+BUSY_METRICS = {"kernel_busy_s": "kernels of profiled steps", "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with a description of its source."""
 COLOCATED = "COLOCATED"
 Value = TypeVar("Value")

@@ -28,8 +28,8 @@ from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_ST
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
-    "kernel_busy_s": "seconds in which a GPU ran kernels and copies other than communication, in one profiled step",
-    "collective_busy_s": "seconds in which a GPU ran collectives or copies to other GPUs, in one profiled step",
+    "kernel_busy_s": "seconds in which a GPU ran kernels and copies other than communication, in a profiled step",
+    "collective_busy_s": "seconds in which a GPU ran collectives or copies to other GPUs, in a profiled step",
     "exposed_communication_s": "the part of collective_busy_s in which the GPU ran no compute kernel",
     "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
     "memory_used_bytes": "memory in use on a GPU, from NVML",

@@ -357,7 +357,7 @@ class CudaClock:
         return place
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return an empty tuple, because events do not measure busy time; a profiled step measures it instead."""
+        """Return an empty tuple, because events do not measure busy time; profiled steps measure it instead."""
         return ()
 
 

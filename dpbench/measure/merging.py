@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dpbench.records import HOST, Memory, Trial, Verified, host_device, ledger
+from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device, ledger
+from dpbench.records.activity import Activity, Busy, Kind, busy, kind_of, phase_of_collective
+from dpbench.records.registry import Reduction
 from dpbench.records.trial import Host
+
+PROFILED = "profiled_step"
+"""The clock of a span whose duration comes from profiled steps, and the annotation of these steps in the profile."""
 
 
 def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
@@ -50,3 +56,34 @@ def shifted(part: Trial, seconds: float) -> Trial:
         # readings of a profiled step, which is outside the series, have time 0
         samples=tuple(replace(one, time_s=one.time_s + seconds) if one.time_s else one for one in part.samples),
     )
+
+
+def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]) -> list[Span]:
+    """Return the spans of the `reduce` phase that the profiled steps of ranks give to each timed step.
+
+    They are the exposed seconds of all-reduce on the device, the median over the profiled steps, at the end of the last
+    backward of the step. The list is empty for strategies that add gradients in other ways, and if the phase was
+    recorded.
+    """
+    traits, last = case.traits, dict[tuple[int, int], Span]()
+    if not traits.ranks or traits.reduction is not Reduction.OVERLAPPED:
+        return []
+    for span in spans:
+        if span.phase is Phase.REDUCE:
+            return []
+        if span.phase is Phase.BACKWARD:
+            last[span.step, span.device] = max(span, last.get((span.step, span.device), span), key=lambda s: s.end_s)
+    each = [
+        # a broadcast of buffers is no reduction
+        busy(a for a in step if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE)
+        for step in profile
+    ]
+    exposed = {
+        device: statistics.median(times.get(device, Busy()).exposed_communication_s for times in each)
+        for device in {device for times in each for device in times}
+    }
+    return [
+        replace(one, phase=Phase.REDUCE, clock=PROFILED, start_s=max(one.start_s, one.end_s - exposed[one.device]))
+        for one in last.values()
+        if exposed.get(one.device)
+    ]

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import _wrapper
 from dpbench.hardware.devices.host import EmulatedDevice
-from dpbench.measure import clocks
+from dpbench.measure import clocks, merging
 from dpbench.measure.worker import bench, facts
 from dpbench.records import HOST, Phase
 from dpbench.records.activity import Activity
@@ -214,17 +214,19 @@ class Witness(clocks.CudaClock):
         self.true_ends.append(max(self._front(d.index) for d in self.sims))
 
 
-def _profiled(machine: Machine) -> Callable[..., list[Activity]]:
-    """Return a replacement of `bench.profiled` that reads the activities of a step from the timeline."""
+def _profiled(machine: Machine) -> Callable[..., list[list[Activity]]]:
+    """Return a replacement of `bench.profiled` that reads the activities of the steps from the timeline."""
 
-    def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Activity]:
+    def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) -> list[list[Activity]]:
         for device in devices:
             device.synchronize()
-        before, start_s = len(machine.timeline.work), machine.timeline.now()
-        step()
-        for device in devices:
-            device.synchronize()
-        machine.profiled.append((start_s, machine.timeline.now()))
+        before = len(machine.timeline.work)
+        for _ in range(count):
+            start_s = machine.timeline.now()
+            step()
+            for device in devices:
+                device.synchronize()
+            machine.profiled.append((start_s, machine.timeline.now()))
         events = [
             SimpleNamespace(
                 device_type=DeviceType.CUDA, device_index=work.device, name=work.name,
@@ -232,7 +234,15 @@ def _profiled(machine: Machine) -> Callable[..., list[Activity]]:
             )
             for work in machine.timeline.work[before:]
         ]  # fmt: skip
-        return bench.activities_of(events, {device.torch_device.index: device.index for device in devices})
+        marks = [
+            SimpleNamespace(
+                device_type=DeviceType.CPU, device_index=0, name=merging.PROFILED,
+                time_range=SimpleNamespace(start=start_s * 1e6, end=end_s * 1e6),
+            )
+            for start_s, end_s in machine.profiled
+        ]  # fmt: skip
+        found = bench.activities_of(events, {device.torch_device.index: device.index for device in devices})
+        return bench.by_step(found, [*events, *marks])
 
     return profiled
 

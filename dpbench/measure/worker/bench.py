@@ -1,11 +1,11 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough.
 
-After timing, one step is profiled to measure the busy time of GPUs, which is the length of the union of the kernels'
+After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of the kernels'
 intervals (`records.activity`). The spans of a clock show how long a phase occupied a device, including waiting; kernels
 show when the device computed. Communication is counted separately, because a collective kernel that waits for other
 ranks counts as busy.
 
-Where ranks add gradients during backward, the profiled step also gives the `reduce` phase of GPUs, for which no event
+Where ranks add gradients during backward, the profiled steps also give the `reduce` phase of GPUs, for which no event
 can be recorded: the seconds of all-reduce during which the GPU runs no compute kernel. Each timed step gets these
 seconds, at the end of its backward. On CPUs, the strategy itself reports the phase of each step.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -30,33 +31,51 @@ from torch._C._profiler import _ExperimentalConfig
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import counting
 from dpbench.measure import clocks, verification
+from dpbench.measure.merging import PROFILED, reductions
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
-from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Span, Status, Trial, Verified, no_mark
-from dpbench.records.activity import Activity, Kind, busy, kind_of, phase_of_collective
-from dpbench.records.registry import Reduction
+from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
+from dpbench.records.activity import Activity, busy
 from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy, begin
 
-PROFILED = "profiled_step"
-"""The clock of a span whose duration is that of one profiled step."""
+PROFILED_STEPS = 5
+"""The number of profiled steps of a trial; a case whose steps are slow has one."""
 
 
-def profiled(step: Callable[[], object], devices: Sequence[Device]) -> list[Activity]:
-    """Run one step under torch.profiler and return the activities of the GPUs.
+def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) -> list[list[Activity]]:
+    """Run `count` steps under one torch.profiler, and return the activities of the GPUs in each of them.
 
-    If several replicas share a GPU, its activities have the device index of the first of these replicas.
+    The devices are idle between two steps. If several replicas share a GPU, its activities have the device index of the
+    first of these replicas.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
         device.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
-        step()
-        for device in devices:
-            device.synchronize()
+        for _ in range(count):
+            with torch.profiler.record_function(PROFILED):
+                step()
+                for device in devices:
+                    device.synchronize()
     first = {device.torch_device.index: device.index for device in reversed(devices)}
-    return activities_of(profiler.events() or (), first)
+    events = profiler.events() or ()
+    return by_step(activities_of(events, first), events)
+
+
+def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[Activity]]:
+    """Return the activities of each profiled step; the host's events named `PROFILED` have the starts of the steps."""
+    starts = sorted(
+        event.time_range.start / 1e6
+        for event in events
+        if event.name == PROFILED and event.device_type == DeviceType.CPU
+    )
+    steps: list[list[Activity]] = [[] for _ in starts]
+    for one in activities:
+        if place := bisect_right(starts, one.start_s):
+            steps[place - 1].append(one)
+    return steps
 
 
 def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activity]:
@@ -70,32 +89,6 @@ def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activ
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         and event.device_index in first
     ]  # fmt: skip
-
-
-def reductions(case: Case, spans: Sequence[Span], activities: Sequence[Activity]) -> list[Span]:
-    """Return the spans of the `reduce` phase that a profiled step of ranks gives to each timed step.
-
-    They are the exposed seconds of all-reduce on the device, at the end of the last backward of the step. The list is
-    empty for strategies that add gradients in other ways, and if the phase was recorded.
-    """
-    traits, last = case.traits, dict[tuple[int, int], Span]()
-    if not traits.ranks or traits.reduction is not Reduction.OVERLAPPED:
-        return []
-    for span in spans:
-        if span.phase is Phase.REDUCE:
-            return []
-        if span.phase is Phase.BACKWARD:
-            last[span.step, span.device] = max(span, last.get((span.step, span.device), span), key=lambda s: s.end_s)
-    # a broadcast of buffers is no reduction
-    adding = [
-        one for one in activities if kind_of(one.name) is Kind.COMPUTE or phase_of_collective(one.name) is Phase.REDUCE
-    ]
-    exposed = {device: times.exposed_communication_s for device, times in busy(adding).items()}
-    return [
-        replace(one, phase=Phase.REDUCE, clock=PROFILED, start_s=max(one.start_s, one.end_s - exposed[one.device]))
-        for one in last.values()
-        if exposed.get(one.device)
-    ]
 
 
 def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
@@ -211,16 +204,18 @@ class CaseTimer:
         self._step, self._listener = step, listener
         self._observe, self._settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
         self._block_steps, self._steps_s, self._taken = effort.block_steps, 0.0, 0
+        self._profiled_steps = PROFILED_STEPS
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
     def first(self) -> None:
         """Take the first step and choose the length of the blocks.
 
-        If a block would take too long, the blocks have one step from then on, and only one warm-up step is required.
+        If a block would take too long, the blocks have one step from then on, only one warm-up step is required, and
+        one step is profiled.
         """
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
-            self._block_steps, self._stopping.least_warmup = 1, 1
+            self._block_steps, self._stopping.least_warmup, self._profiled_steps = 1, 1, 1
             self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
     def block(self) -> None:
@@ -268,19 +263,20 @@ class CaseTimer:
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the trial of the case: all recorded measurements, with the steps of the warm-up flagged.
 
-        `memory` is added to the trial. On GPUs and on emulated devices, one additional step is taken, which is not
-        timed.
+        `memory` is added to the trial. On GPUs, additional steps are profiled, whose cost is `profile_s` in the trial's
+        setup; on emulated devices, one additional step is taken.
         """
         of, warm = self._prepared, self._stopping.warmup
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
-        activities = _profiled(self._step, of.batches[0], of.devices, self._listener)
-        samples = [*self._listener.samples(), *_busy_samples(activities)]
-        spans = self._listener.spans()
+        spans, at = self._listener.spans(), time.perf_counter()
+        profile = _profiled(self._step, of.batches[0], of.devices, self._listener, self._profiled_steps)
+        cost = {"profile_s": time.perf_counter() - at} if profile else {}
+        samples = [*self._listener.samples(), *_busy_samples(profile)]
         return Trial(
             case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had enough steps",
-            verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, activities)),
+            verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, profile)),
             samples=tuple(samples), memory=memory,
-            setup={**of.setup, "steps_s": self._steps_s}, provenance={**of.facts, **self._dispatched()},
+            setup={**of.setup, "steps_s": self._steps_s, **cost}, provenance={**of.facts, **self._dispatched()},
         )  # fmt: skip
 
     def _dispatched(self) -> dict[str, dict[str, int]]:
@@ -347,25 +343,32 @@ def _agreed(finished: bool) -> bool:
 
 
 def _profiled(
-    step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clocks.Clock
-) -> list[Activity]:
-    """Return the activities of the GPUs in one additional profiled step.
+    step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clocks.Clock,
+    count: int,
+) -> list[list[Activity]]:  # fmt: skip
+    """Return the activities of the GPUs in each of `count` additional profiled steps.
 
     The list is empty for CPU devices, whose busy time the host's clock measures, and if profiling is not permitted.
     """
     if not isinstance(listener, clocks.CudaClock):
         return []
     try:
-        return profiled(lambda: step(*batch), devices)
+        return profiled(lambda: step(*batch), devices, count)
     except RuntimeError:  # profiling is not permitted: the trial is valid without busy time
         return []
 
 
-def _busy_samples(activities: Iterable[Activity]) -> Iterator[Sample]:
-    """Yield the busy seconds of the GPUs in a profiled step; it is outside the series, so their time is 0."""
-    for device, times in busy(activities).items():
-        for metric, seconds in times.metrics.items():
-            yield Sample(0.0, device, metric, seconds)
+def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
+    """Yield the busy seconds of the GPUs in each profiled step; they are outside the series, so their time is 0.
+
+    Each metric of a device that has it in any step has one sample per step.
+    """
+    each = [
+        {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()} for step in profile
+    ]
+    for device, metric in dict.fromkeys(key for found in each for key in found):
+        for found in each:
+            yield Sample(0.0, device, metric, found.get((device, metric), 0.0))
 
 
 def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:

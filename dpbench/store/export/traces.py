@@ -49,7 +49,7 @@ def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
     """Return the facts about a trial for the metadata of a trace: case, status, labels, memory and provenance.
 
     `pid` is the process id that the trace gives to the trial. The entry `untimed` has the samples without a time, as
-    [device, metric, value]: they come from the additional step that is profiled after the timed steps.
+    [device, metric, value]: they come from the steps that are profiled after the timed steps.
     """
     untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
     return {
