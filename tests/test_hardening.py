@@ -49,7 +49,9 @@ def test_an_unreadable_trial_is_listed_and_hides_no_other(dpbench, path, sql) ->
     assert [(one.table, one.row) for one in listed] == [("trial", 2)]
     code, out, err = dpbench("export", "csv", "--store", path)
     assert (code, len(out.splitlines())) == (0, 2)
-    assert f"{path}, row 2 of the table trial" in err
+    # a table of cases is made from the summary of the trial, which has its own checksum and the undamaged steps
+    assert (f"{path}, row 2 of the table trial" in err) != sql.startswith(("UPDATE step", "UPDATE span"))
+    assert out.splitlines()[1].split(",")[out.splitlines()[0].split(",").index("rounds")] == str(3 - ("row 2" in err))
     code, out, _ = dpbench("store", "check", path)
     assert code == 1
     assert "row 2 of the table trial" in out
