@@ -146,6 +146,22 @@ def test_memory_of_unknown_processes_is_absent():
         assert opened.gpus[0].process_memory_bytes({77}) is None
 
 
+def test_the_memory_of_a_process_is_found_on_every_gpu_also_on_those_that_cuda_does_not_show(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    library = recorded("h100_x4")
+    library.nvmlDeviceGetComputeRunningProcesses_v3 = lambda handle: {
+        UUIDS[0]: [types.SimpleNamespace(pid=4242, usedGpuMemory=2**29), types.SimpleNamespace(pid=9, usedGpuMemory=7)],
+        UUIDS[1]: [types.SimpleNamespace(pid=4242, usedGpuMemory=None)],
+        UUIDS[2]: [types.SimpleNamespace(pid=4242, usedGpuMemory=2**33)],
+    }.get(handle, [])
+    found = [(gpu.index, gpu.uuid, size) for gpu, size in nvml.held_by(4242, library)]
+    assert found == [(0, UUIDS[0], 2**29), (2, UUIDS[2], 2**33)]
+    assert nvml.held_by(77, library) == []
+    assert nvml.held_by(4242, recorded("gtx1080")) == [], "this driver lists no processes"
+    library.recording["init_error"] = DRIVER_NOT_LOADED
+    assert nvml.held_by(4242, library) == []
+
+
 def test_unknown_metric_is_a_lookup_error():
     with nvml.open_nvml(recorded("gtx1080"), {}) as opened, pytest.raises(LookupError):
         opened.gpus[0].read("speed")

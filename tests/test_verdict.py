@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.verdict import Ground
 from dpbench.cli.loading import loaders
 from dpbench.records import Phase, Sample, Source, Trial
-from dpbench.records.observed import Unknown
+from dpbench.records.observed import Held, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from tests import observed_loops as made
@@ -195,6 +196,48 @@ def test_a_reduction_that_outlasts_backward_is_found_for_ranks_only() -> None:
     assert "3.81 MiB of gradients" in one.evidence.numbers
     threads = made.case(devices=2, device_kind="cuda")
     assert not finding(made.loop(groups, threads), "reduction", made.GPU_FACTS)
+
+
+def held(rank: int, gpu: int, mib: int, home: int | None = None) -> Held:
+    return Held(
+        rank=rank, gpu=gpu, uuid=f"GPU-{gpu}", held_bytes=mib * 2**20, own=gpu == (rank if home is None else home)
+    )
+
+
+def test_ranks_that_hold_memory_on_the_gpu_of_another_rank_are_found_with_their_bytes(tmp_path) -> None:
+    ranks = made.case(devices=4, device_kind="cuda", parallelism=Parallelism.RANKS)
+    homes = [held(rank, rank, 4096) for rank in range(4)]
+    strays = [held(1, 0, 512), held(2, 0, 512), held(3, 0, 300)]
+    one = finding(made.loop(of=ranks, held=(*homes, *strays)), "memory of other ranks", made.GPU_FACTS)
+    assert one
+    assert one.evidence.says == "ranks 1, 2 and 3 hold 1.29 GiB on GPU 0, on which rank 0 trains"
+    assert one.evidence.numbers.startswith("GPU 0: rank 1 512 MiB, rank 2 512 MiB, rank 3 300 MiB; by NVML")
+    assert "torch.cuda.set_device(local_rank)" in one.rule.remedy
+    with mock.patch("torch.cuda.set_device") as bound, mock.patch("torch.load") as loaded:
+        exec(one.code, {"os": mock.Mock(environ={"LOCAL_RANK": "2"}), "torch": torch, "path": tmp_path})
+    bound.assert_called_once_with(2)
+    loaded.assert_called_once_with(tmp_path, map_location="cuda:2")
+    two = finding(made.loop(of=ranks, held=(*homes, held(3, 0, 2), held(0, 7, 1))), one.rule.name, made.GPU_FACTS)
+    assert two
+    assert two.evidence.says == "rank 3 holds 2.00 MiB on GPU 0, on which rank 0 trains, and on 1 more GPU"
+    assert two.evidence.numbers.startswith("GPU 0: rank 3 2.00 MiB; GPU 7: rank 0 1.00 MiB; by NVML")
+
+
+def test_memory_of_other_ranks_is_no_finding_without_the_processes_of_the_ranks() -> None:
+    ranks = made.case(devices=2, device_kind="cuda", parallelism=Parallelism.RANKS)
+    rule, silent = "memory of other ranks", "whether ranks hold memory of other GPUs: NVML did not list 1 of 2 ranks"
+
+    def judged(*found: Held, **changes: Any) -> tuple[bool, bool]:
+        _, diagnosis, _ = read(made.loop(held=found, **{"of": ranks, **changes}), made.GPU_FACTS)
+        return rule in [one.rule.name for one in diagnosis.findings], silent in diagnosis.unjudged
+
+    assert judged(held(0, 0, 9), held(1, 1, 9)) == (False, False)
+    assert judged(held(0, 0, 9)) == (False, True)
+    assert judged(held(0, 0, 9), held(1, 0, 9, home=5)) == (False, True), "the GPU of rank 1 is unknown, as with MIG"
+    assert judged(held(0, 0, 9), held(1, 1, 9), held(1, 0, 9)) == (True, False)
+    assert judged(held(0, 0, 9), source=Source.IMPORTED) == (False, False)
+    threads = made.case(devices=2, device_kind="cuda")
+    assert judged(held(0, 0, 9), held(0, 1, 9, home=0), of=threads) == (False, False), "one process of two GPUs"
 
 
 def test_evaluation_and_checkpoints_are_compared_with_the_seconds_of_all_steps() -> None:

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +20,14 @@ from torch.utils.data import DataLoader, dataloader
 
 import dpbench
 from dpbench.cli import cli
-from dpbench.observe import joining, loop, script, seams
+from dpbench.observe import joining, loop, script, seams, trials
 from dpbench.observe.moments import GpuTimes
-from dpbench.observe.recorder import Recorder
+from dpbench.observe.recorder import Recorder, Seen
 from dpbench.records import HOST, UNATTRIBUTED, Phase, ledger
-from dpbench.records.observed import observed
+from dpbench.records.observed import Held, observed
 from dpbench.records.registry import Role
 from dpbench.store import Store
+from tests.recorded_nvml import recorded
 from tests.test_clock import Time, gpus
 
 HEAD = '''
@@ -411,15 +413,35 @@ def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: 
     found = [loop.of(recorder, first=rank) for rank in (0, 1)]
     environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}
     seats = [joining.Seat.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
-    seats[1].write(replace(found[1], steps=found[1].steps[:3], numbers=found[1].numbers[:3]), ())
-    whole, _, ranks = seats[0].joined(found[0], (), deadline_s=0.1)
+    held = [(Held(rank=rank, gpu=0, uuid="GPU-1a6f", held_bytes=2**29 + rank, own=rank == 0),) for rank in (0, 1)]
+    short = replace(found[1], steps=found[1].steps[:3], numbers=found[1].numbers[:3])
+    seats[1].write(joining.Part(loop=short, held=held[1]))
+    part, ranks = seats[0].joined(joining.Part(loop=found[0], held=held[0]), deadline_s=0.1)
+    whole = part.loop
     assert ranks == 2
+    assert part.held == (*held[0], *held[1])
     assert len(whole.steps) == 3
     assert {span.device for span in whole.spans} == {HOST, 0, 1}
     assert [one.problem for one in whole.unknown][-2:] == [
         "no steps arrived from rank 2", "2 steps of rank 0 that not all ranks took",
     ]  # fmt: skip
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_gpus_of_a_rank_are_told_from_others_on_which_its_process_holds_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library = recorded("h100_x4")
+    first, _, third, _ = library.recording["uuids"]
+    library.nvmlDeviceGetComputeRunningProcesses_v3 = lambda handle: [
+        SimpleNamespace(pid=os.getpid(), usedGpuMemory={first: 2**29, third: 2**33}.get(handle))
+    ]
+    # torch prints UUIDs without a prefix, and numbers the GPUs that CUDA_VISIBLE_DEVICES=2,0 shows by their place in it
+    monkeypatch.setattr(trials, "gpu_uuids", lambda ids: [[third, first][one].removeprefix("GPU-") for one in ids])
+    assert trials.held(1, Seen(device_ids=(0,)), library) == (
+        Held(rank=1, gpu=0, uuid=first, held_bytes=2**29, own=False),
+        Held(rank=1, gpu=2, uuid=third, held_bytes=2**33, own=True),
+    )
 
 
 def test_the_seams_are_those_of_the_tested_torch() -> None:

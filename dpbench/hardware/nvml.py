@@ -201,6 +201,22 @@ def describe_for(
         return {**facts, "gpus": [{**gpu, "index": index} for index, gpu in found]}
 
 
+def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
+    """Return each GPU on which the process `pid` holds memory, also if CUDA does not show it, with the bytes held.
+
+    The indices of the GPUs are those of nvidia-smi. The list is empty if NVML is missing or does not list the process,
+    as in a container, where NVML lists the host's process ids.
+    """
+    with open_nvml(library, {}) as nvml:
+        found = [(gpu, gpu.process_memory_bytes((pid,))) for gpu in nvml.gpus] if nvml else []
+    return [(gpu, int(held)) for gpu, held in found if held]
+
+
+def same_gpu(uuid: str, other: str) -> bool:
+    """Return whether two UUIDs, of which torch prints one without the prefix of NVML, are those of one GPU."""
+    return _bare(uuid) == _bare(other)
+
+
 def cuda_device_count(library: Library = None) -> int:
     """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 if NVML is not available."""
     with open_nvml(library) as nvml:

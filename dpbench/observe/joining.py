@@ -11,20 +11,32 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dpbench.measure.merging import merge
 from dpbench.observe.loop import Loop
 from dpbench.records import Case, Memory, Trial
-from dpbench.records.observed import SCRIPT, Unknown, traits
+from dpbench.records.observed import SCRIPT, Held, Unknown, traits
 from dpbench.records.registry import Parallelism
 from dpbench.records.words import count
 
 DEADLINE_S = 30.0
 """The seconds for which rank 0 waits for the other ranks after its own script has ended."""
 POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The record of one process: its loop, its peak of memory, and the memory of GPUs that it holds.
+
+    The record of a whole launch has the joined loop, and the memory of all ranks.
+    """
+
+    loop: Loop
+    memory: tuple[Memory, ...] = ()
+    held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,31 +67,30 @@ class Seat:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
-    def write(self, found: Loop, memory: tuple[Memory, ...]) -> None:
-        """Write the steps of this rank for rank 0."""
+    def write(self, part: Part) -> None:
+        """Write the record of this rank for rank 0."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.file(self.rank).with_suffix(".part")
-        part.write_text(
-            json.dumps({"numbers": found.numbers, "trial": _trial(found, memory).to_dict()}), encoding="utf-8"
-        )
-        part.rename(self.file(self.rank))
+        unfinished = self.file(self.rank).with_suffix(".part")
+        data = {"numbers": part.loop.numbers, "trial": _trial(part).to_dict(), "held": [*map(asdict, part.held)]}
+        unfinished.write_text(json.dumps(data), encoding="utf-8")
+        unfinished.rename(self.file(self.rank))
 
-    def joined(
-        self, found: Loop, memory: tuple[Memory, ...], deadline_s: float = DEADLINE_S
-    ) -> tuple[Loop, tuple[Memory, ...], int]:
-        """Return the loop of all ranks, their memory, and their number; `found` and `memory` are those of rank 0.
+    def joined(self, first: Part, deadline_s: float = DEADLINE_S) -> tuple[Part, int]:
+        """Return the record of the launch, and the number of its ranks; `first` is the record of rank 0.
 
-        Ranks whose steps do not arrive within `deadline_s` seconds are named in the loop's unknown parts.
+        Ranks whose records do not arrive within `deadline_s` seconds are named in the loop's unknown parts.
         """
         until = time.monotonic() + deadline_s
         others = range(1, self.size)
         while time.monotonic() < until and not all(self.file(rank).exists() for rank in others):
             time.sleep(POLL_S)
         there = [rank for rank in others if self.file(rank).exists()]
-        parts: list[tuple[Sequence[int], Trial]] = [(found.numbers, _trial(found, memory))]
+        found, held = first.loop, [*first.held]
+        parts: list[tuple[Sequence[int], Trial]] = [(found.numbers, _trial(first))]
         for rank in there:
             data: dict[str, Any] = json.loads(self.file(rank).read_text(encoding="utf-8"))
             parts.append((data["numbers"], Trial.from_dict(data["trial"])))
+            held += [Held(**one) for one in data["held"]]
         self.clear()
         common = set.intersection(*(set(numbers) for numbers, _ in parts))
         whole = merge([_only(numbers, trial, common) for numbers, trial in parts])
@@ -94,13 +105,13 @@ class Seat:
             found, steps=whole.steps, spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
             numbers=tuple(sorted(common)), unknown=tuple(unknown),
         )  # fmt: skip
-        return together, whole.memory, len(parts)
+        return Part(loop=together, memory=whole.memory, held=tuple(held)), len(parts)
 
 
-def _trial(found: Loop, memory: tuple[Memory, ...]) -> Trial:
+def _trial(part: Part) -> Trial:
     """Return the steps and spans of one rank as a trial, as `merge` takes it."""
     case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
-    return Trial(case=case, steps=found.steps, spans=found.spans, memory=memory)
+    return Trial(case=case, steps=part.loop.steps, spans=part.loop.spans, memory=part.memory)
 
 
 def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Sequence
@@ -10,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from dpbench.hardware import processes, provenance
+from dpbench.hardware import nvml, processes, provenance
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.nvml import describe_for
+from dpbench.hardware.nvml import Library
 from dpbench.measure import stopping
 from dpbench.measure.worker.facts import gpu_uuids, torch_facts
 from dpbench.observe import parts
-from dpbench.observe.loop import Loop
+from dpbench.observe.joining import Part
 from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
-from dpbench.records.observed import OBSERVED, SCRIPT, Observed, traits
+from dpbench.records.observed import OBSERVED, SCRIPT, Held, Observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
@@ -33,10 +34,9 @@ class Watched:
 
     script: str
     command: str
-    loop: Loop
+    part: Part
     seen: Seen
     ranks: int = 1
-    memory: tuple[Memory, ...] = ()
     samples: tuple[Sample, ...] = ()
 
 
@@ -47,16 +47,16 @@ def case_of(watched: Watched) -> Case:
     reduction = Reduction.IN_BACKWARD if seen.threads else Reduction.OVERLAPPED
     names = sorted(set(seen.optimizers.values()))
     return Case(
-        model=watched.script, strategy=SCRIPT, batch_size=watched.loop.rows * watched.ranks,
+        model=watched.script, strategy=SCRIPT, batch_size=watched.part.loop.rows * watched.ranks,
         devices=seen.devices * watched.ranks, device_kind=seen.device_kind, precision=seen.precision,
-        optimizer="+".join(names).lower() or "none", loader=watched.loop.loader_workers, compile=seen.compiled,
+        optimizer="+".join(names).lower() or "none", loader=watched.part.loop.loader_workers, compile=seen.compiled,
         inputs="pageable" if seen.pinned is False else "pinned", declared=traits(parallelism, reduction),
     )  # fmt: skip
 
 
 def trials_of(watched: Watched) -> list[Trial]:
     """Return one trial per part of a watched loop, with the facts about the loop in the provenance of each."""
-    loop, case = watched.loop, case_of(watched)
+    loop, case = watched.part.loop, case_of(watched)
     warm = stopping.warmup([step.seconds for step in loop.steps], least=WARMUP)
     facts = {
         **torch_facts(case, open_devices(case.device_kind, 1)[0]),
@@ -64,7 +64,7 @@ def trials_of(watched: Watched) -> list[Trial]:
         OBSERVED: _observed(watched, warm).to_dict(),
     }
     whole = Trial(
-        case=case, reason="the script ended", spans=loop.spans, samples=watched.samples, memory=watched.memory,
+        case=case, reason="the script ended", spans=loop.spans, samples=watched.samples, memory=watched.part.memory,
         steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)),
         provenance=facts, started_s=time.time(),
     )  # fmt: skip
@@ -73,7 +73,7 @@ def trials_of(watched: Watched) -> list[Trial]:
 
 def _observed(watched: Watched, warm: int) -> Observed:
     """Return the facts about the loop; reads count the timed steps, which begin at the index `warm`."""
-    loop, seen = watched.loop, watched.seen
+    loop, seen = watched.part.loop, watched.seen
     reads: dict[str, int] = {}
     for places in loop.reads[warm:]:
         for place in places:
@@ -81,19 +81,31 @@ def _observed(watched: Watched, warm: int) -> Observed:
     return Observed(
         command=watched.command, wrapper=seen.wrapper, updates=loop.updates, skipped_updates=seen.skipped,
         loader_workers=loop.loader_workers, pinned=seen.pinned, reads=reads, evaluation_s=loop.evaluation_s,
-        checkpoint_s=loop.checkpoint_s, unknown=loop.unknown,
+        checkpoint_s=loop.checkpoint_s, unknown=loop.unknown, held=watched.part.held,
     )  # fmt: skip
 
 
 def store(path: Path, found: Sequence[Trial], naming: Naming, command: str) -> str:
     """Add a run with these trials to the store at `path`, and return the id of the run."""
     gpus = torch.cuda.device_count() if found[0].case.device_kind == "cuda" else 0
-    facts = {**provenance.collect(describe_for(gpu_uuids(range(gpus)))), "command": command}
+    facts = {**provenance.collect(nvml.describe_for(gpu_uuids(range(gpus)))), "command": command}
     with Store.create(path, naming) as opened:
         return opened.add(
             found, plan=f"watch {uuid.uuid4().hex}", host=provenance.host_key(facts), code=provenance.code_key(facts),
             provenance=facts,
         )  # fmt: skip
+
+
+def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
+    """Return the memory of GPUs that this process, which is the rank `rank`, holds; `library` replaces pynvml."""
+    own = gpu_uuids(seen.device_ids)
+    return tuple(
+        Held(
+            rank=rank, gpu=gpu.index, uuid=gpu.uuid, held_bytes=size,
+            own=any(nvml.same_gpu(gpu.uuid, one) for one in own),
+        )
+        for gpu, size in nvml.held_by(os.getpid(), library)
+    )  # fmt: skip
 
 
 def resident() -> Memory:

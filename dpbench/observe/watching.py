@@ -13,7 +13,6 @@ from typing import TextIO
 
 from dpbench.observe import joining, loop, seams, trials
 from dpbench.observe.recorder import Recorder
-from dpbench.records import Memory
 from dpbench.records.words import count
 from dpbench.store import Naming
 
@@ -73,23 +72,23 @@ def _store(
     except RuntimeError as error:  # an error of a GPU, which also ended the script, leaves no times of its steps
         result.unknown.append(f"the GPUs cannot tell when they did the work: {error}")
         return
-    found = loop.of(recorder, first=seat.rank)
-    memory: tuple[Memory, ...] = (trials.resident(),)
-    ranks, result.rank, result.steps = 1, seat.rank, len(found.steps)
+    part = joining.Part(
+        loop=loop.of(recorder, first=seat.rank), memory=(trials.resident(),),
+        held=trials.held(seat.rank, recorder.seen) if recorder.seen.device_kind == "cuda" else (),
+    )  # fmt: skip
+    ranks, result.rank, result.steps = 1, seat.rank, len(part.loop.steps)
     if seat.rank:
-        seat.write(found, memory)
+        seat.write(part)
         return
     if seat.size > 1:
-        found, memory, ranks = seat.joined(found, memory)
+        part, ranks = seat.joined(part)
         recorder.seen.ranks = True
     result.unknown = [
-        f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem for one in found.unknown
+        f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem for one in part.loop.unknown
     ]
-    if not found.steps:
+    if not part.loop.steps:
         return
-    watched = trials.Watched(
-        script=source[0], command=source[1], loop=found, seen=recorder.seen, memory=memory, ranks=ranks
-    )
+    watched = trials.Watched(script=source[0], command=source[1], part=part, seen=recorder.seen, ranks=ranks)
     result.run_id = trials.store(path, trials.trials_of(watched), naming, source[1])
 
 

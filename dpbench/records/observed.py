@@ -38,6 +38,21 @@ class Unknown:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Held:
+    """The `held_bytes` of the memory of one GPU that the process of a rank holds at the end of its loop, by NVML.
+
+    `gpu` is the GPU's number in nvidia-smi on the machine of the rank, and `uuid` its UUID, which is unique over all
+    machines. `own` is whether the rank trains on this GPU.
+    """
+
+    rank: int
+    gpu: int
+    uuid: str
+    held_bytes: int
+    own: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observed:
     """The facts about one observed training loop.
 
@@ -47,7 +62,8 @@ class Observed:
     its batches were in pinned memory, or None if no batch was copied to a GPU. `reads` maps a place in the script, such
     as `train.py:31 item`, to the number of timed steps in which the host waited there for a value of a device.
     `evaluation_s` and `checkpoint_s` are the seconds between the first and the last step in which the script evaluated
-    and in which it saved a checkpoint; they belong to no step.
+    and in which it saved a checkpoint; they belong to no step. `held` has the memory of GPUs by process; a rank has no
+    entry if NVML does not list its process.
     """
 
     command: str
@@ -60,6 +76,7 @@ class Observed:
     evaluation_s: float = 0.0
     checkpoint_s: float = 0.0
     unknown: tuple[Unknown, ...] = ()
+    held: tuple[Held, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as plain data for JSON."""
@@ -68,7 +85,10 @@ class Observed:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Return the facts from the data that `to_dict` returned, also after a conversion to JSON and back."""
-        return cls(**{**data, "unknown": tuple(Unknown(**one) for one in data.get("unknown", ()))})
+        records = {"unknown": Unknown, "held": Held}
+        return cls(
+            **{**data, **{name: tuple(kind(**one) for one in data.get(name, ())) for name, kind in records.items()}}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

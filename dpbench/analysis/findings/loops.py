@@ -7,13 +7,13 @@ are lines of code or commands.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing, share_of
 from dpbench.analysis.stats import quotient
-from dpbench.records import Case, Phase
+from dpbench.records import Case, Phase, Source
 from dpbench.records.case import MOVING
-from dpbench.records.observed import Observed, Unknown
+from dpbench.records.observed import Held, Observed, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count, duration, interval, long_time, number, percent, size, time
@@ -24,6 +24,10 @@ SELDOM = "if step % 10 == 0: print(step, loss.item())"
 COMPILED = 'model = torch.compile(model, mode="reduce-overhead")'
 SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
 DDP = "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun starts"
+BIND = (
+    'local_rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(local_rank); '
+    'checkpoint = torch.load(path, map_location=f"cuda:{local_rank}")'
+)
 EVALUATE = "if epoch % 5 == 0: evaluate(model)"
 SAVE = "if step % 1000 == 0: torch.save(model.state_dict(), path)"
 HOOK = (
@@ -162,6 +166,44 @@ def _ddp(context: CaseContext, loop: Observed) -> Judgement:
     )  # fmt: skip
 
 
+def _foreign(context: CaseContext, loop: Observed) -> Judgement:
+    """Return evidence on ranks that hold memory on GPUs on which they do not train.
+
+    Return `Missing` if NVML did not list every rank on a GPU on which it trains, and shows no such memory of the
+    others.
+    """
+    if not context.case.traits.ranks or context.case.device_kind != "cuda" or context.row.source is Source.IMPORTED:
+        return None
+    homes = {one.rank for one in loop.held if one.own}
+    stray = [one for one in loop.held if not one.own and one.rank in homes]
+    if not stray:
+        silent = context.case.devices - len(homes)
+        ranks = f"{silent} of {count(context.case.devices, 'rank')}"
+        return Missing(f"whether ranks hold memory of other GPUs: NVML did not list {ranks}") if silent > 0 else None
+    gpus = {one.uuid: [other for other in stray if other.uuid == one.uuid] for one in stray}
+    most = sorted(gpus.values(), key=lambda held: -sum(one.held_bytes for one in held))
+    others = f", and on {count(len(most) - 1, 'more GPU')}" if len(most) > 1 else ""
+    places = (f"GPU {held[0].gpu}: {', '.join(map(_amount, held))}" for held in most[:PLACES])
+    return Evidence(
+        says=f"{_strays(most[0], loop)}{others}",
+        numbers=f"{'; '.join(places)}; by NVML at the end of the loop: contexts of CUDA, or tensors",
+        size_s=None, code=BIND,
+    )  # fmt: skip
+
+
+def _amount(one: Held) -> str:
+    return f"rank {one.rank} {size(one.held_bytes)}"
+
+
+def _strays(held: Sequence[Held], loop: Observed) -> str:
+    """Return a sentence such as "ranks 1, 2 and 3 hold 1.50 GiB on GPU 0, on which rank 0 trains"."""
+    *before, last = [str(one.rank) for one in held]
+    subject = f"ranks {', '.join(before)} and {last} hold" if before else f"rank {last} holds"
+    home = next((one.rank for one in loop.held if one.own and one.uuid == held[0].uuid), None)
+    place = f"GPU {held[0].gpu}, on which {'no rank' if home is None else f'rank {home}'} trains"
+    return f"{subject} {size(sum(one.held_bytes for one in held))} on {place}"
+
+
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
     """Return a judge of the seconds that a loop spends outside its steps.
 
@@ -226,6 +268,11 @@ RULES = (
     FindingRule(
         name="reduction", when=_observing(_reduction),
         remedy="send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients accumulate)",
+    ),
+    FindingRule(
+        name="memory of other ranks", when=_observing(_foreign),
+        remedy="call torch.cuda.set_device(local_rank) before the first CUDA call, and load checkpoints with "
+        "map_location",
     ),
     FindingRule(
         name="predicted ddp", when=_observing(_ddp),
