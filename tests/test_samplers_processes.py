@@ -247,6 +247,20 @@ def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path)
     assert [s.time_s for s in series.cut(0.0, 9.0)] == [3.0, 4.0]
 
 
+def test_series_of_hours_keeps_whole_seconds_that_are_spread_evenly(tmp_path, monkeypatch):
+    output = tmp_path / "samples.jsonl"
+    lines = [json.dumps([k / 2, device, "load_1m", 1.0]) + "\n" for k in range(4_000) for device in (-1, 0)]
+    output.write_text("".join(lines))
+    monkeypatch.setattr(package, "MOST_BYTES", output.stat().st_size // 10)
+    found = Series(output, 0, None).cut(0.0, 2_000.0)
+    assert len(found) == pytest.approx(800, rel=0.02)
+    assert all(len({s.device for s in found if s.time_s == at}) == 2 for at in {found[0].time_s, found[-1].time_s})
+    quarters = [sum(a <= s.time_s < a + 500 for s in found) for a in range(0, 2_000, 500)]
+    assert min(quarters) > 0.98 * max(quarters)
+    monkeypatch.setattr(package, "MOST_BYTES", output.stat().st_size)
+    assert len(Series(output, 0, None).cut(0.0, 2_000.0)) == 8_000
+
+
 def command(output):
     options = ["--root-pid", str(os.getpid()), "--interval", "0.1", "--devices", "", "--output", str(output)]
     return [sys.executable, "-m", "dpbench.hardware.samplers._process", *options]

@@ -7,11 +7,15 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +24,11 @@ from torch.utils.data import DataLoader, dataloader
 
 import dpbench
 from dpbench.cli import cli
-from dpbench.observe import joining, loop, script, seams, trials
+from dpbench.hardware import nvml
+from dpbench.observe import joining, loop, script, seams, trials, watching
 from dpbench.observe.moments import GpuTimes
 from dpbench.observe.recorder import Recorder, Seen
-from dpbench.records import HOST, UNATTRIBUTED, Phase, ledger
+from dpbench.records import HOST, UNATTRIBUTED, Phase, Sample, ledger
 from dpbench.records.observed import Held, observed
 from dpbench.records.registry import Role
 from dpbench.store import Store
@@ -390,7 +395,38 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
     assert found[0].provenance["model"]["parameter_tensors"] == 6
 
 
-def test_a_block_of_code_is_watched(path: Path) -> None:
+class Samplers:
+    """Stands in for the samplers: a reading of the host and of two GPUs every millisecond, without a process."""
+
+    pid: int | None = 1
+
+    def __init__(self) -> None:
+        self.started: list[tuple[list[int], int]] = []
+        self.ended = 0
+
+    @contextmanager
+    def sampling(self, devices: list[int], output: Path, interval_s: float, root_pid: int) -> Iterator[Samplers]:
+        self.started.append((devices, root_pid))
+        self.began_s = time.perf_counter()
+        yield self
+        self.ended += 1
+
+    def cut(self, start_s: float, end_s: float) -> tuple[Sample, ...]:
+        assert self.began_s < start_s < end_s
+        times = [start_s + at * 1e-3 for at in range(int((end_s - start_s) * 1e3) + 1)]
+        return tuple(Sample(at, device, "load_1m", device) for at in times for device in (HOST, 0, 1))
+
+
+@pytest.fixture(autouse=True)
+def beside(monkeypatch: pytest.MonkeyPatch) -> Samplers:
+    """Replace the samplers, so that watching in this process starts none."""
+    found = Samplers()
+    monkeypatch.setattr(watching.samplers, "sampling", found.sampling)
+    return found
+
+
+def block(path: Path) -> watching.Result:
+    """Train in a block of code that is watched; return the result."""
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with dpbench.watch(path, name="block") as result:
@@ -398,10 +434,75 @@ def test_a_block_of_code_is_watched(path: Path) -> None:
             optimizer.zero_grad()
             net(torch.ones(2, 4)).square().mean().backward()
             optimizer.step()
+    assert not net._forward_pre_hooks
+    return result
+
+
+def test_samples_lie_in_the_steps_and_have_the_devices_of_the_loop(
+    path: Path, beside: Samplers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(seams, "MOVES", ())  # a CPU build has no copies to watch
+    visible = [{"index": 0, "uuid": "GPU-9b"}, {"index": 1, "uuid": "GPU-e4"}]
+    describing = SimpleNamespace(describe=lambda: {"gpus": visible}, same_gpu=nvml.same_gpu)
+    monkeypatch.setattr(watching, "nvml", describing)
+    monkeypatch.setattr(trials, "gpus", lambda rank, seen: ((0, "e4"),))
+    result = block(path)
+    assert beside.started == [([0, 1], os.getpid())]
+    assert beside.ended == 1
+    with Store.read(path) as opened:
+        found = opened.trials(result.run_id)
+    samples = [sample for trial in found for sample in trial.samples]
+    assert {(sample.device, sample.value) for sample in samples} == {(HOST, -1.0), (0, 1.0)}, "GPU 1 is device 0"
+    for trial in found:
+        assert all(trial.steps[0].start_s <= one.time_s <= trial.steps[-1].end_s for one in trial.samples)
+
+
+def test_only_rank_0_samples_and_the_ranks_of_its_machine_are_no_foreign_load(tmp_path: Path, beside: Samplers) -> None:
+    def started(**environ: str) -> str:
+        with ExitStack() as stack:
+            return watching._sampling(stack, joining.Seat.of(tmp_path / "s.db", environ)).problem
+
+    assert started(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == ""
+    assert beside.started == []
+    assert started(RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == ""
+    assert beside.started == [([], os.getppid())]
+    for local in ({"LOCAL_WORLD_SIZE": "1"}, {}):
+        assert "several machines" in started(RANK="0", WORLD_SIZE="2", **local)
+    assert len(beside.started) == 1
+
+
+def test_samplers_that_do_not_start_are_named_and_the_loop_is_stored(
+    path: Path, beside: Samplers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    beside.pid = None
+    first = block(path)
+    monkeypatch.setattr(watching.samplers, "sampling", refused)
+    second = block(path)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(seams, "MOVES", ())
+    describing = SimpleNamespace(describe=mock.Mock(side_effect=LookupError("the order is unknown")))
+    monkeypatch.setattr(watching, "nvml", describing)
+    monkeypatch.setattr(watching.samplers, "sampling", beside.sampling)
+    beside.pid = 1
+    third = block(path)
+    with Store.read(path) as opened:
+        for result, said in (
+            (first, "because the samplers did not start"), (second, "no space left"), (third, "the order is unknown"),
+        ):  # fmt: skip
+            facts = observed(opened.trials(result.run_id)[0])
+            assert facts
+            assert [(one.steps, said in one.problem) for one in facts.unknown[-1:]] == [(0, True)]
+
+
+def test_a_block_of_code_is_watched(path: Path) -> None:
+    result = block(path)
     with Store.read(path) as opened:
         assert opened.runs()[0].id == result.run_id
         assert sum(len(one.steps) for one in opened.trials(result.run_id)) == 19
-    assert not net._forward_pre_hooks
 
 
 def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: Path) -> None:

@@ -29,23 +29,29 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The record of one process: its loop, its peak of memory, and the memory of GPUs that it holds.
+    """The record of one process: its loop, its peak of memory, its GPUs, and the memory of GPUs that it holds.
 
-    The record of a whole launch has the joined loop, and the memory of all ranks.
+    The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has the index of
+    a device in the loop, and its UUID.
     """
 
     loop: Loop
     memory: tuple[Memory, ...] = ()
+    gpus: tuple[tuple[int, str], ...] = ()
     held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
 class Seat:
-    """The place of this process in a launch: `rank` of `size` processes, and the folder for the files of the ranks."""
+    """The place of this process in a launch: `rank` of `size` processes, and the folder for the files of the ranks.
+
+    `alone` is whether it is known that all of them run on this machine.
+    """
 
     rank: int
     size: int
     folder: Path
+    alone: bool = True
 
     @classmethod
     def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> Seat:
@@ -53,7 +59,8 @@ class Seat:
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         launch = hashlib.sha256(json.dumps([environ.get(name) for name in names]).encode()).hexdigest()[:12]
         rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-        return cls(rank, size, store.with_name(f"{store.name}.ranks") / launch)
+        folder = store.with_name(f"{store.name}.ranks") / launch
+        return cls(rank, size, folder, alone=int(environ.get("LOCAL_WORLD_SIZE", "1")) == size)
 
     def file(self, rank: int) -> Path:
         """Return the file of a rank."""
@@ -71,7 +78,8 @@ class Seat:
         """Write the record of this rank for rank 0."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.file(self.rank).with_suffix(".part")
-        data = {"numbers": part.loop.numbers, "trial": _trial(part).to_dict(), "held": [*map(asdict, part.held)]}
+        held = [*map(asdict, part.held)]
+        data = {"numbers": part.loop.numbers, "trial": _trial(part).to_dict(), "gpus": part.gpus, "held": held}
         unfinished.write_text(json.dumps(data), encoding="utf-8")
         unfinished.rename(self.file(self.rank))
 
@@ -85,11 +93,12 @@ class Seat:
         while time.monotonic() < until and not all(self.file(rank).exists() for rank in others):
             time.sleep(POLL_S)
         there = [rank for rank in others if self.file(rank).exists()]
-        found, held = first.loop, [*first.held]
+        found, gpus, held = first.loop, [*first.gpus], [*first.held]
         parts: list[tuple[Sequence[int], Trial]] = [(found.numbers, _trial(first))]
         for rank in there:
             data: dict[str, Any] = json.loads(self.file(rank).read_text(encoding="utf-8"))
             parts.append((data["numbers"], Trial.from_dict(data["trial"])))
+            gpus += [(index, uuid) for index, uuid in data["gpus"]]
             held += [Held(**one) for one in data["held"]]
         self.clear()
         common = set.intersection(*(set(numbers) for numbers, _ in parts))
@@ -105,7 +114,7 @@ class Seat:
             found, steps=whole.steps, spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
             numbers=tuple(sorted(common)), unknown=tuple(unknown),
         )  # fmt: skip
-        return Part(loop=together, memory=whole.memory, held=tuple(held)), len(parts)
+        return Part(loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)), len(parts)
 
 
 def _trial(part: Part) -> Trial:

@@ -87,8 +87,8 @@ def _observed(watched: Watched, warm: int) -> Observed:
 
 def store(path: Path, found: Sequence[Trial], naming: Naming, command: str) -> str:
     """Add a run with these trials to the store at `path`, and return the id of the run."""
-    gpus = torch.cuda.device_count() if found[0].case.device_kind == "cuda" else 0
-    facts = {**provenance.collect(nvml.describe_for(gpu_uuids(range(gpus)))), "command": command}
+    count = torch.cuda.device_count() if found[0].case.device_kind == "cuda" else 0
+    facts = {**provenance.collect(nvml.describe_for(gpu_uuids(range(count)))), "command": command}
     with Store.create(path, naming) as opened:
         return opened.add(
             found, plan=f"watch {uuid.uuid4().hex}", host=provenance.host_key(facts), code=provenance.code_key(facts),
@@ -96,15 +96,23 @@ def store(path: Path, found: Sequence[Trial], naming: Naming, command: str) -> s
         )  # fmt: skip
 
 
+def gpus(rank: int, seen: Seen) -> tuple[tuple[int, str], ...]:
+    """Return the index and the UUID of each GPU on which this rank trains; empty if the UUIDs are unknown."""
+    return tuple(enumerate(gpu_uuids(seen.device_ids), start=rank))
+
+
 def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
-    """Return the memory of GPUs that this process, which is the rank `rank`, holds; `library` replaces pynvml."""
-    own = gpu_uuids(seen.device_ids)
+    """Return the memory of GPUs that this process, which is a rank, holds; empty if its loop trains on no GPU.
+
+    `library` replaces pynvml in tests.
+    """
+    own = [uuid for _, uuid in gpus(rank, seen)]
     return tuple(
         Held(
             rank=rank, gpu=gpu.index, uuid=gpu.uuid, held_bytes=size,
             own=any(nvml.same_gpu(gpu.uuid, one) for one in own),
         )
-        for gpu, size in nvml.held_by(os.getpid(), library)
+        for gpu, size in (nvml.held_by(os.getpid(), library) if seen.device_ids else ())
     )  # fmt: skip
 
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import torch
+
+from dpbench.hardware import nvml, samplers
+from dpbench.measure import scratch
 from dpbench.observe import joining, loop, seams, trials
 from dpbench.observe.recorder import Recorder
+from dpbench.records import HOST, Sample
+from dpbench.records.observed import Unknown
 from dpbench.records.words import count
 from dpbench.store import Naming
 
 LIVE_S = 0.5
 """The least seconds between two updates of the live line."""
+SAMPLED_S = 0.5
+"""The seconds between two readings of the counters of GPUs and host: a watched loop may run for hours."""
 
 
 @dataclass
@@ -50,19 +59,73 @@ def watch(
         seat.clear()
     if live is not None:
         recorder.listeners.append(_line(live))
+    with ExitStack() as stack:
+        beside = _sampling(stack, seat)
+        try:
+            with seams.installed(recorder):
+                yield result
+        finally:
+            if live is not None:
+                live.write("\r\x1b[K")
+            source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
+            _store(recorder, result, Path(path), naming, source, seat, beside)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """The samplers that run beside a loop; `problem` says why some are missing.
+
+    `series` is None if none run. `visible` has NVML's facts about the GPUs that they read.
+    """
+
+    series: samplers.Series | None
+    visible: Sequence[Mapping[str, Any]] = ()
+    problem: str = ""
+
+    def during(self, part: joining.Part) -> tuple[Sample, ...]:
+        """Return the samples between the first and the last step of a loop, by the indices of its devices."""
+        steps = part.loop.steps
+        if self.series is None or not steps:
+            return ()
+        # the samplers number the GPUs that CUDA showed before the script ran, the loop numbers its devices
+        places: dict[int, list[int]] = {HOST: [HOST]}
+        for gpu in self.visible:
+            places[gpu["index"]] = [number for number, uuid in part.gpus if nvml.same_gpu(uuid, gpu["uuid"])]
+        found = self.series.cut(steps[0].start_s, steps[-1].end_s)
+        return tuple(replace(one, device=place) for one in found for place in places.get(one.device, ()))
+
+
+def _sampling(stack: ExitStack, seat: joining.Seat) -> _Beside:
+    """Start the samplers, which `stack` ends; in a launch, only rank 0 starts them, for all ranks of the machine."""
+    if seat.rank:
+        return _Beside(None)
+    if not seat.alone:  # the clocks of machines differ
+        return _Beside(None, problem="GPUs and host are not sampled in a launch of several machines")
+    visible: Sequence[Mapping[str, Any]] = ()
+    problem = ""
     try:
-        with seams.installed(recorder):
-            yield result
-    finally:
-        if live is not None:
-            live.write("\r\x1b[K")
-        source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
-        _store(recorder, result, Path(path), naming, source, seat)
+        if torch.version.cuda:
+            visible = nvml.describe()["gpus"]
+    except LookupError as error:
+        problem = f"the GPUs are not sampled: {error}"
+    try:
+        file = stack.enter_context(scratch.folder()) / "samples.jsonl"
+        # the other ranks have the same parent: they are no foreign load
+        root = os.getppid() if seat.size > 1 else os.getpid()
+        series = stack.enter_context(
+            samplers.sampling([gpu["index"] for gpu in visible], file, SAMPLED_S, root_pid=root)
+        )
+    except OSError as error:
+        return _Beside(None, problem=f"GPUs and host are not sampled: {error}")
+    if series.pid is None:
+        return _Beside(None, problem="GPUs and host are not sampled, because the samplers did not start")
+    return _Beside(series, visible, problem)
 
 
 def _store(
-    recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: joining.Seat
-) -> None:
+    recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: joining.Seat,
+    beside: _Beside,
+) -> None:  # fmt: skip
     """Stop a recorder, store its steps as a run, and complete the result; `source` is the script and its command.
 
     Only rank 0 of a launch stores, together with the steps of the other ranks.
@@ -73,9 +136,11 @@ def _store(
         result.unknown.append(f"the GPUs cannot tell when they did the work: {error}")
         return
     part = joining.Part(
-        loop=loop.of(recorder, first=seat.rank), memory=(trials.resident(),),
-        held=trials.held(seat.rank, recorder.seen) if recorder.seen.device_kind == "cuda" else (),
-    )  # fmt: skip
+        loop=loop.of(recorder, first=seat.rank),
+        memory=(trials.resident(),),
+        gpus=trials.gpus(seat.rank, recorder.seen),
+        held=trials.held(seat.rank, recorder.seen),
+    )
     ranks, result.rank, result.steps = 1, seat.rank, len(part.loop.steps)
     if seat.rank:
         seat.write(part)
@@ -83,12 +148,17 @@ def _store(
     if seat.size > 1:
         part, ranks = seat.joined(part)
         recorder.seen.ranks = True
+    if beside.problem:
+        noted = (*part.loop.unknown, Unknown(problem=beside.problem, steps=0))
+        part = replace(part, loop=replace(part.loop, unknown=noted))
     result.unknown = [
         f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem for one in part.loop.unknown
     ]
     if not part.loop.steps:
         return
-    watched = trials.Watched(script=source[0], command=source[1], part=part, seen=recorder.seen, ranks=ranks)
+    watched = trials.Watched(
+        script=source[0], command=source[1], part=part, seen=recorder.seen, ranks=ranks, samples=beside.during(part)
+    )
     result.run_id = trials.store(path, trials.trials_of(watched), naming, source[1])
 
 

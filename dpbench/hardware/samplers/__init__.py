@@ -77,6 +77,10 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
+MOST_BYTES = 1 << 24
+"""The bytes of the file beyond which a reading keeps a part of the samples: hours of a watched loop have millions."""
+GOLDEN = 0.6180339887498949
+"""The fractional part of the golden ratio, whose multiples modulo 1 spread evenly: the kept seconds have no period."""
 
 
 class Series:
@@ -121,18 +125,23 @@ class Series:
             self._process = None
 
     def _read(self) -> list[Sample]:
-        """Return the samples in the complete lines that have been added to the file since the last read."""
-        try:
-            with self._output.open("rb") as file:
-                file.seek(self._offset)
-                complete, newline, _ = file.read().rpartition(b"\n")
-        except OSError:  # no samples have been written
-            return []
-        self._offset += len(complete) + len(newline)
+        """Return the samples in the complete lines that have been added to the file since the last read.
+
+        If these lines have more than `MOST_BYTES`, return the samples of a part of the seconds, which are spread evenly
+        and have samples of all metrics.
+        """
         samples = []
-        for line in complete.splitlines():
-            with suppress(ValueError, TypeError):  # a line truncated by a full disk
-                samples.append(Sample(*json.loads(line)))
+        with suppress(OSError), self._output.open("rb") as file:  # no file if no samples have been written
+            share = MOST_BYTES / max(MOST_BYTES, os.fstat(file.fileno()).st_size - self._offset)
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                with suppress(ValueError, TypeError):  # a line truncated by a full disk
+                    sample = Sample(*json.loads(line))
+                    if share == 1.0 or int(sample.time_s) * GOLDEN % 1.0 < share:
+                        samples.append(sample)
         return samples
 
 
