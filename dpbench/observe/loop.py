@@ -1,7 +1,6 @@
 """Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
 
-A step consists of the intervals up to the one that the slowest optimizer ended: in a loop with several optimizers, this
-is the one that steps most rarely, and of several such optimizers the one that first stepped last. Evaluation and
+A step consists of the intervals up to the one that the slowest optimizer ended (`trainings`). Evaluation and
 checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them.
 
 Some phases have no seam at one of their ends, and are defined by their neighbours:
@@ -17,9 +16,10 @@ Some phases have no seam at one of their ends, and are defined by their neighbou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dpbench.observe import trainings
 from dpbench.observe.recorder import (
     ASIDE,
     BY_HAND,
@@ -36,8 +36,6 @@ from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.observed import Unknown
 from dpbench.records.words import count
 
-LONGEST = 16
-"""The largest number of updates in one step of a loop with several optimizers; with more, each update is a step."""
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
 """The phases with which the training part of a step begins."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
@@ -73,9 +71,9 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     """
     seen, place = recorder.seen, recorder.seconds
     clock, unknown = "host" if recorder.gpus is None else "cuda_event", dict(seen.unknown)
-    intervals = _training(recorder.intervals, unknown)
+    intervals = trainings.longest(recorder.intervals, unknown)
     ended = [one for one in intervals if one.owner != BY_HAND]
-    groups = list(_groups(intervals, _slowest(ended, unknown)))
+    groups = list(trainings.groups(intervals, trainings.slowest(ended, unknown)))
     functional = not any(raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans)
     spans_of = [[_spans(one, by_hand=not ended, functional=functional) for one in group] for group in groups]
     inside = _in_step([[raw for part in parts for raw in part] for parts in spans_of], seen)
@@ -155,48 +153,6 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
                 "group of accumulated batches has"] = 0  # fmt: skip
 
 
-def _training(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[Interval]:
-    """Return the intervals of the training with the most updates, of those that a script runs one after another.
-
-    Two trainings share neither an optimizer nor a trained module. Trainings that are left out are added to `unknown`,
-    which has the number of steps by problem.
-    """
-    found = _apart(intervals, _keys)
-    chosen = max(found, key=_updates, default=[])
-    if len(found) < 2 or len(chosen) < 2:
-        return intervals
-    place = found.index(chosen)
-    left = sum(map(_updates, found)) - _updates(chosen)
-    unknown[f"the script runs {len(found)} trainings one after another: these are the steps of number {place + 1}, "
-            f"which has the most updates; {count(left, 'update')} of the others are left out"] = 0  # fmt: skip
-    # the time since the last update of the previous training belongs to no step
-    return [chosen[0]._replace(start=None), *chosen[1:]] if place else chosen
-
-
-def _updates(intervals: Sequence[Interval]) -> int:
-    """Return the number of updates from the first interval to the last, including those that were not kept."""
-    return intervals[-1].number - intervals[0].number + 1
-
-
-def _keys(interval: Interval) -> frozenset[int]:
-    """Return the number of the optimizer that ended an interval, and the ids of the modules that it trained."""
-    modules = {raw.note for raw in interval.spans if raw.kind == Phase.FORWARD and isinstance(raw.note, int)}
-    return frozenset({interval.owner, *modules}) - ({BY_HAND} if modules else frozenset())
-
-
-def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]) -> list[list[Interval]]:
-    """Return the intervals, cut wherever no key that was seen before comes again."""
-    last = {key: at for at, one in enumerate(intervals) for key in keys(one)}
-    found: list[list[Interval]] = [[]]
-    reach = -1
-    for at, one in enumerate(intervals):
-        found[-1].append(one)
-        reach = max(reach, *(last[key] for key in keys(one)))
-        if at == reach:
-            found.append([])
-    return found[:-1]
-
-
 def _together(calls: int, batches: Counter[int]) -> int:
     """Return the number of batches that a step accumulates, in a loop with `calls` calls of backward per step.
 
@@ -208,7 +164,7 @@ def _together(calls: int, batches: Counter[int]) -> int:
 
 def _rows(seen: Seen, intervals: Sequence[Interval]) -> int:
     """Return the most common number of rows in a call of the modules that these intervals train; 0 if unknown."""
-    keys = frozenset[int]().union(*map(_keys, intervals))
+    keys = frozenset[int]().union(*map(trainings.keys, intervals))
     # a wrapper over several devices records the phases of its devices in place of its own call
     chosen = [rows for key, rows in seen.rows.items() if key in keys] or seen.rows.values()
     return max(sum(chosen, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
@@ -216,44 +172,9 @@ def _rows(seen: Seen, intervals: Sequence[Interval]) -> int:
 
 def _model(seen: Seen, intervals: Sequence[Interval]) -> Mapping[str, float]:
     """Return the sizes of the first module that these intervals train; empty if unknown."""
-    keys = frozenset[int]().union(*map(_keys, intervals))
+    keys = frozenset[int]().union(*map(trainings.keys, intervals))
     every = [*(sizes for key, sizes in seen.models.items() if key in keys), *seen.models.values()]
     return every[0] if every else {}
-
-
-def _slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int]:
-    """Return the numbers of the optimizers whose steps end the steps of the loop; none if every optimizer's step does.
-
-    Optimizers that the loop uses one after another, such as a new one in each epoch, each end the steps of their time.
-    A loop in which such an optimizer steps too rarely is added to `unknown`.
-    """
-    found: set[int] = set()
-    for part in _apart(ended, lambda one: frozenset({one.owner})):
-        updates = Counter(one.owner for one in part)
-        first = list(updates)  # in the order of their first steps
-        slowest = min(reversed(first), key=lambda owner: updates[owner])
-        if len(part) > LONGEST * updates[slowest]:
-            unknown[f"{count(len(updates), 'optimizer')} step in no short period: every update counts as a step"] = len(
-                ended
-            )
-            return frozenset()
-        found.add(slowest)
-    return frozenset(found)
-
-
-def _groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[list[Interval]]:
-    """Yield the intervals of each step; intervals that are not consecutive never share a step.
-
-    `slowest` has the numbers of the optimizers that end a step; it is empty if every interval is a step.
-    """
-    group: list[Interval] = []
-    for one in intervals:
-        if group and one.number != group[-1].number + 1:
-            group = []
-        group.append(one)
-        if not slowest or one.owner in slowest:
-            yield group
-            group = []
 
 
 def _spans(interval: Interval, *, by_hand: bool, functional: bool) -> list[Raw]:
