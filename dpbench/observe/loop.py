@@ -1,7 +1,8 @@
 """Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
 
 A step consists of the intervals up to the one that the slowest optimizer ended (`trainings`). Evaluation and
-checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them.
+checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them. So
+does a step after an iteration that an exception ended. If a part of its work came before, the step is left out.
 
 Some phases have no seam at one of their ends, and are defined by their neighbours:
 
@@ -25,6 +26,7 @@ from dpbench.observe.recorder import (
     BY_HAND,
     CHECKPOINT,
     EVALUATION,
+    FAILED,
     INTERRUPTED,
     OWN,
     Interval,
@@ -34,10 +36,12 @@ from dpbench.observe.recorder import (
 )
 from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.observed import Unknown
-from dpbench.records.words import count
+from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
 """The phases with which the training part of a step begins."""
+APART = ASIDE | {FAILED}
+"""The kinds after which a step begins."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
 """The phases that compute the gradients of a batch."""
 
@@ -78,28 +82,20 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     spans_of = [[_spans(one, by_hand=not ended, functional=functional) for one in group] for group in groups]
     inside = _in_step([[raw for part in parts for raw in part] for parts in spans_of], seen)
     rows = [_judged([raw for part in parts for raw in part], inside) for parts in spans_of]
+    rows = _without_usual_failures(groups, rows, unknown)
     source, evaluated = _sources(rows)
     loaded = any(raw.kind == Phase.DATA for raws in rows for raw in raws)
     steps: list[Step] = []
     spans: list[Span] = []
     reads: list[frozenset[str]] = []
     numbers: list[int] = []
-    aside = list(recorder.asides)
+    begun = [raws for group, raws in zip(groups, rows, strict=True) if group[0].start is not None]
+    aside = [*recorder.asides, *(raw for raws in begun for raw in raws if raw.kind in ASIDE)]
     updates: Counter[int] = Counter()
     batches: Counter[int] = Counter()
-    for group, recorded in zip(groups, rows, strict=True):
-        start, raws = group[0].start, recorded
-        if start is None:
-            continue
-        apart = [raw for raw in raws if raw.kind in ASIDE]
-        aside += apart
-        if apart:
-            start = _trimmed(raws, evaluated, group[-1].end)
-            raws = [raw for raw in raws if raw.kind not in ASIDE and raw.start >= start]
+    for group, start, raws in _cut(groups, rows, evaluated, unknown):
         if not loaded and not functional:
-            raws = [*_unloaded(raws, start), *raws]
-        if start >= group[-1].end:  # nothing of the step came after the evaluation
-            continue
+            raws[:0] = _unloaded(raws, start)
         local = range(seen.devices)
         end_s = max(place(group[-1].end, device) for device in local)
         start_s = max(place(start, device) for device in local)
@@ -112,7 +108,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
                 span = Span(number, Phase(raw.kind), index, name, place(raw.start, device), place(raw.end, device))
                 spans.append(span)
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
-        updates[sum(_last_of(raws, at) for at in range(len(raws)))] += 1
+        updates[_calls(raws)] += 1
         batches[sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws)] += 1
     if steps:
         _define(unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates)
@@ -240,13 +236,60 @@ def _between(ordered: Sequence[Raw], since: int | None, until: int, kind: str) -
         reach = max(reach, raw.end)
 
 
-def _last_of(raws: Sequence[Raw], at: int) -> bool:
-    """Return whether the span with the index `at` is the last part of a call of backward.
+def _calls(raws: Sequence[Raw]) -> int:
+    """Return the number of calls of backward; a backward on several devices has a span on each."""
+    return sum(raw.kind == Phase.BACKWARD and raw.device in (OWN, 0) for raw in raws)
 
-    A backward on several devices has a span on each.
+
+def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
+    """Return the most common number of calls of backward in a step in which no exception was raised."""
+    calls = Counter(_calls(raws) for raws in rows if not any(raw.kind == FAILED for raw in raws))
+    return calls.most_common(1)[0][0] if calls else 1
+
+
+def _without_usual_failures(
+    groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
+) -> list[list[Raw]]:
+    """Return the rows; if most have a failure, as where a hook ends a forward early, without the marks of failures."""
+    failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
+    if sum(failed) <= len(rows) / 2:
+        return [*rows]
+    unknown["an exception ends a part of the work in most steps, and the script goes on: the phases include it"] = sum(
+        one and group[0].start is not None for one, group in zip(failed, groups, strict=True)
+    )
+    return [[raw for raw in raws if raw.kind != FAILED] for raws in rows]
+
+
+def _cut(
+    groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], evaluated: frozenset[int], unknown: dict[str, int]
+) -> Iterator[tuple[Sequence[Interval], float, list[Raw]]]:
+    """Yield the intervals, the start and the spans of each step, without the work that belongs to no step.
+
+    The numbers of steps after a failure, and of those that are left out for one, are added to `unknown`.
     """
-    one = raws[at]
-    return one.kind == Phase.BACKWARD and one.device in (OWN, 0)
+    usual, followed, torn = _usual_calls(rows), 0, 0
+    for group, recorded in zip(groups, rows, strict=True):
+        start, raws = group[0].start, [raw for raw in recorded if raw.kind not in APART]
+        if start is None:
+            continue
+        if len(raws) < len(recorded):
+            start = _trimmed(recorded, evaluated, group[-1].end)
+            raws = [raw for raw in raws if raw.start >= start]
+        failed = max((raw.start for raw in recorded if raw.kind == FAILED), default=None)
+        if failed is not None:
+            before = [raw for raw in recorded if raw.kind == Phase.BACKWARD and raw.end < failed]
+            if _calls(raws) != usual or (usual > 1 and before):
+                torn += 1
+                continue
+            followed += 1
+        if start < group[-1].end:  # otherwise nothing of the step came after an evaluation
+            yield group, start, raws
+    if followed:
+        follow = f"{count(followed, 'step')} {verb(followed, 'follows', 'follow')}"
+        unknown[f"{follow} an iteration that an exception ended: such a step begins with the first work after it"] = 0
+    if torn:
+        leave = f"{count(torn, 'step')} {verb(torn, 'is', 'are')} left out"
+        unknown[f"{leave}, because an exception ended a part of {verb(torn, 'its', 'their')} work"] = 0
 
 
 def _in_step(rows: Sequence[Sequence[Raw]], seen: Seen) -> frozenset[int]:
@@ -281,8 +324,8 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
 
 
 def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:
-    """Return the start of a step that began with an evaluation or a checkpoint: the first work of training after it."""
-    last: float = max(raw.end for raw in raws if raw.kind in ASIDE)
+    """Return the start of a step that began with work apart from it: the first work of training after that."""
+    last: float = max(raw.end for raw in raws if raw.kind in APART)
     training: list[float] = [
         raw.start
         for raw in raws

@@ -9,6 +9,7 @@ inner modules are never slower and torch.compile traces the original.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,7 +42,8 @@ class Outermost:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
-        self._opened: list[bool] = []
+        self._opened: list[tuple[bool, BaseException | None]] = []
+        """For each open call, whether it is recorded, and the exception that the script was handling before it."""
         self._original = nn.Module.__call__
         self._until = LOOKS
         self._looking = False
@@ -150,14 +152,18 @@ def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
     start = recorder.now()  # the look at the module and its arguments is a part of the call
     kind = _kind(recorder, module, args, kwargs)
     hidden = kind == EVALUATION and (module.training or torch.is_grad_enabled())
-    outermost._opened.append(recorder.begin(kind, -id(module) if hidden else id(module), start))
+    recorded = recorder.begin(kind, -id(module) if hidden else id(module), start)
+    outermost._opened.append((recorded, sys.exc_info()[1]))
 
 
 def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: Any) -> None:
     recorder = outermost._recorder
     if torch.compiler.is_compiling() or not recorder.mine or not outermost._opened:
         return
-    if outermost._opened.pop():
+    recorded, handled = outermost._opened.pop()
+    if recorded:
+        if sys.exc_info()[1] is not handled:  # this hook also runs if the call has raised
+            recorder.fail()
         recorder.end()
         if id(module) in recorder.seen.trained and id(module) not in recorder.seen.models:
             recorder.seen.models[id(module)] = facts(module, args, kwargs, output)

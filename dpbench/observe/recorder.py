@@ -37,8 +37,8 @@ def _forget() -> None:
 
 os.register_at_fork(after_in_child=_forget)
 
-EVALUATION, CHECKPOINT, WITHIN = "evaluation", "checkpoint", "within"
-"""The kinds of spans that are not phases: evaluation, saving a checkpoint, a wrapper that records its own phases."""
+EVALUATION, CHECKPOINT, WITHIN, FAILED = "evaluation", "checkpoint", "within", "failed"
+"""The kinds that are not phases: evaluation, saving a checkpoint, a wrapper with phases of its own, an exception."""
 OWN = -2
 """The device of a span that occupies every device of this process."""
 BY_HAND = 0
@@ -199,6 +199,12 @@ class Recorder:
                     self._spans.append(Raw(phase, start, end, device))
         if one.kind == Phase.BACKWARD and not self.open and not self.seen.optimizers:
             self._updating, self._left = now, False
+
+    def fail(self) -> None:
+        """Note that an exception ends the outermost open span; the script continues if it catches the exception."""
+        if len(self.open) == 1 and self.open[0].kind not in ASIDE:
+            now = self.now()
+            self._spans.append(Raw(FAILED, now, now))
 
     def add(self, kind: str, start: Any, end: Any, device: int = OWN, note: Any = None) -> None:
         """Record a span that has ended, from any thread; an engine or a wrapper measured it itself."""

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -92,68 +92,117 @@ def _around(
             return was(*args, **kwargs)
         try:
             return was(*args, **kwargs)
+        except StopIteration:  # the end of an epoch
+            raise
+        except BaseException:
+            recorder.fail()
+            raise
         finally:
             recorder.end()
 
     return call
 
 
-def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
-    """Install the seams of optimizers: a step ends an interval, unless a GradScaler or an engine ends it."""
-    open_ones: list[int] = []
-    recorded: list[bool] = []
-    called: dict[int, Any] = {}
-    classes: set[type] = set()
+class _Running(NamedTuple):
+    """A step that has begun: the id of its optimizer, the frame that calls its hooks, and whether it has a span."""
 
-    def calling(was: Callable[..., Any]) -> Callable[..., Any]:
+    optimizer: int
+    frame: types.FrameType
+    recorded: bool
+
+
+def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
+    """Return whether a frame is `caller`, or one of the frames that called it."""
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is frame
+
+
+class _Steps:
+    """The steps of optimizers: each ends an interval, unless a GradScaler or an engine ends it."""
+
+    def __init__(self, recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
+        self._recorder, self._replace, self._stack = recorder, replace, stack
+        self._running: list[_Running] = []
+        self._called: dict[int, Any] = {}
+        self._classes: set[type] = set()
+
+    def _leave(self, number: int) -> None:
+        """Forget the steps after the first `number`, which have raised."""
+        while len(self._running) > number:
+            if self._running.pop().recorded:
+                self._recorder.fail()
+                self._recorder.end()
+
+    def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the step of a class, which notes when it is called and whether it raises."""
+        recorder, running, called = self._recorder, self._running, self._called
+
         @functools.wraps(was)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if recorder.mine and recorder.kept and not torch.compiler.is_compiling():
-                called.setdefault(id(self), recorder.now())
-            return was(self, *args, **kwargs)
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not recorder.mine or torch.compiler.is_compiling():
+                return was(optimizer, *args, **kwargs)
+            number = len(running)
+            if recorder.kept:
+                called.setdefault(id(optimizer), recorder.now())
+            try:
+                return was(optimizer, *args, **kwargs)
+            except BaseException:
+                self._leave(number)
+                raise
 
         return step
 
-    def starting(optimizer: Any, own: Any) -> None:
-        # a scheduler gives its optimizer a step of its own, which may call the class's step from before `calling`
+    def _starting(self, optimizer: Any, own: Any) -> None:
+        """Replace the step of an instance; a scheduler gives its optimizer one, which may call an original step."""
+        given, alive = self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)), weakref.ref(optimizer)
+
         @functools.wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
-            if recorder.mine and recorder.kept and not torch.compiler.is_compiling():
-                called.setdefault(number, recorder.now())
-            return own(*args, **kwargs)
+            return given(alive(), *args, **kwargs)
 
-        number, step.watched, optimizer.step = id(optimizer), True, step  # type: ignore[attr-defined]
-        alive = weakref.ref(optimizer)
-        stack.callback(lambda: setattr(one, "step", own) if (one := alive()) is not None else None)
+        step.watched, optimizer.step = True, step  # type: ignore[attr-defined]
+        self._stack.callback(lambda: setattr(one, "step", own) if (one := alive()) is not None else None)
 
-    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Begin a step."""
+        recorder, running = self._recorder, self._running
         if not recorder.mine:
             if recorder.active:
                 recorder.elsewhere()
             return
-        open_ones.append(id(optimizer))
+        frame = sys._getframe(1)
+        while running and not _runs(running[-1].frame, frame):  # the first step of a class has raised
+            self._leave(len(running) - 1)
         # torch records a range for its profiler before it calls this hook, which takes longer than a small step's glue
-        recorded.append(recorder.begin(Phase.OPTIMIZER, start=called.pop(id(optimizer), None)))
-        if type(optimizer) not in classes:
-            classes.add(type(optimizer))
-            replace(type(optimizer), "step", calling)
+        recorded = recorder.begin(Phase.OPTIMIZER, start=self._called.pop(id(optimizer), None))
+        running.append(_Running(id(optimizer), frame, recorded))
+        if type(optimizer) not in self._classes:
+            self._classes.add(type(optimizer))
+            self._replace(type(optimizer), "step", self._calling)
         own = vars(optimizer).get("step")
         if own is not None and not isinstance(own, types.MethodType) and not hasattr(own, "watched"):
-            starting(optimizer, own)
+            self._starting(optimizer, own)
 
-    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not recorder.mine or id(optimizer) not in open_ones:
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """End a step."""
+        recorder, running = self._recorder, self._running
+        place = next((at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None)
+        if not recorder.mine or place is None:
             return
-        while open_ones.pop() != id(optimizer):  # an inner step that raised has left its entry
-            recorded.pop()
-        if recorded.pop():
+        self._leave(place + 1)
+        if running.pop().recorded:
             recorder.end()
         # a step inside backward updates one parameter, and an optimizer may wrap another one
-        if not open_ones and not recorder.deferred and not recorder.inside:
+        if not running and not recorder.deferred and not recorder.inside:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
-    stack.callback(register_optimizer_step_pre_hook(before).remove)
-    stack.callback(register_optimizer_step_post_hook(after).remove)
+
+def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
+    """Install the seams of optimizers and of the classes around them."""
+    steps = _Steps(recorder, replace, stack)
+    stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
+    stack.callback(register_optimizer_step_post_hook(steps.after).remove)
     zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731
     replace(torch.optim.Optimizer, "zero_grad", zero)
     replace(nn.Module, "zero_grad", zero)
@@ -178,6 +227,9 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
         began = recorder.begin(Phase.OPTIMIZER)
         try:
             found = was(self, optimizer, *args, **kwargs)
+        except BaseException:
+            recorder.fail()
+            raise
         finally:
             if began:
                 recorder.end()
@@ -309,12 +361,16 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
             recorder.defer()
             began = recorder.begin(WITHIN)
             try:
-                return was(self, *args, **kwargs)
+                found = was(self, *args, **kwargs)
+            except BaseException:
+                recorder.fail()
+                raise
             finally:
                 if began:
                     recorder.end()
                 recorder.undefer()
-                recorder.update(recorder.owner(self), type(self).__name__)
+            recorder.update(recorder.owner(self), type(self).__name__)
+            return found
 
         return step
 
