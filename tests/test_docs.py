@@ -1,4 +1,4 @@
-"""Documents that cannot rot: what they name exists, what they show runs."""
+"""Documents that stay correct: the files that they name exist, and the code that they show runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PIP_EXTRA = re.compile(r"pip install '([\w-]+)\[(?:([\w-]+)|\{[^}]*\})\]")
+"""Matches the distribution and the extra, which is empty if an f-string inserts it."""
 
 
 def test_every_test_that_the_contract_names_exists() -> None:
@@ -49,7 +52,7 @@ PYTHON = [
 
 
 def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
-    """Each program has a namespace of its own; all run in one process, because each would load torch anew."""
+    """Each program has a separate namespace; all run in one process, because every process would load torch again."""
     for number, code in enumerate(PYTHON):
         (tmp_path / f"{number}.py").write_text(code)
     run = f"import runpy\nfor number in range({len(PYTHON)}): runpy.run_path(f'{{number}}.py', run_name='__main__')"
@@ -89,6 +92,15 @@ def test_every_command_has_help_and_stands_in_the_readme(command: str) -> None:
 def test_the_changelog_names_every_plug(folder: str) -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert [name for name in registry.names(folder) if f"`{name}`" not in changelog] == []
+
+
+def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = {path: path.read_text() for path in [*(ROOT / "dpbench").rglob("*.py"), ROOT / "README.md", *DOCS]}
+    named = [(path.name, *found) for path, text in texts.items() for found in re.findall(PIP_EXTRA, text)]
+    assert len(named) >= 4
+    extras = {"", *project["optional-dependencies"]}
+    assert [one for one in named if one[1] != project["name"] or one[2] not in extras] == []
 
 
 def test_documents_name_only_files_that_exist() -> None:

@@ -110,7 +110,7 @@ class Launcher:
         try:
             import submitit
         except ModuleNotFoundError:
-            raise JobsError("--launcher needs submitit: pip install 'dpbench[jobs]'") from None
+            raise JobsError("--launcher needs submitit: pip install 'torch-dpbench[jobs]'") from None
         if self.name == "slurm" and not shutil.which("sbatch"):
             raise JobsError("--launcher slurm needs Slurm's command sbatch, which is not on the PATH of this machine")
         executor = submitit.AutoExecutor(folder / "submitit", cluster=self.name)
@@ -121,7 +121,7 @@ class Launcher:
         try:
             job = executor.submit(submitit.helpers.CommandFunction(command, verbose=False))
         except submitit.core.utils.FailedJobError as error:
-            raise JobsError(f"{self.name} did not take the job: {error}") from None
+            raise JobsError(f"{self.name} did not accept the job: {error}") from None
         return SlurmJob(job.job_id) if self.name == "slurm" else LocalJob(job)
 
 
