@@ -10,7 +10,7 @@ from dpbench.hardware import signals
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line with these arguments, by default those of the process, until it ends or a signal ends it.
 
-    The exit code after a signal is 128 and the number of the signal, as a shell has it.
+    After a signal, the exit code is 128 plus the number of the signal, as in a shell.
     """
     signals.install()
     try:

@@ -32,7 +32,7 @@ FLAGS = (
 
 @contextmanager
 def driven(profile: Path, flags: Sequence[str]) -> Iterator[Any]:
-    """Run a browser with a profile of its own, its console recorded."""
+    """Run a browser with a separate profile, and record its console."""
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()

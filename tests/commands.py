@@ -1,4 +1,4 @@
-"""Start `dpbench` as a user does, in a folder and a session of its own, and look at what it stores."""
+"""Start `dpbench` as a user does, in a separate folder and session, and read its store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Folder:
 
     @property
     def env(self) -> dict[str, str]:
-        """Return the environment of its commands, in which a commit made meanwhile makes no other code of dpbench."""
+        """Return the environment of its commands, in which a new commit does not change dpbench's identity."""
         paths = [str(ROOT), *map(str, self.paths)]
         own = {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -40,7 +40,7 @@ class Folder:
         return os.environ | self.mark.env | own
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a command in a session of its own, output into files that nobody needs to read meanwhile."""
+        """Start a command in a separate session; its output goes to files, so that no reader can block it."""
         with (self.path / "out").open("w") as out, (self.path / "err").open("w") as err:
             return subprocess.Popen(
                 [*COMMAND, *arguments], cwd=self.path, env=self.env, text=True,
@@ -62,7 +62,7 @@ class Folder:
         return (self.path / "err").read_text()
 
     def query(self, sql: str) -> list[tuple]:
-        """Ask the store, as it is at this moment; nothing while there is none."""
+        """Return the result of a query of the store at this moment; [] if there is no store yet."""
         try:
             with closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True, timeout=30)) as db:
                 return db.execute(sql).fetchall()
@@ -78,7 +78,7 @@ class Folder:
         )
 
     def wait_for(self, process: subprocess.Popen[str], trials: int, timeout_s: float = 90) -> bool:
-        """Wait until so many trials are final and another one is at work, or the command has ended."""
+        """Wait until this number of trials are final and another one is running, or the command has ended."""
 
         def there() -> bool:
             busy = self.query("SELECT 1 FROM trial WHERE status='running'") and len(self.mark.alive()) >= 3

@@ -1,4 +1,4 @@
-"""What the conformance tests share: the kinds of device that each case runs on, and comparisons.
+"""Conformance: the kinds of devices on which each case runs, and the comparisons that the tests share.
 
 Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its parts: what they
 assert, of our engine, on logical CPU devices, on emulated ones, on one GPU carrying two replicas (mark `gpu`), and
@@ -49,7 +49,7 @@ LEGAL = tuple(
 
 
 def is_flat(schedule: str) -> bool:
-    """Tell whether a wrapper under this schedule keeps its weights in one buffer, which emulated devices refuse."""
+    """Return whether a wrapper under this schedule keeps its weights in one buffer, which emulated devices refuse."""
     return schedule != FASTEST and parse(schedule).storage == "flat"
 
 
@@ -95,7 +95,7 @@ class Place:
 
     @property
     def distinct(self) -> bool:
-        """Tell whether two devices of this kind are two torch devices."""
+        """Return whether two devices of this kind are two torch devices."""
         return self.kind in ("emulated", "spread")
 
     @property
@@ -160,7 +160,7 @@ def host(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """Return a nested value with its tensors on the host and out of the graph, containers as they are."""
+    """Return a nested value with its tensors detached and on the host; containers are unchanged."""
     if isinstance(value, Tensor):
         return host(value)
     if isinstance(value, dict):
@@ -177,12 +177,12 @@ def close(ours: Any, expected: Any, **tolerance: float) -> None:
 
 
 def on(tensor: Tensor, device: torch.device) -> bool:
-    """Tell whether a tensor is on a device, its number included."""
+    """Return whether a tensor is on a device with the same index."""
     return tensor.device == device
 
 
 def share(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are one memory."""
+    """Return whether two tensors share their memory."""
     return a.device == b.device and _memory(a) == _memory(b)
 
 
@@ -202,7 +202,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def check_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *, second: bool = False) -> None:
-    """Hold first (and second) derivatives of a function of doubles against finite differences."""
+    """Compare first (and second) derivatives of a function of doubles with finite differences."""
     torch.autograd.gradcheck(function, inputs)
     if second:
         torch.autograd.gradgradcheck(function, inputs)

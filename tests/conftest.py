@@ -48,14 +48,14 @@ def _one_thread_and_seed() -> Iterator[None]:
 
 @pytest.fixture
 def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide no GPU from the samplers, and have them watch this process and what it starts."""
+    """Hide no GPU from the samplers, and let them watch this process and its children."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(host.ROOT_PID, str(os.getpid()))
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where a store may be; nothing is there yet."""
+    """The path of a store that does not exist yet."""
     return tmp_path / "store.db"
 
 
@@ -68,7 +68,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Replace processes by stand-ins, and temporary files by ones that can be looked at."""
+    """Replace processes by stand-ins, and temporary files by files that a test can read."""
     with standing_in.quick(monkeypatch, tmp_path):
         yield
 
@@ -82,13 +82,13 @@ def folder(tmp_path: Path) -> Iterator[commands.Folder]:
 
 @pytest.fixture
 def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> exported.Command:
-    """Call the command line in this process, in a folder of its own; return exit code, stdout and stderr."""
+    """Call the command line in this process, in a separate folder; return exit code, stdout and stderr."""
     return exported.command(tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests of this process that only need trials, because each server loads torch anew."""
+    """One server for all tests of this process that only need trials, because every new server loads torch again."""
     with Server(tmp_path_factory.mktemp("server")) as server:
         server.prepare()  # here, and not in the folder of the first test that uses it
         yield server
@@ -96,7 +96,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runs, searches and self-checks of this process have the one server in the place of their own."""
+    """Let the runs, searches and self-checks of this process share one server."""
     for module in (runner, batch_search, checks):
         monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
 

@@ -151,7 +151,7 @@ def chunked_gradients(
 
 
 def wave(output: Tensor) -> Tensor:
-    """Be a loss whose gradient differs from element to element."""
+    """Return a loss whose gradient differs from element to element."""
     weights = torch.linspace(-1, 1.7, output.numel()).view(output.shape)
     return (output * weights).sum() + output.square().mean()
 

@@ -1,4 +1,4 @@
-"""Plant one fault for each law, and look whether the law's tests see it: `python tests/faults.py [NAME...]`.
+"""Plant one fault for each law, and check whether the law's tests detect it: `python tests/faults.py [NAME...]`.
 
 A fault is planted in a temporary copy of this checkout, where the tests that are named for it then run. It is `caught`
 where one of them fails. A fault whose code is not found, or whose tests do not run, is an error. The exit status is 0
@@ -26,7 +26,7 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Fault:
-    """A line of dpbench, `old`, replaced by one that breaks a law, `new`; and the tests that must see it."""
+    """A line of dpbench, `old`, its replacement that breaks a law, `new`, and the tests that must detect it."""
 
     name: str
     law: str

@@ -41,7 +41,7 @@ class Loop:
     optimizer: torch.optim.Optimizer
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        """Return a new optimizer with the groups that the loop has by now."""
+        """Return a new optimizer with the present groups of the loop."""
         optimizer: torch.optim.Optimizer = self._make([p for p in parameters if p is not self.held])
         if self.extra:
             optimizer.add_param_group({"params": [self.held], "lr": 1e-3})
@@ -393,7 +393,7 @@ def drop_optimizer_hooks(loop: Loop) -> None:
 
 
 def ulps(dtype: torch.dtype) -> float:
-    """Return how far a loss may be off that was added up by parts: its sum and its divisor round differently."""
+    """Return the permitted error of a loss that was added up by parts: its sum and its divisor round differently."""
     return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps
 
 

@@ -66,7 +66,7 @@ class Seen:
 
 
 def watch(work: Callable[[], str]) -> Seen:
-    """Do the work, and look at its processes' sockets all the while."""
+    """Do the work, and look at the sockets of its processes during the whole time."""
     seen, over = Seen(), threading.Event()
 
     def look() -> None:

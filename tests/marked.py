@@ -1,6 +1,6 @@
-"""Find every process that a test has started, however deep and whoever its parent is by now.
+"""Find every process that a test has started, at any depth and whatever its present parent is.
 
-What a test starts inherits a mark in its environment; forks and orphans keep it, so none can hide.
+Every process that a test starts inherits a mark in its environment; forks and orphans keep this mark.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def describe(process: psutil.Process) -> str:
 
 @contextmanager
 def marked() -> Iterator[Mark]:
-    """Yield a mark; end what still carries it."""
+    """Yield a mark; then end the processes that still carry it."""
     mark = Mark()
     try:
         yield mark

@@ -104,7 +104,7 @@ def observe(
     during: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return all that forwards and backwards leave behind: the module on `root`, or the first device, inputs on `home`.
+    """Return all values after forwards and backwards: the module on `root`, or the first device, inputs on `home`.
 
     Gradients accumulate over the `calls`, and the weights change between them; the output is that of the last.
     """
@@ -136,7 +136,7 @@ def observe(
 
 
 def error_of(run: Callable[[], Any]) -> tuple[type[BaseException], str] | None:
-    """Return type and message of what `run` raises."""
+    """Return the type and the message of the error that `run` raises."""
     try:
         run()
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""The nets that torch's DataParallel and ours are compared on, each with its batch of so many rows."""
+"""The nets on which torch's DataParallel and ours are compared, each with its batch."""
 
 from __future__ import annotations
 

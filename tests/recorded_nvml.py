@@ -28,16 +28,16 @@ def recorded(name):
 
 
 def from_environment():
-    """The recording that a test names to a process of its own."""
+    """The recording whose name a test passes to a process that it starts."""
     return recorded(os.environ["DPBENCH_TEST_NVML"])
 
 
 class Recorded:
     """The functions of pynvml over a recording.
 
-    `calls` counts what was asked. A function that the recording does not hold answers FUNCTION_NOT_FOUND; a
-    name with an argument, "nvmlDeviceGetClockInfo(1)", is that call with that argument. Answers come in turn,
-    again and again. `sleep` takes each call's latency: a test's own clock may jump instead.
+    `calls` counts the calls by name. A function that is not in the recording returns FUNCTION_NOT_FOUND; a name with an
+    argument, "nvmlDeviceGetClockInfo(1)", is that call with that argument. Answers come in turn, again and again.
+    `sleep` takes each call's latency: a test's own clock may jump instead.
     """
 
     NVMLError = NVMLError

@@ -48,7 +48,7 @@ def spread(value: float, share: float = 0.03, n: int = 3) -> Estimate:
 
 
 def made(case: Case, step_s: float, single_s: float = 0.0, **changes) -> Row:
-    """Return the row of a case whose step takes so long, its parts summing to it."""
+    """Return the row of a case with this step time; its phases sum to the step."""
     many = case.devices > 1
     moving = 0.1 if many else 0.0
     shares = {

@@ -20,7 +20,7 @@ QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0)
 
 
 class Server:
-    """Stands in for a server: answers at once, remembers what it was asked, and may be told to misbehave."""
+    """A replacement for a server: it answers at once, records its requests, and can be set to misbehave."""
 
     made: ClassVar[list] = []
     checked: ClassVar[list] = []
@@ -63,7 +63,7 @@ class Series:
 
 @contextmanager
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Replace processes by stand-ins, and temporary files by ones that can be looked at."""
+    """Replace processes by stand-ins, and temporary files by files that a test can read."""
 
     @contextmanager
     def sampling(ordinals, path):

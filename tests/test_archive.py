@@ -65,7 +65,7 @@ def test_a_run_without_a_result_never_replaces_the_latest_page(
     good = kept(folder)["latest/index.html"]
     assert showing.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
     assert kept(folder)["latest/index.html"] == good
-    assert f"no case has a result, so {LATEST} stays the page of run aaaaaaaa" in capsys.readouterr().err
+    assert f"no case has a result, so {LATEST} remains the page of run aaaaaaaa" in capsys.readouterr().err
     assert "no result" in kept(folder)["runs/index.html"].decode()
 
 

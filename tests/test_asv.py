@@ -174,7 +174,7 @@ def test_asv_suite_can_be_discovered(tmp_path: Path) -> None:
 
 
 def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: Path, tools: Path) -> None:
-    """Asv does not document what it makes of {"samples", "number"}; the suite stands on it."""
+    """Asv does not document how it treats {"samples", "number"}; the suite depends on it."""
     first, second, third = commit_value(project, 1.5), commit_value(project, 7.5), commit_value(project, 4.0, "later")
     for module in ("__init__", "later"):
         (project / "dpbench" / f"{module}.py").write_text("VALUE = 99.0\n")

@@ -44,7 +44,7 @@ BENCHMARKS = {
 
 @pytest.fixture
 def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let benchmarks have the server of all tests in the place of their own."""
+    """Let benchmarks use the server of all tests."""
     monkeypatch.setattr("dpbench.measure.server.Server", lambda scratch: nullcontext(server))
 
 

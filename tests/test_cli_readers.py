@@ -1,4 +1,4 @@
-"""What a finished run printed, and what compare, export, report and list make of stored runs."""
+"""The output of a finished run, and the results of compare, export, report and list on stored runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEAK = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2
 
 @pytest.fixture(scope="module")
 def weak(tmp_path_factory):
-    """A finished weak-scaling run, and what the command printed."""
+    """A finished weak-scaling run, and the output of the command."""
     with commands.folder(tmp_path_factory.mktemp("weak")) as folder:
         yield folder, folder.do(*WEAK, "--rounds", "2", "--budget", "120")
 

@@ -171,7 +171,7 @@ def test_a_span_is_closed_when_its_work_raises(time: Time, host: HostClock) -> N
 
 
 class Event:
-    """A moment on a device's own clock, told like CUDA's: float32 milliseconds between two of them."""
+    """A moment on a device's clock; as in CUDA, the time between two moments is in milliseconds as float32."""
 
     def __init__(self, device: Any, at_ms: float) -> None:
         self.device, self.at_ms = device, at_ms
@@ -182,7 +182,7 @@ class Event:
 
 
 class FakeGpu:
-    """A device whose clock has an offset and a rate of its own, and whose queue ends when told."""
+    """A device whose clock has an offset and a rate, and whose queue ends when the test says so."""
 
     def __init__(self, index: int, time: Time, offset_s: float = 0.0, rate: float = 1.0) -> None:
         self.index, self._time, self._offset, self._rate = index, time, offset_s, rate

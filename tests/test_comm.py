@@ -1,4 +1,4 @@
-"""Collectives: who may use them, and that what is staged, summed, cut and spread is what ordered adds make."""
+"""Collectives: the devices that may use them, and the equality of their results with ordered additions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
 class Ordered:
     """Collectives over tensors of the host, which add in replica order, so that the bits are those of ordered adds.
 
-    Like NCCL they refuse what is not alike everywhere, and what is not dense.
+    Like NCCL, they refuse tensors that differ in shape or dtype between devices, and tensors that are not dense.
     """
 
     calls: list[str] = []  # noqa: RUF012  of all of them, emptied by the fixture

@@ -1,4 +1,4 @@
-"""Two runs compared: which runs are meant, what may be compared, verdicts with reasons, and the forms of the result."""
+"""Two runs compared: the choice of runs, permitted comparisons, verdicts with reasons, and the forms of the result."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
         ),
         (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly decide"),
         (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03 is above the limit of 0.01$"),
-        (4, of(1.1, 0.045), "undecided", r"p = 0.0042 is above the limit of 0.002 for one of 5 cases read together"),
+        (4, of(1.1, 0.045), "undecided", r"p = 0.0042 is above the limit of 0.002 for one of 5 cases judged together"),
         (0, of(1.5, 0.01, 2), "undecided", "not enough rounds: 2 rounds, but at least 3 are needed"),
         (0, Estimate(1.0, 0.3, 3.0, 5), "undecided", "not enough rounds: the estimate's interval spans"),
     ],
@@ -147,7 +147,7 @@ def test_after_a_case_that_stays_undecided_no_case_is_decided_and_the_reason_say
     cases = [replace(DP, batch_size=size) for size in (8, 9)]
     lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
     assert [line.verdict for line in lines] == ["undecided", "undecided"]
-    assert "for one of 2 cases read together (Holm's method)" in lines[0].reason
+    assert "for one of 2 cases judged together (Holm's method)" in lines[0].reason
     assert "is larger than that of another undecided case (Holm's method)" in lines[1].reason
 
 
@@ -262,7 +262,7 @@ def test_the_text_has_both_sides_and_a_line_per_case_and_the_code_says_the_worst
     assert set(rule) == {"-", " "}
     assert lines[0].startswith("faster   mlp dp[reference] x2 batch 64  1.66")
     assert "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of the changes of all" in lines[0]
-    assert last == "1 case faster, 1 case same. A ratio above 1 means that the run after is faster."
+    assert last == "1 case faster, 1 case same. A ratio above 1 means that the second run (after) is faster."
     assert dpbench("compare", "@last", "@base")[0] == 1
 
 

@@ -1,6 +1,6 @@
 """PyTorch's tests of torch.cuda.comm, rewritten for our verbs; `tests/conformance.py` names the sources.
 
-What has no counterpart in ours is left out: `out=`, `buffer_size=`, the current device as a default, and the
+Features without a counterpart in ours are left out: `out=`, `buffer_size=`, the current device as a default, and the
 messages about them.
 """
 
@@ -96,7 +96,7 @@ def test_broadcast_gpu(place: Place) -> None:
 
 
 def check_coalesced(place: Place, tensors: list[Tensor]) -> None:
-    """Broadcast many tensors at once: as one by one, device 0's as they are, and each with its own version."""
+    """Broadcast many tensors at once: equal to one by one, unchanged on device 0, each with a separate version."""
     one_by_one = [broadcast(place, [tensor])[1][0] for tensor in tensors]
     first, second = broadcast(place, tensors)
     assert all(ours is tensor for ours, tensor in zip(first, tensors, strict=True))
@@ -135,7 +135,7 @@ def test_reduce_add(place: Place) -> None:
 
 
 def check_reduced(place: Place, makers: Sequence[Any]) -> None:
-    """Reduce many tensors at once: as one by one, of the same kind, new, and each with its own version."""
+    """Reduce many tensors at once: equal to one by one, of the same kind, new, each with a separate version."""
     tensors = made(place, makers)
     each = [tensors, [place.put(tensor.cpu(), 1) for tensor in tensors]]
     one_by_one = [dpbench.reduce([[parts[0]], [parts[1]]], place.ids())[0] for parts in zip(*each, strict=True)]
@@ -164,7 +164,7 @@ def test_reduce_add_coalesced_dense_only(place: Place) -> None:
 
 
 def check_scatter(place: Place, x: Tensor, dim: int = 0, sizes: tuple[int, int] | None = None) -> None:
-    """Compare pieces with slices; they own their memory (ours), and what cannot be cut is refused."""
+    """Compare pieces with slices; pieces own their memory (in ours), and values that cannot be cut are refused."""
     given = {} if sizes is None else {"chunk_sizes": sizes}
     pieces = dpbench.scatter(x, place.ids(), dim, **given)
     expected = x.split(sizes or (x.size(dim) // 2,) * 2, dim)
@@ -228,7 +228,7 @@ def test_scatter_gpu_sizes(place: Place) -> None:
 
 
 def check_gather(place: Place, dim: int) -> None:
-    """Gather onto each device and the host; what does not fit together is refused, naming the odd one."""
+    """Gather onto each device and the host; shapes that do not match are refused with the index of the wrong one."""
     parts = [torch.randn(2, 5) for _ in range(2)]
     x, y = (place.put(part, i) for i, part in enumerate(parts))
     targets = [(place.ids()[0], place.device(0)), (place.ids()[1], place.device(1)), ("cpu", torch.device("cpu"))]

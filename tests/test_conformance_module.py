@@ -36,7 +36,7 @@ PRECISION = {torch.float: 1e-5, torch.double: 1e-5, torch.half: 1e-2}
 
 
 class ByKeyword(nn.Module):
-    """A layer whose input comes bare, or in a dict beside something unused."""
+    """A layer whose input is a tensor, or a dict with the tensor and an unused value."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -77,19 +77,19 @@ def test_data_parallel_module_kwargs_only(place: Place, dtype: torch.dtype) -> N
 
 @DTYPES
 def test_data_parallel_module_kwargs_only_empty_list(place: Place, dtype: torch.dtype) -> None:
-    """Mirror A, test_data_parallel_module_kwargs_only_empty_list: an empty list beside the data."""
+    """Mirror A, test_data_parallel_module_kwargs_only_empty_list: an empty list with the data."""
     check_keyword(place, dtype, unused=[])
 
 
 @DTYPES
 def test_data_parallel_module_kwargs_only_empty_dict(place: Place, dtype: torch.dtype) -> None:
-    """Mirror A, test_data_parallel_module_kwargs_only_empty_dict: an empty dict beside the data."""
+    """Mirror A, test_data_parallel_module_kwargs_only_empty_dict: an empty dict with the data."""
     check_keyword(place, dtype, unused={})
 
 
 @DTYPES
 def test_data_parallel_module_kwargs_only_empty_tuple(place: Place, dtype: torch.dtype) -> None:
-    """Mirror A, test_data_parallel_module_kwargs_only_empty_tuple: an empty tuple beside the data."""
+    """Mirror A, test_data_parallel_module_kwargs_only_empty_tuple: an empty tuple with the data."""
     check_keyword(place, dtype, unused=())
 
 
@@ -380,7 +380,7 @@ def test_autocast(place: Place) -> None:
 
 
 class Convolutions(nn.Module):
-    """Four convolutions, each with a layout and a dtype of its own."""
+    """Four convolutions with the given layouts and dtypes."""
 
     def __init__(self, layouts: tuple[torch.memory_format, ...], dtypes: tuple[torch.dtype, ...]) -> None:
         super().__init__()

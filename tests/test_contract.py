@@ -59,7 +59,7 @@ def test_a_single_row_runs_a_replica_in_the_callers_thread() -> None:
 
 
 class Overriding(DataParallel):
-    """What users of torch's wrapper override, with torch's signatures."""
+    """The methods that users of torch's wrapper override, with torch's signatures."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +83,7 @@ class Overriding(DataParallel):
 
 
 class OfLists(DataParallel):
-    """A wrapper for lists of samples: it cuts the list itself, and uses the other methods as they are."""
+    """A wrapper for lists of samples: it cuts the list itself, and inherits the other methods."""
 
     def forward(self, samples: list[Tensor]) -> Any:
         inputs = [(samples[i :: len(self.device_ids)],) for i in range(len(self.device_ids))]

@@ -1,4 +1,4 @@
-"""What the contract says of `compat`: torch's faults beside torch's own code, on emulated devices."""
+"""The contract on `compat`: torch's faults, compared with torch's own code on emulated devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def beside_torch() -> Iterator[None]:
 
 
 def errors(run: Callable[..., Any], *args: Any, ids: Sequence[int] = (0, 1), **kwargs: Any) -> list[Any]:
-    """Return type and message of what torch's wrapper raises, ours with `compat`, and ours."""
+    """Return the type and the message of the errors of torch's wrapper, of ours with `compat`, and of ours."""
     wrapped = [wrap(Call(lambda _, *a, **k: run(*a, **k)), ids) for wrap in (theirs, torch_faults_and_all, ours)]
     return [error_of(lambda one=one: one(*args, **kwargs)) for one in wrapped]
 

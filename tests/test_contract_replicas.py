@@ -1,4 +1,4 @@
-"""What the contract says of replicas: what they are made of, and the caller's settings in their threads."""
+"""The contract on replicas: their parts, and the caller's settings in their threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the contract says of scatter and gather: which containers and tensors they cut and join, and how."""
+"""The contract on scatter and gather: the containers and tensors that they cut and join, and how."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict):
-    """A dict with attributes besides its items, built in a way of its own, as model outputs of libraries are."""
+    """A dict with additional attributes and a special constructor, as model outputs of libraries are."""
 
     def __init__(self, *, note: str, **items: Any) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ GPUS = {
 
 
 def counted_off() -> Iterator[tuple[str, float]]:
-    """Yield the group of each published step of one device, and the logarithm of what counts alone make of it."""
+    """Yield the group of each published one-device step, and log(predicted / published), from counts alone."""
     with TABLE.open() as file:
         table = [row for row in csv.DictReader(file) if row["n_gpu"] == "1" and row["gpu"] in GPUS]
     for row in table:

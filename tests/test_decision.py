@@ -221,7 +221,7 @@ SITUATIONS = {
         [SINGLE, row("dp", 2, 1.2, schedule="overlap"), row("ddp", 2, 1.6)], USE, ("ddp", 2)
     ),
     "a small gain may be a worthwhile one": Situation(
-        [SINGLE, row("ddp", 2, 1.049, off=0.03)], UNKNOWN, None, ["may be a gain or none"]
+        [SINGLE, row("ddp", 2, 1.049, off=0.03)], UNKNOWN, None, ["may or may not be a gain"]
     ),
     # -- predictions
     "a predicted gain": Situation(
@@ -381,7 +381,7 @@ def test_an_epoch_is_computed_from_the_throughputs() -> None:
 
 
 def test_rounds_of_real_series_are_compared_pairwise() -> None:
-    """Two cases that are both decidedly faster than one device are told apart by the ratio of their own rounds."""
+    """Of two cases that are both decidedly faster than one device, the ratio of their own rounds decides."""
     rounds = range(8)
     base = {n: [0.100 * (1 + 0.01 * n)] * 5 for n in rounds}
     fast = {n: [seconds / 2 for seconds in base[n]] for n in rounds}

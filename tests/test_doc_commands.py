@@ -93,7 +93,7 @@ def test_commands_that_are_run_elsewhere_are_run_there() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all runs, because each would load torch anew, in a folder that has the same modules as theirs."""
+    """One server for all runs, because each would load torch again; its folder has the same modules as theirs."""
     folder = tmp_path_factory.mktemp("server")
     modules(folder)
     with Server(folder) as server, pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Emulated devices: they refuse what a GPU refuses, count every byte, and compute the bits of logical CPU devices."""
+"""Emulated devices: they refuse the calls that a GPU refuses, count every byte, and compute as logical CPU devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine's laws on logical CPU devices: what a call computes, bit by bit, and what it says when it cannot."""
+"""The engine's laws on logical CPU devices: the exact bits of a call's results, and the messages of its errors."""
 
 from __future__ import annotations
 

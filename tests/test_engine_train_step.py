@@ -1,4 +1,4 @@
-"""TrainStep beside a training loop by hand, and the marks that it sets around the phases of a step."""
+"""TrainStep compared with a hand-written training loop, and the marks that it sets around the phases of a step."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_accumulate_below_one_is_refused() -> None:
 
 
 class Recorder:
-    """A mark that writes down what opens and closes."""
+    """A mark that records when phases open and close."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Phase, int]] = []
@@ -223,7 +223,7 @@ def test_marks_name_every_phase_on_its_device_in_order() -> None:
 
 
 def closed_before_reduce(mark: Recorder) -> bool:
-    """Tell whether every backward span is closed where the reduction opens."""
+    """Return whether every backward span is closed when the reduction opens."""
     opened = Counter()
     for kind, phase, _ in mark.events:
         if phase is Phase.BACKWARD:

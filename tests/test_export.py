@@ -1,4 +1,4 @@
-"""Exports for pyperf and Parquet: the samples come back equal, and what those tools say of them is what we say."""
+"""Exports for pyperf and Parquet: the samples are equal after reading, and the tools report dpbench's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings on trials made by hand: each rule fires just beyond its border and not before it."""
+"""Findings on trials made by hand: each rule fires just above its threshold and not below it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _spans(of: Case, k: int, phase: Phase, start: float, end: float, serial: boo
 
 
 def one(of: Case = SINGLE, factor: float = 1.0) -> list[Trial]:
-    """Return one device's trials: what two devices share, whole."""
+    """Return one device's trials, with the whole work that two devices share."""
     return measured(of, {name: 2 * seconds * factor for name, seconds in LEVEL.items()})
 
 
@@ -87,7 +87,7 @@ def found(*groups: list[Trial], cores: int = 8) -> dict[str, Finding]:
 
 
 def judged(name: str, *groups: list[Trial], cores: int = 8) -> bool:
-    """Tell whether a rule had what it needs: it says so where it lacks a measurement."""
+    """Return whether a rule had all measurements that it needs; if not, the diagnosis lists it as unjudged."""
     (diagnosis,) = explained(*groups, cores=cores)
     return not any(name in said for said in diagnosis.unjudged)
 

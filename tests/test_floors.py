@@ -43,7 +43,7 @@ every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.re
 
 
 def module_of(path: Path) -> str:
-    """Return a file's module as it is called below dpbench."""
+    """Return the name of a file's module below dpbench."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

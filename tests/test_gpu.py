@@ -1,4 +1,4 @@
-"""What only a GPU can show. One GPU is enough: replicas share it (colocated)."""
+"""The tests that need a GPU. One GPU is enough: replicas share it (colocated)."""
 
 from __future__ import annotations
 

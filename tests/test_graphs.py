@@ -1,4 +1,4 @@
-"""Graphs: what is recorded, when, and what makes it void; with a recorder of the host that replays by running again."""
+"""Graphs: when they are recorded and discarded, with a recorder on the host that replays by running again."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ class _Stream(nullcontext[None]):
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, Any]]:
-    """Put names in the place of CUDA's parts; return what they log and what a capture was given."""
+    """Replace the parts of CUDA by names; return their log and the arguments of the capture."""
     told: list[str] = []
     given: dict[str, Any] = {}
     here, side = _Stream("current", told), _Stream("side", told)

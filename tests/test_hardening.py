@@ -18,7 +18,7 @@ SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 
 
 def change(path: Path, sql: str, *values: object) -> None:
-    """Change rows behind the back of the store."""
+    """Change rows without the store's code."""
     with closing(sqlite3.connect(path)) as db, db:
         db.execute(sql, values)
 
@@ -115,7 +115,7 @@ def test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed(path, how) 
         path.unlink()
         if how == "replaced":
             path.write_bytes(b"")
-        with pytest.raises(StoreError, match=r"was deleted or replaced .* all trials until now are in") as raised:
+        with pytest.raises(StoreError, match=r"was deleted or replaced .* all trials so far are in") as raised:
             opened.end_trial(number, made(SINGLE))
         with pytest.raises(StoreError, match="was deleted or replaced"):
             opened.begin_trial(run_id, SINGLE, 1)

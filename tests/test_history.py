@@ -1,4 +1,4 @@
-"""The history of a case over commits, and predictions beside measurements, from stores made by hand."""
+"""The history of a case over commits, and predictions compared with measurements, from stores made by hand."""
 
 from __future__ import annotations
 

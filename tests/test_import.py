@@ -122,7 +122,7 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     facts = observed(found.trial)
     assert facts is not None
     assert facts.loader_workers == -1
-    assert found.notes == ("the trace does not tell how many workers the DataLoader has",)
+    assert found.notes == ("the trace does not contain the number of DataLoader workers",)
 
 
 def test_without_a_profiler_step_the_optimizers_steps_end_the_steps_and_the_first_is_warm_up(tmp_path) -> None:

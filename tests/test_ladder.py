@@ -1,4 +1,4 @@
-"""The ladder on trials made by hand: what each rung gave is known, and must come out."""
+"""The ladder on trials made by hand: the gain of each rung is known, and must be the result."""
 
 from __future__ import annotations
 

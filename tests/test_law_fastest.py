@@ -1,4 +1,4 @@
-"""What `fastest` avoids to stay exact, and what a schedule by name refuses before anything has changed."""
+"""The switches that `fastest` avoids to stay exact, and the refusals of a named schedule before anything changes."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.O
 
 @rungs("reference")
 def test_parameters_with_holes_train_as_on_reference(rung: str) -> None:
-    """Beside a plain loop they differ in last bits: the copies of other replicas have no holes, as torch's have not."""
+    """They differ from a plain loop in the last bits: the copies in other replicas have no holes, as in torch."""
 
     def train(schedule: str) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -263,7 +263,7 @@ class Counter(Net):
 
 @rungs("reference")
 def test_every_step_begins_with_replica_0s_buffers_on_every_replica(rung: str) -> None:
-    """Of an odd number of rows the replicas count different shares."""
+    """With an odd number of rows, the replicas count different shares."""
     with pair(rung, Counter) as both:
         for number in range(1, 4):
             both.step(*batch(number, 7))

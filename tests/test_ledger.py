@@ -165,7 +165,7 @@ class Net(nn.Module):
 
 
 def parts_of(plant: str) -> tuple[dict[tuple[str, int], float], float]:
-    """Return the median seconds of each part over many steps, and what a planted sleep really lasted."""
+    """Return the median seconds of each part over many steps, and the real duration of a planted sleep."""
     clock, slept = HostClock(), []
 
     def pause() -> None:

@@ -1,4 +1,4 @@
-"""A loss by parts: its divisor, its bits, and what keeps it whole."""
+"""A loss by parts: its divisor, its bits, and the cases in which it must be computed as a whole."""
 
 from __future__ import annotations
 

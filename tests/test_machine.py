@@ -1,4 +1,4 @@
-"""Machines: every description reads, says its sources, and what it does not say is refused."""
+"""Machines: every description can be read and names its sources; a missing value is an error."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_names_stand_for_several_nodes() -> None:
         ({"host": {"factor": 0}}, r"\[host\].*Expected `float` > 0.*`factor` is 0"),
         (
             {"link": [{"between": ["gpu0-99999999999", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]},
-            r"'gpu0-99999999999'; a range such as gpu0-3 goes up, and ends below 256",
+            r"'gpu0-99999999999'; a range such as gpu0-3 must ascend and end below 256",
         ),
         ({"link": [{"between": ["gpu1-0", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]}, r"the range 'gpu1-0'"),
         (

@@ -41,7 +41,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class Fake:
-    """A device that says what the test makes it hold."""
+    """A device that reports the memory that the test sets."""
 
     def __init__(self, index: int) -> None:
         self.index, self.now, self.peak = index, 0, 0

@@ -1,4 +1,4 @@
-"""A run in a real notebook: its HTML is the output of a cell, and progress and results reach the notebook."""
+"""A run in a real notebook: its HTML is the output of a cell; progress and results reach the notebook."""
 
 from __future__ import annotations
 

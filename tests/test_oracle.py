@@ -67,7 +67,7 @@ def _forget_tensors_on_devices() -> Iterator[None]:
 
 @functools.cache
 def two_calls(name: str) -> tuple[Tensor, dict[str, Any]]:
-    """Return a batch of a net, and what two calls of torch's wrapper leave behind."""
+    """Return a batch of a net, and the state after two calls of torch's wrapper."""
     torch.manual_seed(0)
     make, batch = NETS[name]
     x = batch(7)

@@ -1,6 +1,6 @@
-"""What torch's DataParallel refuses, ours refuses in its words; what torch does wrong in silence, ours does right.
+"""Ours refuses the calls that torch's DataParallel refuses, in its words, and is right where torch is silently wrong.
 
-`compat=True` restores the silent faults. Each row runs the real thing beside ours; see tests/oracle.py.
+`compat=True` restores the silent faults. Each row also runs torch's own code; see tests/oracle.py.
 """
 
 from __future__ import annotations

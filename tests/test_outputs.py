@@ -1,4 +1,4 @@
-"""What commands print besides tables: JSON of documented shapes, plans of runs, and progress."""
+"""The output of commands other than tables: JSON of documented shapes, plans of runs, and progress."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ def test_a_rank_with_two_devices_has_half_of_the_layers_on_each(tmp_path: Path) 
         ("model_parallel_pipelined", {"precision": "fp16"}, "would include backward: leave out --precision fp16"),
         ("model_parallel_pipelined", {"compile": True}, "cannot record a compiled module: leave out --compile"),
         ("data_parallel_block", {"compile": True}, "would compile only the rest: leave out --compile"),
-        ("half_cpu", {}, "needs an accelerator beside the host; without a GPU, give --device-kind emulated"),
+        ("half_cpu", {}, "needs an accelerator in addition to the host; without a GPU, give --device-kind emulated"),
         ("half_cpu", {"device_kind": "cuda", "precision": "bf16"}, "one kind of device: leave out --precision bf16"),
         ("half_cpu", {"device_kind": "cuda", "precision": "fp16"}, "one kind of device: leave out --precision fp16"),
         ("half_cpu", {"device_kind": "cuda", "compile": True}, "on the host and a GPU: leave out --compile"),

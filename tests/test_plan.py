@@ -1,4 +1,4 @@
-"""Plans: every point once, in one form, and refused in words when it cannot be run."""
+"""Plans: every point occurs once and in one form; a point that cannot be run is refused with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Precision: fp16 with a GradScaler under every strategy, and TF32; each is refused where it has no effect."""
+"""Precision: fp16 with a GradScaler under every strategy, and TF32; each is refused if it has no effect."""
 
 from __future__ import annotations
 

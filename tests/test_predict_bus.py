@@ -75,10 +75,11 @@ def test_a_bus_that_cannot_be_read_is_an_error_of_usage(
 def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
     runner = CliRunner()
     without = runner.invoke(cli, PREDICT, catch_exceptions=False).output
-    assert "rtx-3090-x8 is described and not measured" in without
+    assert "The bus bandwidth of rtx-3090-x8 (" in without
+    assert "is not measured, but described" in without
     assert "it would span about" in without
     measured = runner.invoke(cli, [*PREDICT, "--bus", "3.5"], catch_exceptions=False).output
-    assert "described and not measured" not in measured
+    assert "is not measured, but described" not in measured
     spans = []
     for given in ([], ["--bus", "3.5"]):
         found = json.loads(runner.invoke(cli, [*PREDICT, *given, "--json"], catch_exceptions=False).stdout)

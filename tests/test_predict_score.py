@@ -158,14 +158,17 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
         ({"value": "n/a"}, "not a valid number: Expected `float`, got `str`"),
         ({"value": "-3"}, "not a valid number: the row has the value -3"),
         ({"n_gpu": ""}, "not a valid number: Expected `float`, got `str`"),
-        ({"metric": "mem_mib_gpu0", "value": 3}, "no duration of a step follows from the metric mem_mib_gpu0"),
+        (
+            {"metric": "mem_mib_gpu0", "value": 3},
+            "the duration of a step cannot be derived from the metric mem_mib_gpu0",
+        ),
         ({"strategy": "pipeline", "value": 3}, "the strategy pipeline cannot be predicted"),
         ({"model": "vgg16", "value": 3}, "the group of the row has no one-device row"),
         ({"notes": "SUSPECT: loader-bound", "value": 3}, "the notes mark the row as suspect or as of low trust"),
         ({"repeats_of": "X-9", "value": 3}, "the row repeats another row"),
         (
             {"metric": "samples_per_s", "value": 3, "batch_per_gpu": ""},
-            "the duration of a step does not follow from a throughput without a batch size",
+            "the duration of a step cannot be derived from a throughput without a batch size",
         ),
     ],
 )
@@ -336,7 +339,7 @@ def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, dpbench: Command)
     code, out, err = dpbench("predict", "--score", str(table))
     assert code == 0, err
     assert "80 % holds" in out
-    assert "no duration of a step follows from the metric util: X-3" in out
+    assert "the duration of a step cannot be derived from the metric util: X-3" in out
     (line,) = json.loads(dpbench("predict", "--score", str(table), "--json")[1])
     keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
     assert keys <= set(line)

@@ -1,4 +1,4 @@
-"""Private parts of torch that dpbench leans on, each in one file: a new torch that moves them is told here first."""
+"""The private parts of torch on which dpbench depends, each in one file: a torch without them fails here first."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_short_calls_are_repeated_within_a_reading_of_the_clock() -> None:
 
 
 def test_works_run_at_once() -> None:
-    """Each waits for the other: one after the other they would never end."""
+    """Each function waits for the other: run one after the other, they would never end."""
     meeting = threading.Barrier(2, timeout=10)
     assert time_together([meeting.wait, meeting.wait], 3).seconds > 0
     assert time_new_threads([meeting.wait, meeting.wait], 3).seconds > 0

@@ -35,7 +35,7 @@ WRAPPED = [one for one in ALL if not one.missing()]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor to be: floats that may want gradients, or indices."""
+    """The description of a tensor: floats that may require gradients, or indices."""
 
     seed: int
     kind: str  # "float", "learning" or "index"
@@ -53,7 +53,7 @@ class Pair(NamedTuple):
 
 
 class Tag:
-    """Something that only its identity tells from others."""
+    """An object that only its identity distinguishes from others."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def build(value: Any, change: Callable[[Leaf], Any]) -> Any:
 
 
 def leaves(value: Any, kind: type = Leaf) -> Iterator[Any]:
-    """Yield what is of one kind in a nested value, in order."""
+    """Yield the objects of one kind in a nested value, in order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
@@ -168,7 +168,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Result:
-    """What a step leaves behind, on the host."""
+    """The results and the state after a step, on the host."""
 
     outputs: dict[str, Any]
     gradients: dict[str, Tensor | None]
@@ -202,7 +202,7 @@ def call(case: Case, module: nn.Module, wrapped: nn.Module, place: Place) -> Res
 
 
 def at(tensor: Tensor, case: Case, place: Place) -> Tensor:
-    """Return an input where it is to come from."""
+    """Return an input, copied to the device of `place` unless the case keeps its inputs at home."""
     return tensor if case.at_home else place.put(tensor)
 
 

@@ -60,14 +60,14 @@ class Training:
 
     @property
     def whole_net(self) -> bool:
-        """Tell whether every layer is reached, so that one device finds a gradient everywhere."""
+        """Return whether every layer is used, so that with one device every parameter gets a gradient."""
         kinds = {leaf.kind for leaf in leaves(self.case.args)}
         return not self.idle and "index" in kinds
 
 
 @st.composite
 def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = False) -> Training:
-    """Draw steps over batches with something to cut; with `sized`, every device has rows of its own number."""
+    """Draw steps over batches that can be cut; with `sized`, each device's number of rows is drawn too."""
     args = (*draw(st.lists(NESTED, max_size=2)), draw(TENSORS))
     devices = draw(st.integers(1, 4))
     sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=devices, max_size=devices))) if sized else None
@@ -88,7 +88,7 @@ def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = F
 
 @dataclass(frozen=True)
 class Trained:
-    """What steps leave behind, on the host."""
+    """The results and the state after some steps, on the host."""
 
     state: dict[str, Tensor]
     gradients: dict[str, Tensor | None]
@@ -189,7 +189,7 @@ def expect_training(training: Training) -> Trained:
 
 
 def check_training(training: Training, kind: str) -> None:
-    """Hold some steps against the reference."""
+    """Compare some steps with the reference."""
     expected, ours = expect_training(training), train(training, kind)
     assert ours.losses == pytest.approx(expected.losses, rel=1e-5)
     assert_same(ours.state, expected.state, "weights and buffers")

@@ -1,4 +1,4 @@
-"""The foreign load from snapshots made by hand, waiting with a load made up, and one look at the real counts."""
+"""The foreign load from snapshots made by hand, waiting with a fabricated load, and one reading of the real counts."""
 
 from __future__ import annotations
 

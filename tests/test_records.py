@@ -1,4 +1,4 @@
-"""The nouns: frozen, the same after a trip through JSON, and named forever."""
+"""Records: frozen, equal after a conversion to JSON and back, and with permanent fingerprints."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_trials_do_not_change_by_being_written(trial: Trial) -> None:
 
 
 def test_fingerprints_are_forever() -> None:
-    """Written down once: a store of years ago finds its cases by these."""
+    """Constants that never change: old stores find their cases by these fingerprints."""
     assert Case(model="mlp", strategy="single", batch_size=64).fingerprint == (
         "1a56ad7a203a359786d86ad48c075a35dd9d4e1b96f87cc5ba32e41c770887c2"
     )

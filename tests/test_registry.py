@@ -1,4 +1,4 @@
-"""A file is a plug; a name that is no file is refused with the names that are."""
+"""Each file is a plug-in; an unknown name is refused with the list of known names."""
 
 from __future__ import annotations
 

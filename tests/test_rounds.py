@@ -1,4 +1,4 @@
-"""Rounds until a speed-up is known: which cases go on, what ends them, and what is measured side by side."""
+"""Rounds until a speed-up is known: the cases that get more rounds, the end of a run, and paired measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a busy machine: what is measured once more, what is waited for, and what is labelled."""
+"""A run on a busy machine: repeated trials, waiting, and labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUSY = Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0)
 
 @pytest.fixture
 def crowded(quick, monkeypatch):
-    """Have others use the cores during the trials of these numbers, counted from the first on."""
+    """Let other processes use the cores during the trials with these numbers, counted from the first."""
     numbers: set[int] = set()
     began = []
 
@@ -121,7 +121,7 @@ def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
 
 
 def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypatch):
-    """Their ratio needs both from one process."""
+    """The ratio of two cases needs both trials from one process."""
     cases = [Case(model="mlp", strategy=name, batch_size=8) for name in ("single", "dp")]
     crowded.add(1)
     groups, together = [], Server.run_together

@@ -1,4 +1,4 @@
-"""The samplers' laws: the contract of every plug, the cadence of ticks, and what NVML is asked."""
+"""The samplers' laws: the contract of every plug-in, the intervals of ticks, and the calls of NVML."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def poll(condition, timeout_s=8.0):
 
 
 def times(samples):
-    """Group the times of samples by what they are a series of."""
+    """Group the times of samples by device and metric."""
     series = defaultdict(list)
     for sample in samples:
         series[sample.device, sample.metric].append(sample.time_s)
@@ -148,7 +148,7 @@ class Jumping:
 
 
 def replayed(which, count, interval_s, seconds, slower=1.0):
-    """Run one cadence over so many GPUs of a recording; return its library, and by how much each tick was late."""
+    """Run one cadence over some GPUs of a recording; return its library, and the delay of each tick."""
     clock = Jumping()
     library = recorded("h100_x4")
     library.recording["uuids"] = [f"GPU-{i:08d}-0000-0000-0000-000000000000" for i in range(count)]

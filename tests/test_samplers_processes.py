@@ -1,4 +1,4 @@
-"""What is sampled of the host and of a tree of processes, and the process that samples."""
+"""The samples of the host and of a tree of processes, and the process that takes samples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def child():
 
 
 def gone(pid):
-    """Tell whether a process has ended, reaped or not."""
+    """Return whether a process has ended, reaped or not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""Schedules: one table of switches, a ladder that turns one a rung, and what may not be combined."""
+"""Schedules: one table of switches, a ladder that changes one switch per rung, and forbidden combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every schedule makes the weights of `reference`, bit by bit; those that do not say so."""
+"""Every schedule computes the weights of `reference` bit by bit, unless it is marked as inexact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fastest` and automatic chunk sizes settle on, by the times that they see."""
+"""The choices of `fastest` and of automatic chunk sizes, by the times that they measure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_fastest_settles_and_stays() -> None:
 
 @pytest.fixture
 def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the present second of a clock that stands still."""
+    """Return the time of a clock that does not move."""
     now = [0.0]
     monkeypatch.setattr("dpbench.engine.autotune.time.perf_counter", lambda: now[0])
     return now

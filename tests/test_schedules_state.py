@@ -1,4 +1,4 @@
-"""State on every schedule: checkpoints, overflows, changes between steps, and what is left when a step is closed."""
+"""State on every schedule: checkpoints, overflows, changes between steps, and the state after a step is closed."""
 
 from __future__ import annotations
 

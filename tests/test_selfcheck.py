@@ -1,4 +1,4 @@
-"""The self-check: a planted cost comes out, what drifts cancels, and what cannot run says why."""
+"""The self-check: a planted cost is found, drift cancels, and a part that cannot run states the reason."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def one_core() -> Iterator[None]:
 
 
 def beside(pid: int | None, *, block_s: float, budget_s: float) -> dict[str, Any]:
-    """Return what the worker measured with this process beside it."""
+    """Return the facts that the worker measured while this process ran."""
     settings = SelfCheck(arm=Arm.SAMPLER, block_s=block_s, step_s=0.01, sampler_pid=pid or 0)
     trial = worker.measure(CASE, Effort(budget_s=budget_s), settings)
     return dict(trial.provenance["self_check"])

@@ -1,4 +1,4 @@
-"""The server's laws: whatever a worker does becomes a trial, and nothing of it stays behind."""
+"""The server's laws: every outcome of a worker becomes a trial, and no process or file of it remains."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def scratch(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(mark, scratch):
-    """One server for many tests: whatever one of them does to it must not trouble the next."""
+    """One server for many tests: no test may affect the next one through it."""
     with Server(scratch) as server:
         yield server
 

@@ -145,7 +145,7 @@ def test_rounds_to_decide_are_about_as_many_as_it_takes() -> None:
 
 
 def test_interval_is_no_wider_than_it_must_be() -> None:
-    """It must not be right by being useless: it shrinks with the rounds as the spread of a median does."""
+    """A useless interval would also be right: this one must shrink with the rounds like the spread of a median."""
     generator = np.random.default_rng(5)
     few, many = (
         np.median([e.high - e.low for e in (stats.median(simulated(generator, n, 9, 0.1, 0.02)) for _ in range(30))])
@@ -157,7 +157,7 @@ def test_interval_is_no_wider_than_it_must_be() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_interval_is_students_at_95_percent(count: int) -> None:
-    """The few resamples that there are of so few rounds are all listed here; the bootstrap draws among them."""
+    """Few rounds have few resamples, which are all listed here; the bootstrap draws from them."""
     logs = np.random.default_rng(count).normal(0, 0.1, count)
     found = stats.ratio({r: [math.exp(value)] for r, value in enumerate(logs)}, {r: [1.0] for r in range(count)})
     centres = [
@@ -177,7 +177,7 @@ def test_interval_of_one_round_is_95_percent_of_its_resamples() -> None:
 
 
 def test_steps_alone_do_not_narrow_what_rounds_spread() -> None:
-    """A hundred times the steps in two rounds that differ: the rounds still tell apart."""
+    """A hundred times as many steps in two rounds that differ do not hide the difference of the rounds."""
     found = stats.median({0: [1.0] * 1000, 1: [2.0] * 1000})
     assert (found.value, found.n) == (pytest.approx(1.5), 2)
     assert found.low < 1.0
@@ -310,7 +310,7 @@ def test_the_warm_up_is_found_where_it_ends() -> None:
 
 
 def test_a_steady_series_has_no_warm_up() -> None:
-    """Slow steps in it, early or late, are no warm-up: they come back."""
+    """Slow steps that come back, early or late, are not warm-up."""
     generator = np.random.default_rng(4)
     found = []
     for _ in range(200):
@@ -341,14 +341,14 @@ def test_the_first_reason_stays() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_handful_of_steps_is_never_called_precise(steps: int) -> None:
-    """No order statistics of so few values enclose the median with anything near 95 %."""
+    """With this few values, no order statistics enclose the median with a probability near 95 %."""
     stopping = Stopping(budget_s=1e9, min_steps=1)
     assert fed(stopping, [1.0] * steps) == 0
 
 
 @pytest.mark.parametrize("n", [10, 15, 30, 100])
 def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
-    """The interval by order statistics is free of distribution: the binomial tells its coverage."""
+    """The interval by order statistics assumes no distribution: its coverage follows from the binomial distribution."""
     ordered = list(np.linspace(1.0, 2.0, n))
     spread = half_width(ordered) * ordered[n // 2] * 2
     kept = round(spread / (1 / (n - 1))) + 1

@@ -1,4 +1,4 @@
-"""What keeps host times steady: threads that stay on a core, and memory that stays with the process."""
+"""Steady host times: threads that stay on a core, and memory that stays with the process."""
 
 from __future__ import annotations
 

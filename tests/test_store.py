@@ -1,4 +1,4 @@
-"""The store's laws: what goes in comes out, bit by bit, and plain to SQL."""
+"""The store's laws: trials are read as they were written, bit by bit, and SQL can read their columns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def put(store: Store, run_id: str, trial: Trial) -> int:
 
 
 def same(found: Trial, stored: Trial) -> bool:
-    """Compare what matters: the order among series is free, the time of start is the store's own."""
+    """Compare two trials without the order of their series and without the time of start, which the store sets."""
     plain = [replace(t, samples=tuple(sorted(t.samples, key=repr)), started_s=0.0) for t in (found, stored)]
     return plain[0] == plain[1]
 

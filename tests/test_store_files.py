@@ -1,4 +1,4 @@
-"""The files that the store is given: nobody's file is harmed, and older ones are brought up."""
+"""The files that the store opens: files of other programs are not changed, and older stores are migrated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store among processes: what was acknowledged survives any kill, and a run has one writer."""
+"""The store used by several processes: acknowledged trials survive any kill, and a run has one writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validity on trials made by hand: each check at its border, its words, and that nothing is guessed."""
+"""Validity on trials made by hand: each check at its limit, its wording, and no guess without data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def trial(
     seconds: list[float] | None = None, *, of: Case = CASE, covered: float = 1.0, metrics: dict[Any, Any] | None = None,
     **changed: Any,
 ) -> Trial:  # fmt: skip
-    """Return a trial of these steps, so much of each in a phase; `metrics` maps (metric, device) to readings."""
+    """Return a trial of these steps with this part of each in a phase; `metrics` maps (metric, device) to readings."""
     steps, spans, at = [Step(9.0, True, 100.0)], [], 100.0
     for k, one in enumerate(seconds or [0.1] * 20, 1):
         spans.append(Span(k, Phase.FORWARD, 0, "host", at, at + one * covered))

@@ -95,7 +95,7 @@ def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers
 
 def test_a_healthy_loop_has_nothing_that_stands_out_and_no_strategy_is_recommended() -> None:
     answer, diagnosis, _ = read(made.loop())
-    assert answer.headline == "nothing stands out: no problem that dpbench knows costs 5% of the step"
+    assert answer.headline == "nothing stands out: no problem that dpbench detects costs 5% of the step or more"
     assert not diagnosis.findings
     assert "5 parts of one execution" in answer.certainty
     assert "this says nothing about GPUs" in answer.certainty

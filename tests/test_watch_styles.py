@@ -64,7 +64,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 class Clock:
-    """Stands in for the host's time, of which only sleeping takes some, so that no other process lengthens a step.
+    """A replacement of the host's clock that only sleeping moves, so that no other process lengthens a step.
 
     Each look at the clock takes a microsecond, so that no two moments are equal.
     """
@@ -80,7 +80,7 @@ class Clock:
 
 
 def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop.Loop, Recorder]:
-    """Run a script under the seams on a clock that stands in; return its loop and the recorder."""
+    """Run a script under the seams on the replaced clock; return its loop and the recorder."""
     clock = clock or Clock()
     with mock.patch("time.sleep", clock.sleep):
         return really_watched(folder, source, clock.now)
@@ -208,7 +208,7 @@ for epoch in range(3):
 """)  # fmt: skip
     assert found.updates == 4
     assert found.rows == (4 if advance else 16)
-    assert "3 steps with another number of calls of backward than 4" in problems(found)
+    assert "3 steps with a number of calls of backward other than 4" in problems(found)
 
 
 def test_accumulation_without_a_loader_has_an_unknown_number_of_rows(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ thread.join()
 """)  # fmt: skip
     assert not found.steps
     assert [(one.problem[:40], one.steps) for one in found.unknown] == [
-        ("steps of an optimizer in another thread ", 5)
+        ("steps of an optimizer in a thread that i", 5)
     ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ amounts = st.floats(-9, 15).map(lambda power: 10.0**power)
 
 
 def read(text: str, units: dict[str, float]) -> float:
-    """Return what a text with a unit says."""
+    """Return the number that a text with a unit states."""
     number, _, unit = text.partition(" ")
     return value_of(number) * units[unit]
 

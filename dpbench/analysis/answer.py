@@ -168,14 +168,14 @@ def _unknown(question: Question, decision: Decision) -> str:
     if decision.basis is Basis.NO_RESULT:
         return f"no case on several devices has a result: {_failures(question.several)}"
     if decision.basis is Basis.LOST:
-        return f"the cases with a result have no gain, but others have none: {_failures(question.failed)}"
+        return f"the cases with a result have no gain, but other cases have no result: {_failures(question.failed)}"
     if decision.basis is Basis.NO_BASELINE:
         why = f"has no result ({_failure(question.baseline)})" if question.baseline else "was not measured"
         return f"the strategy {baseline} {why}, so that every speed-up is unknown"
     best = best_of(decision.open)
     if best.speedup and best.speedup.doubt:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
-    return f"{_name(best)} gives {_gain(best)}, which may be a gain or none"
+    return f"{_name(best)} gives {_gain(best)}, which may or may not be a gain"
 
 
 def _failures(rows: Sequence[Row]) -> str:

@@ -18,7 +18,7 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
 ROUNDS_MOST = 50
-"""The largest number of rounds that a command asks for; beyond it, a rule decides how many are measured."""
+"""The largest number of rounds that a command states; if more are needed, the command gives --rounds auto."""
 GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
 PREDICTABLE = ("fp32", "bf16")
@@ -77,7 +77,7 @@ def at_batch(cases: Iterable[Case], factor: float) -> list[Case]:
 def following(question: Question, decision: Decision, machine: Resources, measured: Collection[int]) -> str:
     """Return the command to run next: the measurement that the answer lacks, or the most useful further one.
 
-    `measured` has the batch sizes of one device on which the run has a question about the same model.
+    `measured` has the one-device batch sizes of all questions of the run about the same model.
     """
     if decision.choice is Choice.UNKNOWN:
         return _lacking(question, decision, machine)
@@ -121,7 +121,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
-"""The reasons without an answer for which other GPUs are needed, or a described machine with several GPUs."""
+"""The reasons for a missing answer that only other GPUs, or a described machine with several GPUs, can remove."""
 
 
 def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
     needed = rounds_needed(rows, question)
     if needed <= ROUNDS_MOST:
         return {"rounds": needed}
-    # pairs do not help cases that need a worker to themselves
+    # pairs do not help cases that need a separate worker
     return {"rounds": AUTO, "paired": not any(row.case.traits.alone for row in rows)}
 
 
@@ -151,7 +151,7 @@ def has_control(question: Question) -> bool:
 
 
 def rounds_needed(rows: Sequence[Row], question: Question) -> int:
-    """Return the number of rounds that should decide the speed-ups of `rows`, more than they have.
+    """Return the number of rounds, larger than that of `rows`, that should decide the speed-ups of `rows`.
 
     All candidates of the question are judged together, so that each is judged at a stricter level.
     """

@@ -117,7 +117,7 @@ def unlikes(before: Report, after: Report) -> list[Unlike]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the facts on which step times depend, by name, from the processor to whether a profiler ran."""
+    """Return the facts on which step times depend, by name, such as the processor and the use of a profiler."""
     host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
     models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
     versions = dict.fromkeys(str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance)
@@ -190,7 +190,7 @@ def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: floa
     if excludes and not most:
         return f"the interval excludes 1, but p = {p:.2g} is larger than that of another undecided case (Holm's method)"
     if excludes:
-        cases = f" for one of {count} cases read together (Holm's method)" if count > 1 else ""
+        cases = f" for one of {count} cases judged together (Holm's method)" if count > 1 else ""
         return f"the interval excludes 1, but p = {p:.2g} is above the limit of {most:.2g}{cases}"
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER

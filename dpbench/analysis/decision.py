@@ -58,8 +58,8 @@ class Basis(StrEnum):
 class Question:
     """The rows that are compared with one baseline; `baseline` is None if it was not measured.
 
-    `others` has no rows of the baseline's strategy. `home` is the case of the baseline, measured or not. `weak` is
-    whether the cases on several devices have its batch size on each device, and not in all.
+    `others` has no rows of the baseline's strategy. `home` is the case of the baseline, measured or not. `weak` is True
+    if the cases on several devices have the batch size of `home` on each device, not in total.
     """
 
     home: Case
@@ -82,7 +82,7 @@ class Question:
     def candidates(self) -> tuple[Row, ...]:
         """Return the rows with a result that may be recommended: several devices, or one device with all cores.
 
-        Left out are replicas that share a GPU, cases of which a round had wrong gradients, and predictions for
+        Replicas that share a GPU are left out, and so are cases with wrong gradients in a round, and predictions for
         strategies whose predictions were never compared with measurements.
         """
         return tuple(
@@ -159,7 +159,7 @@ def _obstacle(question: Question) -> Basis | None:
     if not any(row.case.devices > 1 for row in question.candidates):
         return Basis.NO_RESULT
     if baseline is None or baseline.step is None:
-        # logical CPU devices share one memory: what fits in several fits in one
+        # logical CPU devices share one memory: a case that fits on several of them fits on one
         out = baseline is not None and baseline.status is Status.OOM and question.home.device_kind == "cuda"
         return Basis.ONLY_FITS if out else Basis.NO_BASELINE
     return None
@@ -214,7 +214,7 @@ def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
 
 
 def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows that may be faster than `best` by more than `WORTH`: the data do not decide against them."""
+    """Return the rows that may be faster than `best` by more than `WORTH`: the measurements do not exclude it."""
     others = [row for row in rows if row is not best]
     ratios = [ratio_of(row, best) for row in others]
     found = zip(others, ratios, stats.verdicts(ratios, alpha=1 - stats.CONFIDENCE), strict=True)
@@ -235,9 +235,10 @@ def ratio_of(one: Row, other: Row) -> Estimate:
 def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those at the usual settings first.
 
-    Cases of strong and of weak scaling that have the same baseline belong to two questions. Left out are cases beside
-    another model, observed loops, and emulated devices for models that were also measured on other devices. A batch
-    size with one-device cases only is left out for models that have cases on several devices.
+    Cases of strong and of weak scaling that have the same baseline belong to two questions. The questions leave out
+    observed loops, cases that share the machine with another model, and emulated devices for models that were also
+    measured on other devices. A batch size with one-device cases only is left out for models that have cases on several
+    devices.
     """
     asks = (
         row for row in rows if row.case.options != plan.LIMIT and not (row.case.neighbour or row.case.traits.observed)

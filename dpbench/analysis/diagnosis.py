@@ -22,7 +22,7 @@ class Tile:
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
-    """Return sentences with the effect of each habit, of another model, and of compilation; empty if there are none.
+    """Return sentences on the effects of habits and of a concurrent model, and on compilation; empty if none occur.
 
     An effect is the ratio of the step times of two cases that differ in this habit only. Of more than three cases with
     a habit, the sentence gives the smallest and the largest effect.
@@ -40,7 +40,8 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
     compiled = f"Compilation, which no step includes, took at most {words.time(longest_s)}." if longest_s else ""
-    compared = f"Steps compared with a loop without the habit: {'; '.join(clauses)}." if clauses else ""
+    settings = "Settings of the loop, as the ratio to the same step without the setting"
+    compared = f"{settings}: {'; '.join(clauses)}." if clauses else ""
     disturbed = f"Interference, as the ratio to the same step alone: {'; '.join(concurrent)}." if concurrent else ""
     return [sentence for sentence in (compared, disturbed, compiled) if sentence]
 

@@ -1,4 +1,4 @@
-"""Forecasts: predicted step times beside the measured ones of the same case on the same hardware."""
+"""Forecasts: predicted step times next to the measured ones of the same case on the same hardware."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """Return the predicted step time relative to the measured one, minus 1; above 0 if it was predicted longer."""
+        """Return the predicted step time relative to the measured one, minus 1; above 0 if it was too long."""
         return self.predicted.value / self.measured.value - 1
 
     @property
@@ -66,10 +66,10 @@ def _machine(trials: Sequence[Any]) -> str:
 
 
 def _same_hardware(described: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether the description of a machine names the GPUs of the machine `here`, or without GPUs its CPU.
+    """Return whether the description of a machine fits the machine `here`.
 
-    All GPUs of both machines must have one name. Descriptions of processors begin with the processor's name, as
-    `dpbench probe` writes them.
+    All GPUs of both machines must have one name. If neither machine has GPUs, their processors must have one name.
+    Descriptions of processors begin with the processor's name, as `dpbench probe` writes them.
     """
     names = [_gpus(facts) for facts in (described, here)]
     if any(names):

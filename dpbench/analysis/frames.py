@@ -121,7 +121,7 @@ def frame(
 
 
 def csv(table: pd.DataFrame) -> str:
-    """Return a table as CSV text in which no text is a formula to a spreadsheet; numbers stay as they are."""
+    """Return a table as CSV text in which spreadsheets see no text as a formula; numbers are unchanged."""
     inert = table.copy()
     for name, column in table.items():
         if not pd.api.types.is_numeric_dtype(column):
@@ -130,7 +130,7 @@ def csv(table: pd.DataFrame) -> str:
 
 
 def _inert(cell: object) -> object:
-    """Return a cell; a text that a spreadsheet would compute gets an apostrophe in front."""
+    """Return a cell; a text that a spreadsheet would evaluate gets an apostrophe in front."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 

@@ -1,4 +1,4 @@
-"""History: the step time of a case over the commits that a store has, and the steps in it that asv detects."""
+"""History: the step time of a case over the commits that a store has, and the changes of its level that asv detects."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mappin
 
 
 def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the commits of dpbench and of the project of a run; None if one has changes or if neither is known."""
+    """Return the commits of dpbench and of a run's project; None if one has uncommitted changes or neither is known."""
     both = [facts.get(name) or {} for name in ("dpbench", "project")]
     if any(one.get("dirty") for one in both) or not any(one.get("commit") for one in both):
         return None
@@ -88,7 +88,7 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[Point, ...]:
-    """Return one point for each commit with measured steps of a case that may be shown."""
+    """Return one point for each commit at which the step time of a case was measured and may be shown."""
     groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
     for commit, one in past:
         trials = [trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED]
@@ -112,8 +112,8 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
 def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
     """Return the levels of a series between the steps that asv detects; None if asv is not installed.
 
-    Of few points, asv makes a level of nearly every point. A detected step therefore counts only if the intervals of
-    the two points beside it do not overlap. The seconds of a level are the median of its points.
+    If there are few points, asv makes nearly every point a level. A detected step therefore counts only if the
+    intervals of the two points next to it do not overlap. The seconds of a level are the median of its points.
     """
     try:
         from asv.step_detect import detect_steps

@@ -1,4 +1,4 @@
-"""Hosts: compare the machines of a launch: which are unlike, which are one machine, and which one is slow.
+"""Hosts: compare the machines of a launch: which are unlike, which hosts are the same machine, and which one is slow.
 
 In every round, each machine runs the baseline's step alone, at the same time as the others. A machine whose step takes
 longer delays every rank at each collective.
@@ -23,7 +23,7 @@ ALIKE = 0.05
 
 @dataclass(frozen=True)
 class Pace:
-    """The median seconds of a machine's steps over those of the machine with the shortest steps, for one case."""
+    """The ratio of a machine's median step time to that of the fastest machine, for one case."""
 
     case: Case
     host: str
@@ -73,7 +73,7 @@ def sentences(trials: Sequence[Trial]) -> list[str]:
 
 
 def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each machine of a launch that is unlike the first, and for equal ones."""
+    """Yield a warning for each machine of a launch that is unlike the first, and for hosts that share a machine."""
     machines: Sequence[Mapping[str, Any]] = provenance.get(HOSTS, {}).get("machines", ())
     for machine, group in itertools.groupby(sorted(machines, key=lambda m: m["machine"]), key=lambda m: m["machine"]):
         names = [one["name"] for one in group]

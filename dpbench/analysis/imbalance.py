@@ -234,7 +234,7 @@ def control_of(case: Case) -> Case:
 def _verdict(first: Estimate, control: Estimate | None) -> str:
     """Return, as text, whether the interval of the index `first` is above or below that of `control`, or overlaps it.
 
-    If the control is missing, or if either index has not enough rounds, the text states this instead.
+    If the control is missing, or if either index does not have enough rounds, the text states this instead.
     """
     if control is None:
         return "no control"

@@ -16,14 +16,17 @@ from dpbench.records import Status, words
 from dpbench.records.trial import Doubt, Estimate
 
 CLOSE = 0.95
-"""The fraction of the best rate from which a rate counts as no lower than the best."""
+"""The least fraction of the best rate at which a rate counts as equal to the best."""
 Rounds = Mapping[int, Sequence[float]]
 """Seconds by round: one number per round for a DataLoader, one per step for a step."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Setting:
-    """The arguments of a DataLoader that a sweep varies. Without workers, the last two have no effect."""
+    """The arguments of a DataLoader that a sweep varies.
+
+    Without workers, `prefetch_factor` and `persistent_workers` have no effect.
+    """
 
     workers: int
     pin_memory: bool = False
@@ -42,7 +45,7 @@ class Setting:
 
     @property
     def fill(self) -> int:
-        """Return the number of batches before the steady part: the first turn, and those loaded ahead meanwhile.
+        """Return the number of batches before the steady part: the first turn, and those loaded ahead in the meantime.
 
         The first turn ends when the last worker has started. Until then, the others have loaded batches ahead, which
         arrive at once.
@@ -75,8 +78,9 @@ class Setting:
 class Reading:
     """One measurement of a DataLoader in one process.
 
-    `waits_s` has the seconds that the consumer waited for each batch, the start of the workers included in the first;
-    `next_epoch_s` is the wait for the first batch of a second epoch. `length` is the number of examples of the dataset.
+    `waits_s` has the seconds that the consumer waited for each batch, and the first of them includes the start of the
+    workers; `next_epoch_s` is the wait for the first batch of a second epoch. `length` is the number of examples of the
+    dataset.
     """
 
     setting: Setting
@@ -122,7 +126,7 @@ class Bound(StrEnum):
 class Least:
     """The least number of workers that is enough, or None; `possible` are those that intervals do not exclude.
 
-    `open` says whether even the largest number may be too small.
+    `open` is True if even the largest number may be too small.
     """
 
     workers: int | None
@@ -134,10 +138,10 @@ class Least:
 class Point:
     """The results for one setting.
 
-    `batch`, `first` and `next_epoch` are seconds: per batch of the steady part, until the first batch of an epoch with
-    the start of the workers, and until the first batch of the next epoch. `demand` is the step time divided by
-    `batch`: from 1, the DataLoader is fast enough. `reason` says why measurements failed; without any that succeeded,
-    the estimates are None.
+    `batch` is the time per batch of the steady part in seconds. `first` is the wait for the first batch, including the
+    start of the workers, and `next_epoch` the wait for the first batch of the next epoch. `demand` is the step time
+    divided by `batch`: the DataLoader is fast enough if it is at least 1. `reason` says why measurements failed; if all
+    of them failed, the estimates are None.
     """
 
     setting: Setting
@@ -165,7 +169,10 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The points of equal settings but for the number of workers, in its order; `enough` compares with the step."""
+    """The points whose settings differ only in the number of workers, in ascending order of that number.
+
+    `enough` is the least number of workers with which the DataLoader is as fast as the step.
+    """
 
     points: tuple[Point, ...]
     shape: Shape
@@ -219,8 +226,8 @@ def _series(readings: Iterable[Reading]) -> dict[int, list[float]]:
 def _of_best(series: Mapping[Setting, Rounds]) -> dict[Setting, Estimate]:
     """Return the ratio of each rate to the best one.
 
-    Each end of an interval is the least of those against every rate, because the rate that was measured as the best
-    need not be the best one.
+    Each rate is compared with every rate, and each end of its interval is the smallest of those of all comparisons. The
+    rate that was measured as the best is not necessarily the true best.
     """
     from dpbench.analysis import stats
 
@@ -256,7 +263,7 @@ def _point(one: Setting, readings: Sequence[Reading], of_best: Estimate | None, 
 
 
 def step_time(step: Rounds | float | None) -> Estimate | None:
-    """Return the time in seconds of the step that is compared; a number that was given has no rounds."""
+    """Return the time in seconds of the step that is compared; a number that the user gave has no rounds."""
     from dpbench.analysis import stats
 
     if step is None or isinstance(step, float):
@@ -281,7 +288,7 @@ def least(ratios: Mapping[int, Estimate], threshold: float) -> Least:
 
 
 def _shape(knee: Least, counts: Sequence[int]) -> Shape:
-    """Return the form of a curve: a knee at its last point is none, because the rate may rise beyond it."""
+    """Return the form of a curve; its last point is never a knee, because the rate may rise beyond it."""
     if len(counts) < 2 or knee.possible == tuple(counts):
         return Shape.UNDECIDED
     if knee.possible == (counts[0],):
@@ -335,7 +342,7 @@ def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
     parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
     verdict = f"against the step ({_ms(step)}): {'; '.join(parts)}"
     if not enough.possible:
-        return f"{verdict}; not enough up to {workers_said([one.counts[-1]])}: none makes it as fast as the step"
+        return f"{verdict}; not enough with up to {workers_said([one.counts[-1]])}: it is slower than the step"
     more = " or more" if enough.open else ""
     if enough.workers is None:
         return f"{verdict}; cannot tell whether {workers_said(enough.possible)}{more} are enough"
@@ -349,8 +356,8 @@ def _ms(step: Estimate) -> str:
 def advice(curves: Sequence[Curve]) -> str:
     """Return the arguments to use: the least number of workers that is enough for the step, else that of the knee.
 
-    Of several curves, the first one is kept unless the rate of another one is surely higher at its best; empty if
-    nothing is decided.
+    The arguments are those of the first curve, unless the best rate of another curve is certainly higher. The text is
+    empty if no curve is decided.
     """
     decided = [(one, count) for one in curves if (count := _advised(one)) is not None]
     if not decided:

@@ -87,8 +87,9 @@ def trend(series: Sequence[float]) -> Trend:
 def percentile(rounds: Rounds, share: float) -> Percentile:
     """Return the duration below which the given share of all steps lies, as numpy.percentile computes it.
 
-    The interval is that of the order statistics, which assumes no distribution but independent steps. Its ends are
-    steps: the number of steps below the true percentile is binomial. The 95th percentile needs 72 steps, the 99th 368.
+    The interval is that of the order statistics, which assumes independent steps but no particular distribution. Its
+    ends are the durations of two steps: the number of steps below the true percentile is binomial. The 95th percentile
+    needs 72 steps, the 99th 368.
     """
     pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
     n, tail = len(pooled), (1 - CONFIDENCE) / 2
@@ -139,8 +140,8 @@ def quotient(
 ) -> Estimate:
     """Return `numerator` divided by `denominator`.
 
-    `above` and `below` are the paired draws of their errors as logarithms: the interval then leaves out errors that
-    both share. Without draws, it combines the intervals of both, assuming independent errors.
+    `above` and `below` are paired draws of the logarithms of their errors: errors that both share then cancel in the
+    interval. Without draws, the interval combines those of both, assuming independent errors.
     """
     if above and len(above) == len(below):
         value = numerator.value / denominator.value

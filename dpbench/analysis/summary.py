@@ -82,7 +82,7 @@ class Row:
 
     @property
     def colocated(self) -> bool:
-        """Return whether replicas share a GPU, or hosts of a launch a machine, so that no speed-up is possible."""
+        """Return whether replicas share a GPU, or hosts share a machine, so that no speed-up is possible."""
         return COLOCATED in self.labels
 
     @property
@@ -338,7 +338,7 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
     """Return the devices with work, and by round their busy seconds, with one row per step and one column per device.
 
     `source` is the description of a metric in `BUSY_METRICS`. Both are empty if a device has a busy time of 0, if the
-    rounds have different devices, or without readings.
+    rounds have different devices, or if there are no readings.
     """
     metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
     vectors: dict[int, list[tuple[float, ...]]] = {}

@@ -236,7 +236,7 @@ def _peers(trial: Trial, cores: int) -> Finding | None:
 
 
 def _closure(trial: Trial, cores: int) -> Finding | None:
-    """Return the median over the timed steps of the fraction of a step that no phase covers; None without steps."""
+    """Return the fraction of a step that no phase covers: the median over the timed steps; None without steps."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
         for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)

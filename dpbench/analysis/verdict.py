@@ -1,4 +1,4 @@
-"""Verdict: the answers about observed loops: the problem that costs most, or that nothing stands out.
+"""Verdict: the answers about observed loops, which name the most costly problem or state that none stands out.
 
 `decide` is the rule. A problem stands out if the whole interval of its cost is at least `WORTH` of the step.
 """
@@ -50,7 +50,7 @@ class Ground(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an observed loop; `cost` is the index of the cost on which it depends, None if on none."""
+    """The verdict on an observed loop; `cost` is the index of the cost that decides it, or None."""
 
     choice: Choice
     ground: Ground
@@ -58,7 +58,7 @@ class Verdict:
 
 
 def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.0) -> Verdict:
-    """Return the verdict on a loop whose step takes `step` seconds, None if no step has a result.
+    """Return the verdict on a loop; `step` is its step time in seconds, None if no step has a result.
 
     `costs` are the costs of its problems as fractions of the step, the largest first. `unclear` is the fraction of
     steps with parts that dpbench did not understand. The first cost that is decidedly at least `WORTH` stands out.
@@ -135,12 +135,12 @@ def _subject(row: Row, mine: Sequence[Row]) -> str:
 
 
 def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None, loop: Observed) -> str:
-    """Return the problem that stands out with its share of the step, or that nothing does, or why it is unknown."""
+    """Return the headline: the problem that stands out with its share of the step, or the reason why there is none."""
     if verdict.ground is Ground.COST and problem:
         evidence, cost = problem
         return evidence.says if evidence.aside else f"{evidence.says}: {share(cost)} of the step"
     if verdict.ground is Ground.CLEAR:
-        return f"{Choice.KEEP}: no problem that dpbench knows costs {WORTH:.0%} of the step"
+        return f"{Choice.KEEP}: no problem that dpbench detects costs {WORTH:.0%} of the step or more"
     if verdict.ground is Ground.OPEN and problem:
         evidence, cost = problem
         why = f"{evidence.says}, which costs {between(cost)} of the step"

@@ -124,8 +124,8 @@ def open_trials(path: str | Path, run: str = "") -> Run:
     """Return the run in a file that `dpbench export jsonl` wrote, also one compressed by gzip.
 
     `run` is the beginning of an id, which a file with several runs needs. Such a file has the seconds of each step by
-    phase, but neither spans, samples, the time of the run, nor facts on the machine: what depends on them is missing in
-    the result. Raises ValueError if the file is not an export, or does not have exactly one such run.
+    phase, but neither spans, samples, the time of the run, nor facts on the machine: results that depend on these are
+    missing. Raises ValueError if the file is not an export, or does not have exactly one such run.
     """
     stored, trials = export.read_run(Path(path), run)
     return Run(stored, trials, None)

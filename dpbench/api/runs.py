@@ -29,7 +29,7 @@ STORE = "dpbench.db"
 
 
 class Run:
-    """A run: what was measured, and its results. A notebook shows its answers and the table of its cases.
+    """A run: its measurements and its results. A notebook shows its answers and the table of its cases.
 
     The tables `frame`, `steps`, `phases` and `samples` are tidy: they have one row per case, step, phase of a step and
     sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 % interval
@@ -152,7 +152,7 @@ class Run:
 
 
 class Compared:
-    """Two runs compared case by case: its text, or in a notebook its HTML, has a line on each case."""
+    """The comparison of two runs case by case; its text, and its HTML in a notebook, have one line per case."""
 
     def __init__(self, before: Report, after: Report, found: Comparisons) -> None:
         self._before, self._after, self._found = before, after, found

@@ -1,4 +1,4 @@
-"""Checking: `dpbench check` takes a step with a model and prints what it does; `dpbench init` writes a model file."""
+"""Checking: `dpbench check` takes a step with a model and prints the results; `dpbench init` writes a model file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, json_option
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
 @click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the drawn batch.")
-@click.option("--optimizer", default="sgd", show_default=True, help="sgd, adam, or own for that of the model's file.")
+@click.option("--optimizer", default="sgd", show_default=True, help="sgd, adam, or own: that of the model's file.")
 @click.option("--limit", type=float, default=120.0, show_default=True, help="Seconds after which the check fails.")
 @json_option
 def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool) -> None:
-    """Build a model, take one step on one device and a verified one on two, and print what they show.
+    """Build a model, take one step on one device and one verified step on two, and print the results.
 
-    A fault names the function of the model's file to change. `dpbench run` does the same check on one device first.
+    Each fault names the function of the model's file that must change. `dpbench run` does the same check on one device
+    first.
     """
     from dpbench.measure import checks, scratch
     from dpbench.measure.server import Server
@@ -56,7 +57,7 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
 )
 @click.argument("file", type=click.Path(path_type=Path), default="model.py")
 def init(file: Path) -> None:
-    """Write FILE (default: model.py) with a model that runs, and comments on what to change."""
+    """Write FILE (default: model.py) with a model that runs; comments mark the parts to change."""
     from dpbench.records import registry
 
     if file.exists():

@@ -169,8 +169,8 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
 def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
     """Return the newest run of the commit that begins with `asked`; None if there is none.
 
-    `runs` are the runs of a store, the newest first. Raises UsageError if `asked` may be several commits, or also a
-    run.
+    `runs` are the runs of a store, the newest first. Raises UsageError if `asked` matches several commits, or a commit
+    and a run.
     """
     if asked.startswith("@"):
         return None

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTime:
-    """How one device of a file spent the time `span_s` from its first to its last activity, in seconds.
+    """The use that one device of a file made of the time `span_s` from its first to its last activity, in seconds.
 
     `device` is the number in the file, and `name` its model, empty if unknown. `compute_s`, `copies_s` and
     `communication_s` are lengths of unions of intervals, which may overlap; memory fills count as copies, and copies
-    between two devices as communication. The exposed parts overlap with no compute kernel. `kernels_s` is all but
-    communication, and in `idle_s` the device ran nothing.
+    between two devices as communication. The exposed parts overlap with no compute kernel. `kernels_s` is the length of
+    the union of all activities except communication. During `idle_s` the device ran nothing.
     """
 
     device: int
@@ -45,8 +45,8 @@ class StepTime:
     """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
 
     `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
-    that the host spent in each phase, whatever the devices did meanwhile. Both have all phases, 0 for those that do not
-    occur, and `phases` also has `unattributed`. `partial` is whether the trace may lack the beginning of the step.
+    that the host spent in each phase, regardless of the work of the devices. Both have all phases, 0 for those that do
+    not occur, and `phases` also has `unattributed`. `partial` is whether the trace may lack the beginning of the step.
     """
 
     name: str
@@ -59,7 +59,10 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """The seconds that were added to the times of a rank, the largest deviation, and the number of collectives."""
+    """The correction of a rank's clock in seconds.
+
+    `shift_s` was added to the rank's times. `uncertainty_s` is the largest deviation of one of the `collectives`.
+    """
 
     shift_s: float
     uncertainty_s: float
@@ -70,7 +73,8 @@ class Clock:
 class TraceFile:
     """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
 
-    `clock` is how the rank's clock was put on that of the first rank; null for the first rank and without a match.
+    `clock` is the correction that aligns the rank's clock with that of the first rank; null for the first rank, and if
+    their collectives do not match.
     """
 
     path: str

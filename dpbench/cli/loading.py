@@ -37,7 +37,9 @@ MOST_WORKERS = 1024
 @click.option("--workers", type=Numbers(), help="Numbers of workers.  [default: 0 and powers of two up to the cores]")
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
-    "--examples", type=click.IntRange(1), help="Least examples per measurement.  [default: about a second, by a trial]"
+    "--examples",
+    type=click.IntRange(1),
+    help="Least examples per measurement.  [default: as many as load in about a second]",
 )
 @click.option("--pin-memory", type=Switches(), default="off", show_default=True)
 @click.option("--prefetch-factor", type=Numbers(), default="2", show_default=True)
@@ -50,8 +52,8 @@ MOST_WORKERS = 1024
 @click.option("--cpu-ms", type=click.FloatRange(0), help="Synthetic: CPU time per example.  [default: 1]")
 @click.option("--wait-ms", type=click.FloatRange(0), help="Synthetic: waiting time per example.  [default: 4]")
 @click.option("--example-bytes", type=Bytes(), help="Synthetic: size of an example.  [default: 150528]")
-@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: limit of all workers "
-              "together, as the rate of a disk would limit them.  [default: none]")  # fmt: skip
+@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: largest total rate "
+              "of all workers, like the rate of a disk.  [default: none]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
 @click.option(
     "--report", type=click.Path(path_type=Path), default=LOADERS_REPORT, show_default=True,
@@ -75,7 +77,7 @@ def loaders(report: Path, as_json: bool, patience: float | None, **options: Any)
 
 
 def _loaders_plan(options: dict[str, Any]) -> Plan:
-    """Return the sweep that the options select. Raises UsageError if they do not agree with each other."""
+    """Return the sweep that the options select. Raises UsageError if they contradict each other."""
     from dpbench.hardware.provenance import usable_cores
     from dpbench.measure import loaders as measuring
     from dpbench.measure.request import Synthetic

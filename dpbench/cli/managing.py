@@ -110,7 +110,7 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
 @click.option("--yes", is_flag=True, help="Remove the runs without asking.")
 @store_option
 def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
-    """Remove runs with all their trials and profiles from a store, after a question.
+    """Remove runs with all their trials and profiles from a store, after confirmation.
 
     Each RUN is @last, @NAME, or the beginning of an id. A run that is being measured cannot be removed.
     """
@@ -139,7 +139,7 @@ def merge(other: Path, store: Path) -> None:
     """Copy the runs and trials of the store OTHER.db that the store of --store lacks.
 
     Trials that the store has already are not copied again, so that the command can be repeated. If the two stores
-    contradict each other, the store stays as it is, and the error names the runs and cases.
+    contradict each other, the store is not changed, and the error names the runs and cases.
     """
     from dpbench.store import Store
 

@@ -132,7 +132,7 @@ class PredictedCase:
 
     Both have 80 % intervals.
 
-    `memory` is what `dpbench predict --memory` adds: the peaks in bytes of each device, and whether they fit.
+    `memory` has the results of `dpbench predict --memory`: each device's peaks in bytes, and whether they fit.
     """
 
     label: str
@@ -148,7 +148,7 @@ class PredictedCase:
 
     @classmethod
     def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record; `others` are the predictions in which its baseline is sought."""
+        """Return a prediction as a record; `others` are the predictions that may include its baseline."""
         from dpbench.analysis.summary import labels
         from dpbench.predict.cases import speedup
 

@@ -163,7 +163,7 @@ class Progress:
 
 
 def brief(trial: Trial) -> str:
-    """Return one line of a trial's reason: the last, with the error of a traceback; of a timeout the first.
+    """Return one line of a trial's reason: the last line (the error of a traceback), or for a timeout the first line.
 
     The reason of a timeout ends with the stacks of the processes.
     """

@@ -105,14 +105,15 @@ class _Output:
 @click.option(
     "--scenario",
     type=click.Choice(["seeds"]),
-    help="Measure the situations in which people meet multi-GPU training: every strategy, habits of a training loop, "
+    help="Measure the common situations of multi-GPU training: every strategy, settings of a training loop, "
     "a DataLoader, the forward alone, two models at once, precisions and torch.compile, on two devices; about seven "
     "minutes.  [default model: mlp]",
 )
 @click.option(
     "--together",
     type=Names(),
-    help="Two models, such as mlp,resnet18: measure each alone, and while the other runs on as many other devices.",
+    help="Two models, such as mlp,resnet18: measure each alone, and while the other runs on the same number of other "
+    "devices.",
 )
 @click.option(
     "--devices",
@@ -187,7 +188,7 @@ class _Output:
     "--mode",
     type=Names(),
     default=("train",),
-    help="What a step computes: train, or the forward alone with autograd (forward), under no_grad or under "
+    help="The work of a step: train, or the forward alone with autograd (forward), under no_grad or under "
     "inference_mode (inference).  [default: train]",
 )
 @click.option(
@@ -298,7 +299,7 @@ def run(
 
 
 def _agent(placed: Launch, interface: str) -> int:
-    """Be the agent of a rank other than 0 until rank 0 ends the run; return the exit code."""
+    """Act as the agent of a rank other than 0 until rank 0 ends the run; return the exit code."""
     from dpbench.measure.agent import serve
 
     try:
@@ -376,7 +377,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
 
     if output.dry_run:
         raise click.UsageError(
-            "leave out --dry-run: it cannot list the batch sizes of a search, of which each depends on the last"
+            "leave out --dry-run: it cannot list the batch sizes of a search, each of which depends on the previous one"
         )
 
     def listen(trial: Trial) -> None:

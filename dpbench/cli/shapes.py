@@ -1,6 +1,7 @@
 """Shapes: the JSON that commands print with --json: one record per command, whose fields are the keys of the JSON.
 
-The records of predictions are in `predicting`, those of loaders in `measure.loaders`.
+The records of comparisons, imports and predictions are in `comparing`, `importing` and `predicted`, those of loaders in
+`measure.loaders`.
 
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or infinite is null. Keys
 are never removed or changed in meaning without a higher `schema`; new keys may appear.
@@ -43,7 +44,8 @@ class RunFacts:
     """The facts of a stored run, in `list runs`, `show` and every result.
 
     `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started, and `rounds` the number
-    of planned rounds, 0 if a rule decides. `commit` is that of dpbench; `dirty` says that its files had changed.
+    of planned rounds, 0 if a rule decides. `commit` is that of dpbench; `dirty` is True if its files had uncommitted
+    changes.
     """
 
     id: str
@@ -124,7 +126,7 @@ class ShownRun:
 class Interval:
     """A number with its interval: of 95 % over `rounds` rounds, or of 80 % for a prediction, which has 0 rounds.
 
-    `withheld` is the reason for which dpbench does not show the number as a result; it is empty for a usable number.
+    `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
     """
 
     value: float

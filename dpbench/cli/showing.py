@@ -118,14 +118,14 @@ def write_report(path: Path | None, report: Report) -> Path:
     if kept.latest_run == report.run_id:
         return LATEST
     if not any(row.step for row in report.rows):
-        click.echo(f"no case has a result, so {LATEST} stays {_owner(kept.latest_run)}", err=True)
+        click.echo(f"no case has a result, so {LATEST} remains {_owner(kept.latest_run)}", err=True)
     return kept.page
 
 
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
-    """Write the page of a run, print where page and store are, and return whether the page was written.
+    """Write the page of a run, print the paths of the page and the store, and return whether the page was written.
 
-    Call it after the results are printed: a page that cannot be written must not hide them.
+    Call it after the results are printed: a page that cannot be written must not hide the results.
     """
     written, fault = None, ""
     try:
@@ -140,7 +140,7 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
 
 def _owner(run_id: str) -> str:
     """Return a clause on the run that the latest page shows."""
-    return f"the page of run {run_id[:8]}" if run_id else "as it is"
+    return f"the page of run {run_id[:8]}" if run_id else "unchanged"
 
 
 ANSWERS = 6

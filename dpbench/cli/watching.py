@@ -18,7 +18,11 @@ from dpbench.cli.showing import choose, print_answers, print_notes, print_table,
     cls=Documented,
     short_help="Run a training script unchanged, and record its steps.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    exits={0: "the script ended", EXIT_FAILED: "the script took no steps that can be seen", EXIT_USAGE: "wrong usage"},
+    exits={
+        0: "the script ended",
+        EXIT_FAILED: "the script took no training step that dpbench can detect",
+        EXIT_USAGE: "wrong usage",
+    },
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option(
@@ -52,7 +56,7 @@ def watch(
     if not result.run_id:
         for problem in result.unknown:
             click.echo(f"note: {problem}", err=True)
-        click.echo("error: dpbench saw no step of training: nothing is stored", err=True)
+        click.echo("error: dpbench detected no training step, so it stored no run", err=True)
     sys.exit(code or (0 if shown else EXIT_FAILED))
 
 

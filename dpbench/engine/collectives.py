@@ -273,9 +273,9 @@ def broadcast(
 ) -> list[list[torch.Tensor]]:
     """Return one list of copies of `tensors` per device; the first list has the tensors themselves.
 
-    All copies are made by a single autograd node, or with `overlap` by one node per bucket. In backward, each node sums
-    the gradients of its tensors as soon as all replicas have computed them, and calls `on_reduce` before. With
-    `comm_dtype` every gradient is rounded to that dtype for the transfer.
+    All copies are made by a single autograd node, or with `overlap` by one node per bucket. In backward, each node
+    waits until all replicas have computed the gradients of its tensors, calls `on_reduce`, and sums these gradients.
+    With `comm_dtype` every gradient is rounded to that dtype for the transfer.
     """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:

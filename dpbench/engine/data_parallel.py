@@ -279,7 +279,7 @@ class DataParallel(nn.Module):
 def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool) -> None:
     """Raise RuntimeError if none of the given names is among the expected names.
 
-    The message says whether the prefix "module." is the reason. Without this check, torch would silently load nothing
+    The message states whether the prefix "module." is the reason. Without this check, torch would silently load nothing
     with `strict=False`. With `strict=True`, no error is raised here if the names differ in more than the prefix,
     because torch's own error lists them.
     """

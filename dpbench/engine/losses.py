@@ -55,7 +55,7 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """How closely the gradients of the replicas' losses, summed, agree with those of the whole batch's loss."""
+    """The degree to which the sums of the replicas' gradients agree with the gradients of the whole batch's loss."""
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
@@ -117,7 +117,7 @@ class Summed:
     rule: DivisorRule | None = None
 
     def keeps_bits(self, *, powers: bool) -> bool:
-        """Return whether the gradients of the replicas' losses, summed, are bitwise equal to those of the whole batch.
+        """Return whether the sums of the replicas' gradients are bitwise equal to the gradients of the whole batch.
 
         `powers` is True if the loss is scaled only by powers of two, or not at all.
         """

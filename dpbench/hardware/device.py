@@ -93,7 +93,7 @@ class Device(Protocol):
         """Return a context manager that makes this device and its stream current in the thread that enters it."""
 
     def hold(self) -> AbstractContextManager[Any]:
-        """Return a context manager that keeps the calling thread's current stream as this device's, in all threads."""
+        """Return a context manager in which all threads use the calling thread's current stream for this device."""
 
     def settle(self) -> None:
         """Bind the calling thread to the CPU core that is assigned to this device, if there is one."""

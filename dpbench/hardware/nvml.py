@@ -86,7 +86,7 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return the present value of the counter `metric`; None if it is not supported, or cannot be read now."""
+        """Return the present value of the counter `metric`; None if NVML does not support it, or cannot read it now."""
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
@@ -189,8 +189,8 @@ def describe_for(
 ) -> dict[str, Any]:
     """Return the facts of `describe` in a process whose order of GPUs is not chosen by dpbench.
 
-    CUDA's default order there is FASTEST_FIRST. Where it numbers unlike GPUs, the GPUs are those with the UUIDs
-    `uuids`, which CUDA gives in this process.
+    CUDA's default order there is FASTEST_FIRST. For unlike GPUs, this order is unknown without CUDA; the GPUs are then
+    those with the UUIDs `uuids`, in the order that CUDA reports in this process.
     """
     try:
         return describe(library, {ORDER: FASTEST_FIRST, **environ})

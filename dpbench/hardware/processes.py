@@ -196,7 +196,7 @@ def ending(exit_status: int | None) -> str:
 
 
 def killed_for_memory(root: Path = Path("/")) -> int | None:
-    """Return the number of processes that the kernel has killed because memory ran out; None if it does not tell.
+    """Return the number of processes that the kernel has killed because memory ran out; None if unknown.
 
     The number is that of this process's cgroup or, without one that counts, of the system. `root` is the folder with
     the kernel's file systems `proc` and `sys`.

@@ -1,9 +1,9 @@
-"""Signals: SIGINT, SIGTERM and SIGHUP end a command, also while it waits for another process.
+"""Signals: SIGINT, SIGTERM and SIGHUP end a command, even while it waits for another process.
 
 The first signal raises `Ended`, so that contexts are left and the run is marked as interrupted. Python drops an
-exception that a signal raises inside `__del__` or a callback, and it starts a wait although a signal has just arrived.
-So the signal is also kept, `check` raises again, and `wait` ends when a signal arrives. A second Ctrl-C ends the
-process at once; the processes that it has started die with it.
+exception that a signal handler raises inside `__del__` or a callback, and a signal that arrives just before a system
+call does not stop its wait. The signal is therefore also stored, `check` raises `Ended` again, and `wait` ends when a
+signal arrives. A second Ctrl-C ends the process at once; the processes that it has started end with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Ended(KeyboardInterrupt):
-    """A signal asks this process to end."""
+    """The exception that a signal has asked this process to end."""
 
 
 class _State:
@@ -78,9 +78,9 @@ def ignore(numbers: tuple[signal.Signals, ...] = ENDING) -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Hold back the signals while this process starts another one, which inherits that and has to call `release`.
+    """Block the signals while this process starts another one, which inherits the block and must call `release`.
 
-    So no signal arrives before the new process handles it, nor between its start and the moment at which it is known.
+    No signal is then delivered before the new process has its handlers, or before this process knows the new one.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -90,7 +90,7 @@ def held() -> Iterator[None]:
 
 
 def release() -> None:
-    """Take the signals that were held back at the start of this process."""
+    """Unblock the signals that were blocked at the start of this process; those that have arrived take effect."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 

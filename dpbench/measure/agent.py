@@ -64,7 +64,7 @@ class Member:
 
 
 def _machine() -> str:
-    """Return an id that changes with every boot of a machine, and is the same in its containers; else the host name."""
+    """Return an id of the machine's current boot, which its containers share; the host name if there is no such id."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
@@ -74,7 +74,7 @@ def _machine() -> str:
 class Work:
     """A request from rank 0 to an agent; `turn` is its number, and `limit_s` its limit in seconds.
 
-    `sample` lists the ordinals of the GPUs to sample during the work; None means that neither they nor the host are
+    `sample` lists the ordinals of the GPUs to sample during the work; None means that neither GPUs nor the host are
     sampled. `roots` are the process ids of all agents on the machine, if this agent is to measure the load that other
     processes cause; empty if it is not.
     """
@@ -146,7 +146,7 @@ class Agent:
         """The number of the last request that rank 0 has ended."""
 
     def serve(self) -> None:
-        """Work until rank 0 ends the run. Raises LaunchError if rank 0 cannot be reached, or is lost."""
+        """Serve requests until rank 0 ends the run. Raises LaunchError if rank 0 cannot be reached, or is lost."""
         member = Member.of(self._launch)  # before connecting, because a driver may be slow
         rank_0 = connect(self._launch, self._interface)
         with ThreadPoolExecutor(1) as worker:
@@ -184,7 +184,7 @@ class Agent:
             self._server.end_worker()
 
     def _answer(self, rank_0: Channel, turn: int, do: Callable[[], Answer]) -> None:
-        """Do what rank 0 has requested, and send the answer; an error is an answer too."""
+        """Carry out a request of rank 0, and send the answer; an error is sent as an answer too."""
         try:
             answer = do()
         except Exception as error:
@@ -220,5 +220,5 @@ class Agent:
 
 
 def serve(launch: Launch, interface: str) -> None:
-    """Be the agent of this rank until rank 0 ends the run. Raises LaunchError if rank 0 is not reached, or lost."""
+    """Act as the agent of this rank until rank 0 ends the run. Raises LaunchError if rank 0 is unreachable or lost."""
     Agent(launch, interface).serve()

@@ -1,7 +1,7 @@
 """Batch search: find the largest batch size that fits into the devices' memory, by doubling and then bisection.
 
 Every try runs one case with one batch size in a fresh worker process. Running out of memory is an expected result of a
-try; it ends neither the search nor the run. Every try is stored as an ordinary trial, and an interrupted search
+try; it does not end the search or the run. Every try is stored as an ordinary trial, and an interrupted search
 continues from the stored tries.
 """
 

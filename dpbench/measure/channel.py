@@ -43,8 +43,8 @@ KEY = "DPBENCH_KEY"
 class Channel:
     """A connection that sends and receives messages; several threads may send.
 
-    Every message carries a code that only the two ends of this connection can make, so that nobody on the way can
-    insert, change or repeat one.
+    Every message carries a code that only the two ends of this connection can make, so that no third party can insert,
+    change or repeat a message.
     """
 
     def __init__(self, end: socket.socket, session: bytes, *, first: bool) -> None:
@@ -127,8 +127,9 @@ def key() -> bytes:
 def prove(end: socket.socket, secret: bytes, *, first: bool) -> Channel:
     """Return a channel after both sides have proved that they know the secret; `first` is True on rank 0's side.
 
-    Both sides contribute a random number to the key of the channel, so that no earlier connection can be repeated.
-    Raises AuthenticationError, EOFError or OSError if the other side does not prove it within `PROVE_S` seconds.
+    Both sides contribute a random number to the key of the channel, so that the messages of an earlier connection
+    cannot be replayed. Raises AuthenticationError, EOFError or OSError if the other side does not prove it within
+    `PROVE_S` seconds.
     """
     end.settimeout(PROVE_S)
     for option, value in _OPTIONS:

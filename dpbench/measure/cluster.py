@@ -69,11 +69,11 @@ class Cluster:
 
     @property
     def opened(self) -> str:
-        """Return a sentence on the address at which rank 0 listens, and on the protection of what goes over it."""
+        """Return a sentence on the address at which rank 0 listens, and on the protection of the messages."""
         return (
             f"rank 0 listens at {self._address} (interface {self._interface}) for the agents, whose messages are "
-            "authenticated but not encrypted, and for torch's store; the ranks' collectives use the same interface and "
-            "are neither: use a private network"
+            "authenticated but not encrypted, and for torch's store; the ranks' collectives use the same interface "
+            "with neither authentication nor encryption: use a private network"
         )
 
     @property
@@ -105,7 +105,7 @@ class Cluster:
         return replace(case, hosts=max(1, hosts))
 
     def counts(self) -> tuple[int, ...]:
-        """Return default numbers of devices: one, those of the first machine, and of 2, 4, 8, ... and all machines."""
+        """Return default numbers of devices: 1, and the numbers of ranks on the first 1, 2, 4, ... and all machines."""
         sizes = [len(host.ranks) for host in self.hosts()]
         machines = [number for number in (1, 2, 4, 8, 16, 32, 64) if number < len(sizes)]
         return tuple(dict.fromkeys([1, *(sum(sizes[:number]) for number in machines), sum(sizes)]))
@@ -197,7 +197,7 @@ class Cluster:
             return self._failed(request, failures)
         offsets = {rank: before[rank].between(after[rank]) for host in hosts for rank in host.ranks}
         if gone := [str(self._peers[rank]) for rank, one in offsets.items() if one.error_s == float("inf")]:
-            reason = f"{', '.join(gone)} is lost, so that its times cannot be compared with those of the other ranks"
+            reason = f"lost: {', '.join(gone)}; times of a lost rank cannot be compared with those of the other ranks"
             return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
         parts = [shifted(answers[rank].trials[0], -offsets[rank].seconds) for rank in range(size)]
         samples = [
@@ -226,7 +226,7 @@ class Cluster:
         return peers.index(number), peers
 
     def _roots(self, number: int) -> tuple[int, ...]:
-        """Return the process ids of the agents that see the same cores as a rank; empty unless it is their first."""
+        """Return the process ids of the agents that see the same cores as a rank; empty unless it is the first."""
         place, peers = self._place(number)
         return tuple(self._peers[peer].member.pid for peer in peers) if place == 0 else ()
 
@@ -243,7 +243,8 @@ class Cluster:
     def _sampled(self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset) -> Iterator[Sample]:
         """Yield the samples that a rank's agent took during its timed steps, by device, on rank 0's clock.
 
-        Those of the first machine's host are left out, because the run samples it, and so are those of other GPUs.
+        Samples of the first machine's host are left out, because the run itself takes them, and so are samples of GPUs
+        that the case does not use.
         """
         timed = [step for step in part.steps if not step.warmup]
         devices = {HOST: host_device(host)} if host else {}
@@ -254,7 +255,7 @@ class Cluster:
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
     def _described(self, trial: Trial, hosts: Sequence[Host], answers: Mapping[int, Answer], worst: Offset) -> Trial:
-        """Return the trial with its machines, the largest error of their clocks, and the highest load of the others."""
+        """Return the trial with its machines, the largest error of their clocks, and the highest foreign load."""
         loads = [answer.load for answer in answers.values() if answer.load]
         load = max(loads, key=lambda one: one.taken, default=None)
         facts: dict[str, Any] = {HOSTS: [asdict(host) for host in hosts], "clock_error_s": worst.error_s}

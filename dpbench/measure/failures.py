@@ -95,7 +95,7 @@ def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}"
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an exception; if its `__str__` raises, say so, because the failure must still be told."""
+    """Return the message of an exception; if its `__str__` raises, a note on that, so that the failure is reported."""
     try:
         return str(error)
     except Exception as other:

@@ -64,7 +64,7 @@ class Forecast:
     def seconds(self) -> float | None:
         """Return the expected duration of all trials in seconds; None for jobs, which wait in a queue.
 
-        For a case without earlier trials, it has `ASSUMED_S` per trial.
+        A case without earlier trials counts with `ASSUMED_S` per trial.
         """
         if self.launcher:
             return None
@@ -72,7 +72,7 @@ class Forecast:
 
     @property
     def basis(self) -> str:
-        """Return the origin of `seconds`, and the work that they leave out; for jobs, the reason why it is unknown."""
+        """Return the origin of `seconds`, and the work that it leaves out; for jobs, the reason why it is unknown."""
         if self.launcher:
             return f"it depends on the queue of {self.launcher}"
         known = sum(one.trial_s is not None for one in self.cases)

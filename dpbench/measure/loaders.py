@@ -74,7 +74,7 @@ def stacks(folder: Path, worker: int) -> Path:
 
 
 class Unfit(ValueError):
-    """The sweep cannot be measured as it was requested; the message has the reason and the remedy."""
+    """The requested sweep cannot be measured; the message has the reason and the remedy."""
 
 
 class Failed(RuntimeError):

@@ -1,4 +1,4 @@
-"""Merging: make one trial from the parts that its ranks measured, on one or several machines."""
+"""Merging: make one trial from the parts that the ranks measured, on one or several machines."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
     while len(found) < launch.size and time.monotonic() < deadline_s:
         with suppress(OSError):  # no connection within the wait
             end, _ = listener.accept()
-            # in a thread, because a stranger may be slow
+            # in a thread, because an unknown peer may be slow
             threading.Thread(target=_introduce, args=(end, secret, guests), daemon=True).start()
         while not guests.empty():
             member, to = guests.get()
@@ -169,8 +169,8 @@ class Peers(Sequence[Peer]):
         """Send work to ranks, by their numbers, and return an answer for each of them.
 
         `timeout_s` is the time in seconds for which a rank waits for its peers; None if the ranks work independently.
-        If ranks wait for each other and one fails, the others are ended. If, after `timeout_s`, only failures have
-        arrived that another rank may have caused, the ranks without an answer are late.
+        If ranks wait for each other and one fails, the others are ended. If, after `timeout_s`, all failures that have
+        arrived may have been caused by another rank, the ranks without an answer count as late.
         """
         self.turn += 1
         began_s, limit_s = time.perf_counter(), max(one.limit_s for one in work.values())

@@ -103,7 +103,10 @@ class AddressMeeting:
         return PrefixStore(self.key, store)
 
     def _listen(self) -> int:
-        """Return the descriptor of a socket that listens at this address only; the store would listen at all."""
+        """Return the descriptor of a socket that listens at this address only.
+
+        torch's store by itself would listen at every address of the machine.
+        """
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((self.address, self.port))
@@ -128,7 +131,7 @@ class RankGroup:
 
     @classmethod
     def of_seat(cls, seat: Seat, backend: str) -> Self:
-        """Return the group of a rank that takes a seat."""
+        """Return the group of the rank that `seat` describes."""
         meeting = AddressMeeting(seat.address, seat.port, seat.key)
         wait = timedelta(seconds=seat.timeout_s)
         return cls(backend=backend, size=seat.size, meeting=meeting, interface=seat.interface, timeout=wait)

@@ -1,4 +1,4 @@
-"""Rounds: the rules that decide which cases of a run get another round. `stopping.UntilPrecise` is one more."""
+"""Rounds: the rules that decide which cases of a run get another round. `stopping.UntilPrecise` is another rule."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ LEAST_S = 0.05
 
 
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:
-    """Return a line of text which says that the rest of a budget is too short for `trials` trials, "" if it is not.
+    """Return a warning that the rest of a budget is too short for `trials` trials; "" if it is long enough.
 
     `left_s` is the rest of the budget, and `overhead_s` is the measured time of a trial without its steps, in seconds.
     """
@@ -60,7 +60,7 @@ def shortage(left_s: float, trials: int, overhead_s: float) -> str:
     if needed_s <= left_s:
         return ""
     return (
-        f"the budget is too short: {words.count(trials, 'trial')} are left, which take at least {words.time(needed_s)} "
-        f"({words.time(overhead_s)} each without steps), but {words.time(max(0.0, left_s))} are left; the last ones "
-        f"will be skipped. Give --budget, or fewer --devices or --models"
+        f"the budget is too short: {words.count(trials, 'more trial')} would take at least {words.time(needed_s)} "
+        f"({words.time(overhead_s)} each without steps), but only {words.time(max(0.0, left_s))} of the budget remain; "
+        f"the last trials will be skipped. Give --budget, or fewer --devices or --models"
     )

@@ -1,7 +1,8 @@
 """Scratch: a folder for temporary files that the next start removes if this process is killed.
 
-The folder has a file that its process keeps locked. The system ends the lock with the process, so a folder whose lock
-file is not locked belongs to no process any more. A folder without a lock file is never touched, whatever its name.
+The folder has a file that its process keeps locked. The system releases the lock when the process ends, so a folder
+with an unlocked lock file belongs to an ended process. A folder without a lock file is never touched, whatever its
+name.
 """
 
 from __future__ import annotations

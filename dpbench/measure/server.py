@@ -118,8 +118,7 @@ class Server:
     ) -> list[Trial] | Failure:
         """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
 
-        If `cancelled` returns True when the worker has started, the worker is ended, because `end_worker` came too
-        early for it.
+        If `cancelled` returns True when the worker has started, the worker is ended: `end_worker` was called too early.
         """
         self._cancelled = cancelled
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
@@ -151,8 +150,8 @@ class Server:
     def attempt(self, request: Request, limit_s: float, progress: Progress | None = None) -> int | None:
         """Run a request in a fresh worker; return its exit status, or None if it exceeded its limit.
 
-        `limit_s` limits the whole request or, with `progress`, each time in which that returns the same number. Raises
-        ServerDied if the server process has ended.
+        `limit_s` limits the whole request or, with `progress`, each period in which `progress()` returns the same
+        number. Raises ServerDied if the server process has ended.
         """
         try:
             return self._attempt(request, limit_s, progress)
@@ -210,8 +209,8 @@ class Server:
     def _answer(self, limit_s: float, progress: Progress | None = None) -> dict[str, Any]:
         """Return the server's next answer, decoded from JSON.
 
-        Raises TimeoutError after `limit_s` seconds, or with `progress` after `limit_s` seconds in which it returns the
-        same number. Raises ServerDied if the server process has ended.
+        Raises TimeoutError after `limit_s` seconds or, with `progress`, after `limit_s` seconds in which `progress()`
+        returns the same number. Raises ServerDied if the server process has ended.
         """
         assert self._process is not None
         assert self._process.stdout is not None

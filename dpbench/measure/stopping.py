@@ -81,7 +81,7 @@ class Stopping:
                 self.reason = f"precise: the median step time is known to within {self.precision:.1%}"
             elif self._is_known(len(timed)):
                 self.reason = (
-                    f"noise is known: it was constant over {WINDOW} steps; "
+                    f"noise is known: it was nearly constant over {WINDOW} steps; "
                     f"the median step time is known to within {half_width(timed):.1%}"
                 )
             elif sum(timed) >= self.budget_s:

@@ -40,7 +40,7 @@ def _made(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the structure with `change(tensor)` in the place of each tensor."""
+    """Return the structure with `change(tensor)` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     parts = _parts(value)

@@ -75,7 +75,7 @@ class Verdict:
         return (
             f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
             "draw them in forward, not in the loss, with torch from its default generator, or disable the model's "
-            "randomness (for example dropout); those of compiled code and of layers spread over GPUs cannot be replayed"
+            "randomness (for example dropout); in compiled code and in layers spread over GPUs, they cannot be replayed"
         )
 
 
@@ -194,7 +194,7 @@ def check_outputs(
 
     The reference runs in eval mode, under no_grad. `start` returns the forward in the mode of the case; the other
     arguments are those of `check`. `rank` is the rank of this process, whose output has the rows of this rank only;
-    None for strategies without ranks. The forward must leave weights and buffers as they are.
+    None for strategies without ranks. The forward must not change weights and buffers.
     """
     small = _small(case, lambda one: split(one, model.module))
     rows = split(small, model.module).rows
@@ -339,7 +339,7 @@ def _seed(tensors: list[torch.Tensor]) -> int:
 def _replay(module: nn.Module, parts: Split) -> bool:
     """Let the forward of `module` replay its random numbers, and that of the block whose inputs a step splits.
 
-    The block's replicas run while the module's forward waits for them, which must therefore not exclude them. Return
+    The module's forward waits for the block's replicas, and must therefore not exclude them from running. Return
     whether both forwards can replay.
     """
     if parts.block and not replay(module.get_submodule(parts.block), alone=True):
@@ -372,8 +372,8 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verdict:
 
     The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
     reference's tensor. The divisor is at least 1e-4 of the largest norm among the results, or 1e-4 per element of a
-    kept tensor, so that rounding does not decide. A large buffer thus hides no error of a gradient. The verdict is
-    BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
+    kept tensor, so that rounding does not decide. The norm of a large buffer thus cannot hide the error of a gradient.
+    The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     # the reference is on one device, and the module's layers may be on several
     results, kept = ([(name, ours.to(theirs.device), theirs) for name, ours, theirs in one] for one in (results, kept))

@@ -67,7 +67,7 @@ class Model:
     def _pair(self, made: Any) -> tuple[Any, Any]:
         """Return the inputs and the target that `make_batch` returned; a dict alone has no target.
 
-        Raises TypeError if `made` is neither a pair nor a dict, or if an object in it hides its tensors.
+        Raises TypeError if `made` is neither a pair nor a dict, or if it contains an object whose rows cannot be split.
         """
         if isinstance(made, Mapping):
             made = (made, None)

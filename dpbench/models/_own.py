@@ -126,11 +126,11 @@ def take_keywords(module: nn.Module) -> None:
 
 
 def with_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Give `module` the forward that `make` makes of the forward of its class, and return whether this is possible.
+    """Replace the forward of `module` by `make(forward of its class)`, and return whether this is possible.
 
     The module becomes an instance of a new subclass of its class, so that the names of its parts stay, and its copies
     and replicas have the new forward too. It is impossible for scripted modules, for those of torch.fx, whose copies
-    get a class of their own, and for a forward that is set on the instance, which hides that of the class.
+    get a separate class, and for a forward that is set on the instance, which hides that of the class.
     """
     if isinstance(module, torch.jit.ScriptModule | GraphModule) or "forward" in vars(module):
         return False

@@ -1,4 +1,4 @@
-"""Observe: training loops of the user, from a watched script or from a profiler trace, as trials.
+"""Observe: convert the user's training loops, from a watched script or a profiler trace, to trials.
 
 The timed steps of a loop are cut into consecutive parts, which are stored as the rounds of its case. The parts show how
 much the loop varies in one process; they do not show differences between processes.

@@ -1,8 +1,8 @@
 """Attribution: the steps of a trace, and the phases of the host and of the devices in each step.
 
 A step is an annotation `ProfilerStep#N`; a trace without them is cut where an optimizer's step ends. The phases of the
-host come from annotations and, where there are none, from operators: autograd says with its sequence numbers, and with
-the threads in which it runs, which operators belong to forward and to backward.
+host come from annotations and, where there are none, from operators: autograd's sequence numbers and threads show which
+operators belong to forward and which to backward.
 
 A kernel belongs to the phase in which the host launched it, even if it runs later. All-reduce and reduce-scatter are
 `reduce`, all-gather and broadcast are `replicate`, wherever they were launched. On a device, a phase lasts from the
@@ -47,7 +47,7 @@ class Attributed:
     """The steps of one trace with their spans; times are seconds since `zero_us`, the first event of the trace.
 
     `activities` are those of all devices, also before the first and after the last step. `host` has the seconds that
-    the host spent in each phase in each step, whatever the devices did meanwhile. `unlaunched` is the number of
+    the host spent in each phase in each step, regardless of the work of the devices. `unlaunched` is the number of
     activities whose launch the trace does not have, so that they belong to no phase.
     """
 
@@ -272,9 +272,9 @@ def _host_spans(
 ) -> Iterator[Span]:
     """Yield the spans of the host: waiting for data as a whole, and other phases while no device is in a phase.
 
-    A host that has launched a phase goes on before the device has finished it, so the device's spans tell how long the
-    phase took; the host's spans tell what the devices waited for. `busy` is the union of the devices' spans. Without
-    devices, `device` is 0: the host computes itself.
+    A host that has launched a phase continues before the device has finished it, so the device's spans show the
+    duration of the phase, and the host's spans the work that the devices waited for. `busy` is the union of the
+    devices' spans. Without devices, `device` is 0: the host computes itself.
     """
     for one in timeline:
         if one.phase is Phase.DATA:

@@ -61,7 +61,7 @@ class Aligned:
 class Trace:
     """One trace: its events, its steps and phases, and the indices of its devices in the case, by number in the file.
 
-    `aligned` is how its clock was put on that of the first rank; None for the first rank, and if it was not possible.
+    `aligned` is the correction of its clock to that of the first rank; None for the first rank, and if it is unknown.
     """
 
     profile: Profile
@@ -85,7 +85,7 @@ class Loop:
         missing = first.world_size - len(self.traces)
         return (
             *([f"the traces of {missing} of {first.world_size} ranks were not given"] if missing > 0 else []),
-            *(["the trace does not tell how many workers the DataLoader has"] if _workers(first) == -1 else []),
+            *(["the trace does not contain the number of DataLoader workers"] if _workers(first) == -1 else []),
             *(one.problem for one in (facts.unknown if facts else ())),
         )
 
@@ -151,7 +151,7 @@ def _trial(traces: Sequence[Trace]) -> Trial:
 
 
 def _part(trace: Trace, first: Trace, common: Sequence[str]) -> Trial:
-    """Return the trial of one rank, on the clock of the first rank, with the indices that its devices have there."""
+    """Return the trial of one rank, on the clock of the first rank, with the device indices of the whole case."""
     found, indices = trace.attributed, {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
     numbers = {number: places[name] for number, name in enumerate(found.names) if name in places}
@@ -187,7 +187,7 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
 
 
 def _case(traces: Sequence[Trace]) -> Case:
-    """Return the case of a loop, by the conventions of `records.observed`; the trace does not tell the batch size."""
+    """Return the case of a loop, by the conventions of `records.observed`; a trace lacks the batch size."""
     first = traces[0].profile
     devices = sum(len(trace.indices) for trace in traces)
     ranks = first.world_size > 1
@@ -207,7 +207,7 @@ def _case(traces: Sequence[Trace]) -> Case:
 
 
 def _workers(profile: Profile) -> int | None:
-    """Return 0 if the DataLoader loads in the loop itself; -1 if it has workers, whose number a trace does not tell.
+    """Return 0 if the DataLoader loads in the loop itself; -1 if it has workers, whose number a trace does not have.
 
     Return None if no DataLoader is used.
     """
@@ -216,7 +216,7 @@ def _workers(profile: Profile) -> int | None:
 
 
 def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
-    """Return the facts about the loop, with the parts of it that the traces do not tell."""
+    """Return the facts about the loop, with the parts of it that are unknown."""
     first = traces[0]
     workers = _workers(first.profile)
     copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
@@ -228,7 +228,7 @@ def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
     return Observed(
         command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
         loader_workers=-1 if workers is None else workers, pinned=pinned,
-        reads={"a copy to the host, at a place that the trace does not tell": reads} if reads else {},
+        reads={"a copy to the host, at a place that the trace does not contain": reads} if reads else {},
         unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
     )  # fmt: skip
 

@@ -124,7 +124,7 @@ def _trial(part: Part) -> Trial:
 
 
 def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
-    """Return a trial with only the steps whose number, which `numbers` has for each step, is in `common`."""
+    """Return a trial with only the steps whose number is in `common`; `numbers` has the number of each step."""
     place = {at: new for new, at in enumerate(at for at, number in enumerate(numbers) if number in common)}
     return replace(
         trial, steps=tuple(trial.steps[at] for at in place),

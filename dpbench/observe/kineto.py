@@ -189,7 +189,7 @@ def read(path: Path) -> Profile:
 
 
 def _number(value: int | str | float | None, default: int) -> int:
-    """Return a whole number of a trace, which may be a text such as `stream 7`; `default` if it is none."""
+    """Return a whole number of a trace, which may be a text such as `stream 7`; `default` if it is not a number."""
     if isinstance(value, str):
         digits = value.rpartition(" ")[2]
         return int(digits) if digits.isdecimal() else default
@@ -253,7 +253,7 @@ def _place(content: bytes) -> str:
 
 
 def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:
-    """Return a sentence about the events that were left out because their times are unusable; none without them."""
+    """Return a sentence about the events that were left out because their times are unusable; () if there are none."""
     places = list(broken)
     if not places:
         return ()

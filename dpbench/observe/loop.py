@@ -114,9 +114,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
         _define(unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates)
     missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
     if missing and any(group[0].start is not None for group in groups):
-        unknown["a step without a call of backward: its gradients come from a place that dpbench does not see"] = (
-            missing
-        )
+        unknown["a step without a call of backward: dpbench cannot observe how its gradients are computed"] = missing
     calls = updates.most_common(1)[0][0] if updates else 1
     together = _together(calls, batches) if loaded else int(calls <= 1)
     return Loop(
@@ -130,9 +128,9 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
 
 
 def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimized: bool, updates: Counter[int]) -> None:
-    """Add definitions that hold for the whole loop to `unknown`: they say what a phase contains.
+    """Add to `unknown` the definitions of phases that dpbench had to choose for the whole loop.
 
-    `updates` has the number of steps by the number of their calls of backward.
+    `updates` maps a number of calls of backward to the number of steps with that number of calls.
     """
     if not optimized:
         unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
@@ -145,15 +143,15 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
                 "forward"] = 0  # fmt: skip
     ((usual, number),) = updates.most_common(1)
     if others := updates.total() - number:
-        unknown[f"{count(others, 'step')} with another number of calls of backward than {usual}, as an incomplete "
-                "group of accumulated batches has"] = 0  # fmt: skip
+        unknown[f"{count(others, 'step')} with a number of calls of backward other than {usual}, as in an incomplete "
+                "group of accumulated batches"] = 0  # fmt: skip
 
 
 def _together(calls: int, batches: Counter[int]) -> int:
     """Return the number of batches that a step accumulates, in a loop with `calls` calls of backward per step.
 
-    `batches` has the number of steps by the number of batches taken from DataLoaders. A step may take batches for other
-    steps, or use one batch in several calls of backward.
+    `batches` maps a number of batches taken from DataLoaders to the number of steps that took that number. A step may
+    take batches for other steps, or use one batch in several calls of backward.
     """
     return max(1, min(calls, max(batches, key=lambda number: batches[number], default=1)))
 
@@ -307,7 +305,7 @@ def _judged(raws: Sequence[Raw], inside: frozenset[int]) -> list[Raw]:
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the id of the dataset of training, and the ids of those that only evaluations read."""
+    """Return the id of the training dataset, and the ids of the datasets that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:

@@ -1,8 +1,8 @@
 """Modules: find the outermost modules of a training loop, and record their calls as forward, loss or evaluation.
 
 An outermost module is called by the script and not by another module. It gets forward hooks when it is found. To find
-it, `Module.__call__` is replaced for a while: at first, when an iterator of a DataLoader starts, and after updates
-whose number is a power of two. The replacement takes itself away while an outermost module runs, so that the calls of
+it, `Module.__call__` is replaced for a few updates: at first, when an iterator of a DataLoader starts, and after
+updates whose number is a power of two. The replacement is removed while an outermost module runs, so that the calls of
 inner modules are never slower and torch.compile traces the original.
 """
 
@@ -172,8 +172,9 @@ def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: An
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
-    A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs. A trained
-    module is evaluated also if its mode or the gradients alone show it. Loops that make such a call in most steps, for
+    A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs. A call
+    without gradients is an evaluation if the module is in eval mode or has been trained. A call with gradients is one
+    if the module is in eval mode and was trained in training mode. Loops that make such a call in most steps, for
     example to find adversarial inputs, are recognised later.
     """
     grad, seen = torch.is_grad_enabled(), recorder.seen
@@ -203,7 +204,7 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
 
 
 def _within(recorder: Recorder, module: Any) -> str:
-    """Return the kind of a forward: a wrapper over several devices records its own phases."""
+    """Return the kind of a forward: `WITHIN` for a wrapper over several devices, which records its own phases."""
     wraps = isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1
     return WITHIN if wraps else Phase.FORWARD
 

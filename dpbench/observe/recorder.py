@@ -72,8 +72,8 @@ class Raw(NamedTuple):
     """A span as a seam recorded it; `start` and `end` are moments of the recorder's clock (`Recorder.now`).
 
     `note` depends on the kind: the id of the dataset for data, the place in the script for reads, and the id of the
-    module for forward and evaluation. It is the negative id for an evaluation that the mode of a trained module does
-    not show, or the gradients do not.
+    module for forward and evaluation. For an evaluation in training mode or with gradients enabled, it is the negative
+    id of the module.
     """
 
     kind: str
@@ -283,7 +283,7 @@ class Recorder:
 
     def elsewhere(self) -> None:
         """Note that an optimizer steps in a thread that is not recorded."""
-        problem = "steps of an optimizer in another thread than the one that is watched: start watching in that thread"
+        problem = "steps of an optimizer in a thread that is not watched: start watching in that thread"
         self.seen.unknown[problem] = self.seen.unknown.get(problem, 0) + 1
 
     def updated_by_hand(self) -> None:

@@ -133,7 +133,7 @@ def _store(
     try:
         recorder.stop()
     except RuntimeError as error:  # an error of a GPU, which also ended the script, leaves no times of its steps
-        result.unknown.append(f"the GPUs cannot tell when they did the work: {error}")
+        result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
     part = joining.Part(
         loop=loop.of(recorder, first=seat.rank),

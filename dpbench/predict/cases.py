@@ -1,6 +1,6 @@
 """Cases: predictions of cases on a described machine, with 80 % intervals, which are stored as the trials of a run.
 
-A need states the memory that a case takes on each device, whether the case fits, and the largest batch that fits.
+A `Need` has the memory that a case needs on each device, whether the case fits, and the largest batch that fits.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ class Predictor:
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
         """Return a sentence on how much a measured bus would narrow the interval with the most doubt about the bus.
 
-        Only cases whose devices exchange gradients between processes count. Return "" without any such case, if the bus
-        is measured, and if its measurement would narrow no interval by a tenth or more.
+        Only cases whose devices exchange gradients between processes count. Return "" if there is no such case, if the
+        bus is measured, or if its measurement would narrow no interval by a tenth or more.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
@@ -228,7 +228,7 @@ class Predictor:
             return ""
         rate = words.number(network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9)
         return (
-            f"The bus of {self.machine.name} is described and not measured ({rate} GB/s). The interval of "
+            f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but described. The interval of "
             f"{wide.case.label} spans {words.percent(_span(wide))} of its step; with a measured bus (--bus GB/s, or "
             f"the output of nccl-tests) it would span about {words.percent(_span(narrow))}."
         )

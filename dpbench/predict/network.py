@@ -129,7 +129,7 @@ def _tightest(links: list[Link], gpus: list[str]) -> float:
 
 
 def _flow(links: list[Link], source: str, target: str) -> float:
-    """Return the maximum flow from `source` to `target` in bytes per second, by augmenting shortest paths."""
+    """Return the maximum flow from `source` to `target` in bytes per second (Edmonds-Karp algorithm)."""
     room: dict[str, dict[str, float]] = {}
     for link in links:
         for a, b in ((link.a, link.b), (link.b, link.a)):

@@ -54,10 +54,10 @@ class Loop:
         kind = "cpu" if target.logical else "cuda"
         lacking = [name for name in NEEDED if name not in self._model]
         problems = [
-            (not self.trials, "no step has a result: watch more steps"),
+            (not self.trials, "it has no usable timed step: watch more steps"),
             (not self.case.batch_size, "its batch size is unknown: give --model FILE.py:NAME and --step-s instead"),
             (bool(lacking), f"its run lacks {', '.join(lacking)}: give --model FILE.py:NAME and --step-s instead"),
-            (self.case.precision not in PRECISIONS, f"predictions know {' and '.join(PRECISIONS)} only, and it used "
+            (self.case.precision not in PRECISIONS, f"only {' and '.join(PRECISIONS)} can be predicted, and it used "
              f"{self.case.precision}"),
             (self.case.device_kind != kind, f"it ran on devices of the kind {self.case.device_kind}, but the machine "
              f"{target.name} has devices of the kind {kind}: choose another --machine"),
@@ -72,7 +72,8 @@ class Loop:
     def _profile(self) -> Profile:
         """Return the profile of one device with its share of the batch.
 
-        The seconds of the phases are known, so that FLOP, which are not, only divide them among the parts of a phase.
+        The seconds of the phases are known, but FLOP are not: the assumed FLOP only divide the seconds of a phase among
+        its parts.
         """
         model = self._model
         tensors = int(model["parameter_tensors"])
@@ -112,7 +113,7 @@ class Loop:
 
 
 def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
-    """Yield the spans of each timed step; of a summary, which has no others, only those of the median step."""
+    """Yield the spans of each timed step. A summary has only the spans of the median step."""
     if not trial.spans:
         yield trial.ledger.median_step[1] if trial.ledger.median_step else ()
         return

@@ -103,7 +103,7 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest known load if it is too high or if all loads are known, else one of the unknown loads.
+    """Return the highest known load if it is too high, or if every load is known; else an unknown load.
 
     A machine thus counts as quiet only if all loads are known and none of them is too high.
     """

@@ -231,8 +231,8 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
     """Return a pair for each number of layers in `lengths`: this number, and a chain's seconds by setting and phase.
 
     A chain is a net of tiny layers; see `engine.chain`. The settings are `alone` (rank 0 runs the chain while the other
-    ranks wait; only in the result of rank 0), `beside` (all ranks run it at once, without communication), and `ddp` and
-    `ddp_long` (DistributedDataParallel with kernels that are short or take milliseconds).
+    ranks wait; only in the result of rank 0), `beside` (all ranks run it concurrently, without communication), and
+    `ddp` and `ddp_long` (DistributedDataParallel with kernels that are short or take milliseconds).
     """
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]

@@ -87,7 +87,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the parts that lie in both of two unions, which `union` returned."""
+    """Return the intersection of two unions that `union` returned."""
     found: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -102,7 +102,7 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 
 def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the union `one` that do not lie in the union `other`; `union` returned both."""
+    """Return the parts of `one` that are not in `other`; both are unions that `union` returned."""
     found: list[Interval] = []
     j = 0
     for first, end in one:
@@ -146,7 +146,7 @@ class Busy:
 
 
 def busy(activities: Iterable[Activity]) -> dict[int, Busy]:
-    """Return how each device spent the time from the first to the last of its activities, by device."""
+    """Return, by device, the use of the time from the first to the last of the device's activities."""
     by_device: dict[int, dict[Kind, list[Interval]]] = {}
     for device, name, start_s, end_s in activities:
         by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append((start_s, end_s))

@@ -14,11 +14,11 @@ from dpbench.records import registry, visible
 from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
-"""The device index that stands for the host; in a trial on several machines, for the first of them."""
+"""The device index of the host; in a trial on several machines, that of the first machine."""
 
 
 def host_device(number: int) -> int:
-    """Return the device index that stands for the machine with the index `number`: HOST, then the integers below it."""
+    """Return the device index of the machine with the index `number`: HOST, then the integers below it."""
     return HOST - number
 
 
@@ -112,7 +112,7 @@ class Case:
     read_loss: int = 0
     """The training loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
     zero_grad: str = "none"
-    """How the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
+    """The way in which the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
     compile: bool = False
     """Whether torch.compile has compiled the forward of the module."""
     loader: int = -1
@@ -218,7 +218,7 @@ class Case:
     def without(self, habit: str) -> Case:
         """Return the case with one habit, given by the name of its field, set to its default.
 
-        Without its mode, a forward that autograd does not record becomes one that it records: training is other work.
+        For the mode of a forward alone, the default is the forward with autograd, because training is other work.
         """
         if habit == "mode" and not self.trains:
             return replace(self, mode="forward")

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network", "memory")
 """The kinds of links. `socket` joins processors, `network` joins nodes, `memory` joins a logical device and RAM."""
 HOST_NODE = "cpu"
-"""The prefix of the processors' names, such as cpu0; as the end of a link, a processor stands for its host memory."""
+"""The prefix of the processors' names, such as cpu0; as the end of a link, a processor means its host memory."""
 
 Record = TypeVar("Record")
 MOST_GPUS = 256
@@ -225,7 +225,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
 
 
 def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
-    """Yield the links that one [[link]] table describes; an end such as `gpu0-3` stands for four GPUs."""
+    """Yield the links that one [[link]] table describes; an end such as `gpu0-3` means four GPUs."""
     where = f"{name}: [[link]] {table.get('between', '')}"
     row = _record(_LinkRow, table, where)
     if row.kind not in KINDS:
@@ -237,7 +237,7 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str, where: str) -> list[str]:
-    """Return the names for which the end of a link stands: `gpu0-3` stands for gpu0, gpu1, gpu2 and gpu3.
+    """Return the names that the end of a link means: `gpu0-3` means gpu0, gpu1, gpu2 and gpu3.
 
     Raises UnknownMachine for a range that is empty or reaches beyond `MOST_GPUS` names.
     """
@@ -247,8 +247,8 @@ def _each(text: str, where: str) -> list[str]:
     first, last = (int(digits) if len(digits) < 9 else MOST_GPUS for digits in match.groups()[1:])
     if not first <= last < MOST_GPUS:
         raise UnknownMachine(
-            f"machine {where}: `between` has the range {abridged(text)}; a range such as gpu0-3 goes up, and "
-            f"ends below {MOST_GPUS}"
+            f"machine {where}: `between` has the range {abridged(text)}; a range such as gpu0-3 must ascend and "
+            f"end below {MOST_GPUS}"
         )
     return [f"{match[1]}{i}" for i in range(first, last + 1)]
 

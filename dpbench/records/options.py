@@ -1,4 +1,4 @@
-"""Options: what a run measures and how, the values that its axes may have, and the checks of given values."""
+"""Options: the cases and the measurements of a run, the values that its axes may have, and the checks of values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a run: which cases it measures, and how.
+    """The options that select the cases and the measurements of a run.
 
     Each field has the name and the default of an option of `dpbench run`, whose --help explains it. An empty value
     means the default on this machine, which `measure.selection` inserts. `model` and `strategy` are the user's own.

@@ -74,10 +74,10 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     """Return the cases of a ladder: every rung, the ablations of the best rung, the default strategies, and the limits.
 
     The axes are those of `sweep`, except strategies and schedules. Raises ValueError if no number of devices is above
-    one, and for another mode than training, of which the rungs are schedules.
+    one, and for a mode other than training, because rungs are schedules of training steps.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
-        raise ValueError("--ladder climbs the schedules of a training step: leave out --mode")
+        raise ValueError("--ladder compares schedules of a training step: leave out --mode")
     several = [count for count in devices if count != 1]
     if not several:
         raise ValueError("--ladder needs at least two devices; give --devices 2 or more")
@@ -91,7 +91,7 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 
 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
-    """Return the cases of the situations in which people meet multi-GPU training, on two devices and `device_kind`.
+    """Return the cases of common situations in multi-GPU training, on two devices of the kind `device_kind`.
 
     They are: every strategy; where the batch is before the step, how often the loss is read, and how gradients are
     cleared; bf16, fp16 and torch.compile; the forward alone, with autograd and under no_grad; batches from a DataLoader

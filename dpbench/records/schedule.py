@@ -56,7 +56,7 @@ EFFECTS: dict[str, str] = {
 
 REFERENCE = "reference"
 FASTEST = "fastest"
-"""The name that stands for the schedule which TrainStep selects from the exact schedules."""
+"""The name for the schedule that TrainStep selects from the exact schedules."""
 
 TRAIN_STEP, CUDA = "TrainStep", "cuda"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -144,7 +144,7 @@ class Schedule:
     def check(self, *conditions: str) -> Schedule:
         """Return the schedule unchanged. Raises ValueError if one of its needs is not met under `conditions`."""
         if missing := self.missing(*conditions):
-            raise ValueError(f"the schedule {str(self)!r} cannot run, because it has unmet needs: {'; '.join(missing)}")
+            raise ValueError(f"the schedule {str(self)!r} cannot run, because needs are not met: {'; '.join(missing)}")
         return self
 
 

@@ -190,8 +190,8 @@ class Trial:
     """One measurement or prediction of a case: all recorded data, without values that are computed from them.
 
     `round` is the index of the round. `reason` is a text that explains a status other than `ok`. `setup` maps the
-    stages of the trial, such as verification, to their durations in seconds. `provenance` has the facts about host and
-    torch that are needed to reproduce the numbers. `failed_device` is the index of the device that failed first, if
+    stages of the trial, such as verification, to their durations in seconds. `provenance` has the facts about the host
+    and torch that are needed to reproduce the numbers. `failed_device` is the index of the device that failed first, if
     any.
     """
 
@@ -390,7 +390,7 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 def cause_of(failures: Sequence[Failure], case: Case) -> Failure:
     """Return the failure of the ranks of a case that likely caused the others.
 
-    It has no device if each rank has several devices, because a rank does not tell which of them ran out of memory.
+    It has no device if each rank has several devices, because a rank does not report which of them ran out of memory.
     """
     first = in_order(failures)[0]
     return first if case.traits.devices_per_replica == 1 else replace(first, device=None)

@@ -16,7 +16,7 @@ _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    r"""Return the text with an escape, such as \x1b or \u202e, in place of each character that hides or controls.
+    r"""Return the text with an escape, such as \x1b or \u202e, in place of each invisible or controlling character.
 
     With `lines`, line feeds are kept.
     """
@@ -28,7 +28,7 @@ def visible(text: str, *, lines: bool = False) -> str:
 
 
 def everywhere(data: Any) -> Any:
-    """Return plain data, such as a decoded JSON text, in which every text and every key is visible."""
+    """Return a copy of plain data, such as a decoded JSON text, after making every text and every key in it visible."""
     if isinstance(data, str):
         return visible(data)
     if isinstance(data, Mapping):
@@ -39,7 +39,7 @@ def everywhere(data: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values of a long column, in which every text is visible; it has few different texts, or none."""
+    """Return the values of a long column, with every text made visible; the column has few different texts, or none."""
     if not values or not isinstance(values[0], str):
         return values
     shown = {value: everywhere(value) for value in {*values}}
@@ -47,5 +47,5 @@ def column(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def loads(text: str) -> Any:
-    """Return the plain data of a JSON text, in which every text and every key is visible."""
+    """Return the plain data of a JSON text, after every text and every key in it has been made visible."""
     return everywhere(json.loads(text))

@@ -71,7 +71,7 @@ def time(value: float) -> str:
 
 
 def long_time(value: float) -> str:
-    """Return a duration in seconds as text, in hours from 2 hours, in minutes from 2 minutes, and else as `time`."""
+    """Return a duration in seconds as text, in hours from 2 h, in minutes from 2 min, and otherwise as `time` does."""
     if not math.isfinite(value) or value < 120:
         return time(value)
     return f"{number(value / 60)} min" if value < 7200 else f"{number(value / 3600)} h"

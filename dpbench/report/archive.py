@@ -21,7 +21,7 @@ FACTS = "run.json"
 
 
 class Kept(NamedTuple):
-    """The file of a run's page that was kept, and the id of the run of the latest page, "" if no run has a page."""
+    """The file of a run's page in the archive, and the id of the newest run with a result; "" if there is none."""
 
     page: Path
     latest_run: str

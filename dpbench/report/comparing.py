@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("verdict", "case", "ratio", "95 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
-NOTE = "A ratio above 1 means that the run after is faster."
+NOTE = "A ratio above 1 means that the second run (after) is faster."
 PANELS = 40
 """The largest number of cases that a section of the page draws."""
 
@@ -60,7 +60,7 @@ def _ms(step: Estimate) -> str:
 
 
 def why(line: Comparison) -> str:
-    """Return the phase that changed most, with its share of all changes, if the case changed; then the reason."""
+    """Return the reason for a verdict, preceded by the phase that changed most and its share if the case changed."""
     phase = f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the changes of all phases)"
     return "; ".join([*([phase] if line.decided else []), line.reason])
 
@@ -100,9 +100,9 @@ def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
 
 @dataclass(frozen=True)
 class SideAnswer:
-    """The headline of an answer to a question, in one run or, if it is the same, in both (`side`), and its labels.
+    """The headline and the labels of an answer. `side` names the run, or both runs if they give the same answer.
 
-    `cases` has the ids of the compared cases for which it stands; without any, the page always shows the answer.
+    `cases` has the ids of the compared cases that the answer is about; without any, the page always shows the answer.
     """
 
     subject: str
@@ -146,7 +146,7 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
 def numbers(found: Comparisons) -> list[dict[str, object]]:
     """Return one record per case in the order of the table: the case, its verdict, its numbers in seconds or as ratios.
 
-    A number in doubt is withheld, as in `frames.frame`: its reason is the value of the column whose name ends so.
+    A number in doubt is withheld, as in `frames.frame`: the column whose name ends in `_withheld` has the reason.
     """
     return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
 
@@ -167,7 +167,7 @@ def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
 
 def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswer]:
     """Return the answers of both runs by question; an answer that is the same in both runs occurs once."""
-    # the page knows a case by its id in the run before, also where the run after has other devices
+    # the page identifies a case by its id in the first run, even if the second run has other devices
     known = {naming.case_id(line.other): naming.case_id(line.case) for line in found.lines}
     sides = []
     for report, ids in ((before, {one: one for one in known.values()}), (after, known)):
@@ -227,12 +227,15 @@ def _title(line: Comparison) -> str:
 def _part(
     name: str, title: str, lead: str, panels: Sequence[tuple[Case, Panel]], drawable: int, styles: Styles
 ) -> Part | None:  # fmt: skip
-    """Return a section of the page whose panels belong to cases, of `drawable` ones in all; None without panels."""
+    """Return a section of the page; None without panels.
+
+    Each panel belongs to a case. `drawable` is the number of cases that could be drawn.
+    """
     from dpbench.report import page as report_page
 
     if not panels:
         return None
-    # the page filters a drawing of two runs as a whole, by the case of the run before
+    # the page filters a drawing of two runs as a whole, by the case of the first run
     drawn = [report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels]
     left_out = drawable - len(panels)
     note = f"{words.count(left_out, 'more case')} not drawn." if left_out else ""

@@ -1,4 +1,4 @@
-"""Marks: the texts and the cases of a drawing's artists, by which the page explains and filters the drawing.
+"""Marks: the texts and the cases of a drawing's artists, which the page uses to explain and filter the drawing.
 
 Matplotlib writes the `gid` of an artist as the id of its SVG group. The functions here choose the `gid`, and turn it
 into attributes of the group.
@@ -62,7 +62,7 @@ def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
 
 
 def own(artist: Artist, cases: Sequence[Case]) -> None:
-    """Give an artist of a drawing the cases that it shows; the page hides it if none of them is chosen."""
+    """Give an artist of a drawing the cases that it shows; the page hides the artist if no such case is chosen."""
     figure = artist.figure
     assert isinstance(figure, Drawing)
     gid = f"of-{len(figure.owners)}"

@@ -63,7 +63,7 @@ def case_ids(cases: Iterable[Case]) -> str:
 
 
 def alike(answer: Answer, rows: Sequence[Row]) -> str:
-    """Return the ids of the cases for which an answer stands: those of its model and of the batch sizes it compares."""
+    """Return the ids of the cases that an answer is about: those of its model and of the batch sizes in it."""
     batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
     cases = (row.case for row in rows)
     return case_ids(one for one in cases if one.model == answer.home.model and one.batch_size in batches)
@@ -107,7 +107,7 @@ def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return a sentence with the number of rounds from which the rows are estimated, or that they are predicted."""
+    """Return a sentence on the number of rounds behind the rows, or on their prediction."""
     counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."

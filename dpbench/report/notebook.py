@@ -1,4 +1,4 @@
-"""Notebook: the answers of a run and the table of its cases, as a piece of HTML for the output of a notebook's cell."""
+"""Notebook: the answers of a run and the table of its cases, as HTML for the output of a notebook's cell."""
 
 from __future__ import annotations
 

@@ -47,10 +47,10 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield the rows of each panel or, if they are too many, of several panels.
+    """Yield one group of rows per setting and batch size, for one panel or, if the group is large, for several.
 
-    They have one setting and one batch size, and the largest number of devices. The strategies for one device are those
-    at the same batch size or, if there are none, at the batch size of one of the devices.
+    A group has the cases on the largest number of devices, and the one-device cases with the same batch size; if there
+    are none, those with the batch size of one of the devices.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
@@ -76,7 +76,7 @@ def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], k
     """Return the panel with one median step of a case in two runs, one above the other, on the same time axis.
 
     `labels` are those of both sides, and `key` makes the ids of the drawing unique. The page filters the panel by the
-    case of the run before.
+    case of the first run.
     """
     names, shown = ("before", "after"), (before, after)
     with svg.theme():

@@ -179,7 +179,7 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def _sentence(facet: small_multiples.Facet) -> str:
-    """Return a sentence on the case in which device 0 is busy longest compared with the other devices.
+    """Return a sentence on the case with the highest ratio of device 0's busy time to the other devices'.
 
     Return an empty text if the ratio is not known for any case.
     """
@@ -192,7 +192,7 @@ def _sentence(facet: small_multiples.Facet) -> str:
         return ""
     ratio, memory, name = max(known, key=lambda one: one[0].value)
     if ratio.low <= 1 <= ratio.high:
-        return f"Not even {name} shows a difference between device 0 and the others: {words.times(ratio)}."
+        return f"With {name} (the highest ratio), device 0 shows no difference from the others: {words.times(ratio)}."
     longer = "longer" if ratio.value > 1 else "shorter"
     holds = f", and holds {words.number(memory)}× their memory" if memory is not None else ""
     share = words.percent(abs(ratio.value - 1))

@@ -344,7 +344,8 @@ class Store:
         """Return the ended trials of the run `run_id` in the order in which they started; None means all runs.
 
         Of several trials of one case and round, only the last trusted trial (see `Trial.trusted`) is returned, or the
-        last trial if none is trusted. With `superseded`, all of them are returned. Killed trials are always left out.
+        last trial if none is trusted. With `superseded`, all these trials are returned. Killed trials are always left
+        out.
         """
         return [trial for _, trial in self._each(run_id, superseded=superseded)]
 

@@ -39,7 +39,7 @@ class Merged:
 def refuse_replaced(db: file.Connection) -> None:
     """Raise StoreError if the file was deleted or replaced since it was opened for writing.
 
-    The trials in the open file are copied into a new file beside it, whose name is in the message.
+    The trials in the open file are copied into a new file in the same folder, which the message names.
     """
     if file.same_file(db):
         return
@@ -47,7 +47,7 @@ def refuse_replaced(db: file.Connection) -> None:
     try:
         kept.unlink(missing_ok=True)
         db.execute("VACUUM INTO ?", (str(kept),))
-        where = f"all trials until now are in {kept}"
+        where = f"all trials so far are in {kept}"
     except (sqlite3.Error, OSError) as error:
         where = f"its trials are lost, because {kept} cannot be written: {error.__cause__ or error}"
     raise StoreError(f"the store {db.path} was deleted or replaced while a run was writing to it; {where}")

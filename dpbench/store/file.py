@@ -112,7 +112,7 @@ class Connection(sqlite3.Connection):
     def named(self) -> Iterator[None]:
         """Turn SQLite's errors inside this context into StoreErrors that name the file.
 
-        Errors that only a mistake in dpbench causes, such as a violated constraint, stay as they are.
+        Errors that only a mistake in dpbench causes, such as a violated constraint, are not converted.
         """
         try:
             yield

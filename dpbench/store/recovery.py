@@ -1,9 +1,9 @@
 """Recovery: list the damage of a store's file, and copy everything that can be read into a new store.
 
-The damaged file is never changed. Recovery works on a copy, in which the number of pages in the header is made to fit
-the length of the file. If SQLite cannot read the copy's tables, the first page, which describes the tables, is replaced
-by that of an empty store, which has its tables on the same pages. Rows are then looked up one by one by their number,
-so that a damaged page hides only the rows on it.
+The damaged file is never changed. Recovery works on a copy, in whose header the number of pages is set to match the
+length of the file. If SQLite cannot read the copy's tables, the first page, which describes the tables, is replaced by
+that of an empty store, which has its tables on the same pages. Rows are then looked up one by one by their number, so
+that a damaged page hides only the rows on it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _copy(source: file.Connection, target: file.Connection, path: Path) -> Recov
             with file.transaction(target):
                 _own(target, ended[1])
                 new = copying.copy_trial(source, row, target, ended[1])
-                rows.trial(target, new)  # a damaged order of parts shows only in the copy, where they are in order
+                rows.trial(target, new)  # only the copy shows a damaged order of the parts
             trials += 1
         except UnreadableRow as fault:
             lost.append(fault)
@@ -165,7 +165,10 @@ def _copy(source: file.Connection, target: file.Connection, path: Path) -> Recov
 
 
 def _rows(db: file.Connection, table: str, most: int) -> Iterator[int]:
-    """Yield the numbers of a table's rows that SQLite finds, of which the largest may be unknown: then up to `most`."""
+    """Yield the rowids of a table, including those on damaged pages.
+
+    If the largest rowid cannot be read, rowids up to `most` are tried.
+    """
     queries = [f"SELECT max(rowid) FROM {table}"]
     if table == "trial":
         queries += [f"SELECT max(trial_id) FROM {part}" for part in copying.PARTS]

@@ -39,7 +39,7 @@ MEMORY = "device, peak_bytes, source, phase, kind"
 SERIES = "device, metric, times, readings"
 """The columns that a checksum covers. Columns of later schemas are not added: the checksums of older rows lack them."""
 _DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, zlib.error)
-"""The exceptions by which damaged data show: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
+"""The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
 
 
 REASON = 4000
@@ -62,7 +62,7 @@ class UnreadableRow(StoreError):
 
 @contextmanager
 def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
-    """Turn every exception by which damaged data show into UnreadableRow, except that of a locked file."""
+    """Convert every exception that damaged data cause to UnreadableRow, except the exception of a locked file."""
     try:
         yield
     except (UnreadableRow, file.Locked):
@@ -177,8 +177,8 @@ def readable(
 ) -> Iterator[tuple[int, Read]]:  # fmt: skip
     """Yield each row's id, and the object that `read` makes of the row.
 
-    `unreadable` is called for each row that cannot be read, which hides no other row. If it is None, the first such row
-    raises UnreadableRow.
+    `unreadable` is called for each row that cannot be read, and the other rows are still yielded. If it is None, the
+    first such row raises UnreadableRow.
     """
     for (row,) in ids:
         try:
@@ -220,7 +220,10 @@ def sign_trial(db: file.Connection, row: int) -> None:
 
 
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:
-    """Return the named columns of a row; a column that the file's schema lacks is None. Raises LookupError."""
+    """Return the named columns of a row; None for a column that the file's schema lacks.
+
+    Raises LookupError if the row is missing.
+    """
     found = db.execute(f"SELECT {_known(db, table, columns)} FROM {table} WHERE rowid=?", (row,)).fetchone()
     if found is None:
         raise LookupError("the row is missing")

@@ -14,7 +14,7 @@ from dpbench.records import Trial, visible
 PREDICTED = "predicted:"
 """The beginning of the host of a run on a machine that was only described."""
 LATEST = "last"
-"""The name that always stands for the newest run, so that no run can have it."""
+"""The name that always means the newest run, so that no run can have it."""
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 

@@ -44,7 +44,7 @@ Forward = Callable[..., "torch.Tensor"]
 
 @dataclass(frozen=True)
 class Split:
-    """How one step splits the batch: the number of samples of each forward pass, in the order of the batch.
+    """The split of the batch in one step: the number of samples of each forward pass, in the order of the batch.
 
     `block` is the name of the submodule that runs on the parts, if the rest of the module runs on the whole batch.
     `replays` is whether one call of the module's forward, with one generator of random numbers, is one forward pass;
@@ -173,8 +173,8 @@ def _no_forward(case: Case) -> str:
 def begin(strategy: Strategy, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
     """Start the strategy in the mode of a case, and yield the step: a training step, or the forward alone.
 
-    The forward alone returns the output. It waits for the devices, as a server does that sends each output before it
-    takes the next request; the duration of the step is therefore the latency of a request.
+    The forward alone returns the output. The step waits for the devices, like a server that sends each output before it
+    takes the next request; its duration is therefore the latency of a request.
     """
     if case.trains:
         with strategy.start(case, model, devices, mark) as training:
@@ -227,7 +227,7 @@ OWN = "own"
 def optimizer_of(case: Case, model: Model | None = None) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that creates the case's optimizer from parameters.
 
-    Raises LookupError if the name of the case's optimizer is unknown, or if the model has no optimizer of its own.
+    Raises LookupError if the name of the case's optimizer is unknown, or if the model provides no optimizer.
     """
     if case.optimizer == OWN:
         if model is None or model.loop.optimizer is None:

@@ -18,7 +18,7 @@ from dpbench.strategies._layers import Flow
 
 
 class Block(DataParallel):
-    """dpbench.DataParallel around a block, whose forward and backward close and open the marks of the flow around it.
+    """dpbench.DataParallel around a block; its forward and backward close and reopen the marks of the flow around it.
 
     Backward runs through the rest of the module, then through the replicas, and then through the rest again.
     """

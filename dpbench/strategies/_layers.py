@@ -113,7 +113,7 @@ class Flow:
             self.leave()
 
     def cross(self, value: torch.Tensor, copy: torch.Tensor, source: Device, target: Device) -> None:
-        """Mark the way back of the gradient of `copy`, which is the copy of `value` from `source` on `target`."""
+        """Mark the return of the gradient of `copy` to `source`; `copy` is the copy of `value` on `target`."""
         if source.index != HOST:
             copy.register_hook(lambda gradient: self.enter(Phase.BACKWARD, source))
             return

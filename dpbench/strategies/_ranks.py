@@ -90,7 +90,7 @@ class RankStep:
 def forward_of_rank(
     case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
 ) -> Forward:
-    """Return the forward of the module that `wrap` returns on this rank's rows of the batch; its output is theirs."""
+    """Return a function that runs the forward of the wrapped module on this rank's rows; the output has these rows."""
     import torch
     import torch.distributed as dist
 

@@ -89,7 +89,7 @@ PASSES = {"sgd": 5, "adam": 7}
 
 
 class Graph:
-    """A builder of the list `tasks`, in which tasks refer to each other by index."""
+    """A builder of the list `tasks`, in which a task refers to other tasks by index."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []

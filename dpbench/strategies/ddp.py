@@ -55,7 +55,7 @@ class DistributedDataParallel(Strategy):
 
     @contextmanager
     def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
-        """Yield the forward of torch's wrapper on this rank's rows; rank 0's buffers are copied to all ranks before."""
+        """Yield the forward of torch's wrapper on this rank's rows; rank 0's buffers are first copied to all ranks."""
         yield forward_of_rank(case, model, devices[0], mark, self.wrap)
 
     def skip(self, case: Case) -> str:
@@ -72,7 +72,7 @@ class DistributedDataParallel(Strategy):
         return Split(tuple(part for rows in case.rows for part in chunk_sizes(rows, self.parts)))
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False with several micro-batches: each updates the buffers, and in the reference only the first."""
+        """Return False with several micro-batches: each one updates the buffers, in the reference only the first."""
         return self.parts == 1
 
     def wrap(self, module: nn.Module, device: Device) -> nn.Module:

@@ -1,9 +1,9 @@
-"""Findings: explain the gain from data parallelism, where the time goes, and which changes would help.
+"""Findings: explain the gain from data parallelism, the phases that take the time, and the changes that would help.
 
-The rules are listed in phases.py and scale.py. Each rule examines one case, preferably that of torch.nn.DataParallel on
-the most devices, and compares it with the other cases of the run. A finding is a problem that a rule found. Findings
-are sorted by their cost in seconds per step, the largest first. If the run also measured the remedy of a problem, the
-finding states the gain of the remedy.
+The rules are listed in phases.py, scale.py and loops.py. Each rule examines one case, preferably that of
+torch.nn.DataParallel on the most devices, and compares it with the other cases of the run. A finding is a problem that
+a rule found. Findings are sorted by their cost in seconds per step, the largest first. If the run also measured the
+remedy of a problem, the finding states the gain of the remedy.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ PLACES = 3
 
 
 def _observing(judge: Callable[[CaseContext, Observed], Judgement]) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` that calls `judge` with the facts of an observed loop, and returns None without."""
+    """Return a `FindingRule.when` that calls `judge` with the facts of an observed loop, else returns None."""
     return lambda context: judge(context, context.observed) if context.observed else None
 
 
@@ -207,7 +207,7 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
     """Return a judge of the seconds that a loop spends outside its steps.
 
-    `name` is the name of the fact that has the seconds. `what` is the subject of the sentence.
+    `name` is the field of `Observed` that has the seconds. `what` is the subject of the sentence.
     """
 
     def judge(context: CaseContext, loop: Observed) -> Judgement:
@@ -217,8 +217,8 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
             return None
         return Evidence(
             says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
-            numbers=f"{percent(aside_s / (aside_s + steps_s))} of the time of both, between the first and the last "
-            "step; no step includes it",
+            numbers=f"{percent(aside_s / (aside_s + steps_s))} of the sum of both, between the first and the last "
+            "step; the times of the steps do not include it",
             size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
         )  # fmt: skip
 

@@ -76,7 +76,7 @@ def _subject(context: CaseContext) -> str:
 def _steps(context: CaseContext) -> str:
     """Return a sentence on the speed-up over the next smaller measured number of devices.
 
-    Return "" if no smaller number was measured, or if the speed-up has not enough rounds.
+    Return "" if no smaller number was measured, or if there are not enough rounds for the speed-up.
     """
     fewer = context.fewer()
     if fewer is None:

@@ -215,7 +215,7 @@ def share_of(seconds: Estimate, share: float) -> Estimate:
 def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
     """Return the mean number of devices that run `phase`, over the time in which at least one does.
 
-    Return None if it is unknown, because the trials have no spans of the phase, as exported trials.
+    Return None if it is unknown, because the trials, such as exported ones, have no spans of the phase.
     """
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
@@ -289,9 +289,10 @@ class Evidence:
     `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
     problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
     measured gain of another case, whose `schedule` is "" if it has none. If `predicted`, it is the predicted gain of
-    another strategy. Otherwise the cost is an upper bound of the time that a remedy can save. `aside` is not 0 if the
-    problem costs time outside the steps: the fraction of this time in its sum with all steps. `share` is the cost as a
-    fraction of the step; None if it is that of `size_s`. `code` and `command` apply the remedy to an observed loop.
+    another strategy. Otherwise the cost is an upper bound of the time that a remedy can save. `aside` is for problems
+    that cost time outside the steps: this time divided by its sum with the time of all steps; 0 for other problems.
+    `share` is the cost as a fraction of the step; None if `size_s` determines it. `code` and `command` apply the remedy
+    to an observed loop.
     """
 
     says: str

@@ -54,7 +54,7 @@ def _busy(context: CaseContext) -> Judgement:
 
 
 def _slow_device(context: CaseContext) -> Judgement:
-    """Return evidence if a device is clearly longer busy than the others for the same number of rows; else None.
+    """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
 
     Where one process runs all devices, device 0 has additional work: it is never the slow one, and the others are
     compared with it only if there is just one other. Return `Missing` if there are not enough rounds.

@@ -58,7 +58,7 @@ def _without_result(rows: Sequence[Row]) -> list[str]:
 
 
 def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | None:
-    """Return the diagnosis of a case that the answer compares with the baseline; None if no such case has one."""
+    """Return the diagnosis of a case that the answer compares with the baseline; None if there is no diagnosis."""
     alike = [one for one in diagnoses if one.row.source is answer.source]
     return next((one for one in alike if one.row.case in answer.compared), None)
 

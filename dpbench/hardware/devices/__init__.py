@@ -31,7 +31,7 @@ def as_devices(devices: Devices) -> list[Device]:
 
 @contextmanager
 def holding(devices: Sequence[Device]) -> Iterator[None]:
-    """In the context, keep the streams that are current in the calling thread as those of `devices`, in all threads."""
+    """In the context, all threads use the calling thread's current streams as the streams of `devices`."""
     with ExitStack() as held:
         for device in devices:
             held.enter_context(device.hold())

@@ -42,7 +42,7 @@ class CudaDevice:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep the stream that is current on this GPU in the calling thread as this device's stream, in all threads.
+        """Make the calling thread's current stream on this GPU the stream of this device in all threads.
 
         Without this, the stream would depend on the thread that looks it up: it is that of another replica in the guard
         of a replica on the same GPU, and the default stream in the threads in which autograd runs backward.

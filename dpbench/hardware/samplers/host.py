@@ -213,7 +213,7 @@ def rates(before: Reading, now: Reading) -> dict[str, float]:
     """Return the values, by metric, of the interval between two readings: the CPU use of cores and processes.
 
     A process counts only if both readings include it, because the CPU time before its first reading belongs to no
-    interval. The CPU time of the sampler process counts neither for the watched tree nor as foreign.
+    interval. The CPU time of the sampler process counts as time neither of the watched tree nor of foreign processes.
     """
     elapsed_s = now.time_s - before.time_s
     known = now.process_s.keys() & before.process_s.keys()

@@ -162,7 +162,7 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
 
     Its setup has `compile_s`, the seconds of the steps that compiled, including that of verification; it is shorter if
     torch's cache on disk has the graphs. Its facts have the numbers of graphs and graph breaks. Raises ValueError if
-    nothing was compiled, and RuntimeError if it never ends.
+    nothing was compiled, and RuntimeError if compilation never ends.
     """
     begun, compile_s = compilations(), 0.0
     for _ in range(COMPILING_PASSES):

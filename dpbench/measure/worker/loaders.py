@@ -151,7 +151,7 @@ def check(dataset: Any, batch_size: int, *, pin_memory: bool, start: str) -> Non
 
 
 def _loader(dataset: Any, loading: Loading, batches: int, folder: Path) -> DataLoader[Any]:
-    """Return the DataLoader; its examples are drawn at random without repetition, others in each round."""
+    """Return the DataLoader; its examples are drawn at random without repetition, and differ between rounds."""
     setting = loading.setting
     kind = _WatchedBatches if hasattr(dataset, "__getitems__") else _Watched
     watched = kind(dataset, folder, loading.dataset if isinstance(loading.dataset, str) else "")
@@ -217,7 +217,7 @@ class _Watched(Dataset[Any]):
 
 
 class _WatchedBatches(_Watched):
-    """The same for a dataset that loads all examples of a batch in one call."""
+    """A `_Watched` dataset that loads all examples of a batch in one call."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         at = self._at or self._started()

@@ -115,8 +115,8 @@ class _Facts:
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         if len(names) > len(found):
             self.notes.append(
-                f"build(): {len(names) - len(found)} parameters are registered under two names; their gradients are "
-                "added, and they count once"
+                f"build(): {len(names) - len(found)} parameters are registered under two names; each of them "
+                "counts once, with the sum of its gradients"
             )
         self.seen["dtypes"] = ", ".join(sorted({str(one.dtype) for one in found}))
 
@@ -152,7 +152,7 @@ class _Facts:
                 output = module(*models.positional(inputs))
             for source, state_of, was in others:
                 if str(state_of()) != was:
-                    self.notes.append(f"forward draws from {source}, which verification cannot replay: draw with torch")
+                    self.notes.append(f"forward draws from {source}, which verification cannot replay: use torch")
             self._draws = not (
                 torch.equal(torch.get_rng_state(), state) and _equal(torch.cuda.get_rng_state_all(), gpus)
             )
@@ -204,8 +204,8 @@ class _Facts:
         named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
         unused = [name for name, one in named if one.grad is None]
         if len(unused) == len(named):
-            raise self._fault("loss", "gives no parameter a gradient: it depends on none, or forward uses parameters "
-                              "other than those of the module")  # fmt: skip
+            raise self._fault("loss", "gives no parameter a gradient: the loss depends on no parameter, or forward "
+                              "uses parameters that are not registered in the module")  # fmt: skip
         if unused:
             self.notes.append(
                 f"{len(unused)} of {len(named)} parameters get no gradient (first: {unused[0]}): strategies with "
@@ -234,7 +234,7 @@ class _Facts:
             return
         self.seen["two devices"] = found.verified.value
         if found.verified is Verified.NO:
-            self.notes.append(f"a step on two devices will not verify: {found}")
+            self.notes.append(f"a step on two devices does not pass verification: {found}")
             return
         if self._draws:  # each chunk draws other numbers than the whole batch
             return
@@ -242,7 +242,7 @@ class _Facts:
         apart = verification.dependence(even, devices[0], precision_of)
         if apart > verification.TOLERANCE["fp32"]:
             self.notes.append(
-                f"two devices train with another gradient than one (by {apart:.2g} of its norm), with dpbench as with "
+                f"two devices compute another gradient than one device (by {apart:.2g} of its norm), in dpbench as in "
                 "torch: the loss is not a mean over samples, or samples depend on each other, as in BatchNorm"
             )
 

@@ -1,8 +1,8 @@
 """Neighbour: another model that takes steps on other devices, in another process, while a case is timed.
 
 The other model runs under the same strategy, settings and number of devices as the case, on the next devices. It takes
-its steps from before the case's verification until after its last step. A trial whose neighbour has failed, or has not
-taken a step meanwhile, fails.
+its steps from before the case's verification until after its last step. A trial whose neighbour has failed, or has
+taken no step during this time, fails.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
 
 
 def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
-    """Take steps of the other model until the parent asks to stop; report their number after the first, and then."""
+    """Take steps of the other model until the parent asks to stop; report their number twice.
+
+    The first report is sent after `FIRST` steps, the second at the end.
+    """
     processes.die_with_parent(parent)
     try:
         other = replace(case, model=case.neighbour, neighbour="")

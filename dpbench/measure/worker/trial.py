@@ -241,20 +241,20 @@ def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
 
 
 def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Return the batches of a case in the place where its training loop has them before a step."""
+    """Return the batches of a case, in the memory in which its training loop has them before a step."""
     return [_placed(batch, case, device) for batch in _batches(case, model)]
 
 
 def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Set this process to the precision of a neighbour's case, and return the batches of the case in their place."""
+    """Set this process to the precision of a neighbour's case, and return the case's placed batches."""
     _allow_tf32(case, device)
     return _placed_batches(case, model, device)
 
 
 def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
-    """Return the batch in the place where the case's training loop has it before a step, according to `case.inputs`.
+    """Return the batch in the memory in which the training loop has it before a step, according to `case.inputs`.
 
-    The place is pageable or pinned memory of the host, or the memory of `device`.
+    This is pageable or pinned memory of the host, or the memory of `device`.
     """
     if case.device_kind == "cpu" or case.inputs == "pageable":
         return batch
@@ -275,7 +275,7 @@ def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
 
 
 def work(request: Request) -> list[Trial] | Failure:
-    """Do the job of a request and return one trial per case; a trial that failed has the reason.
+    """Carry out a request and return one trial per case; a trial that failed has the reason.
 
     For one rank of a trial, return this rank's part of the trial, or the record of its failure. The job of timing a
     DataLoader has no trials.
@@ -331,7 +331,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 
 
 def _take(seat: Seat, case: Case, effort: Effort) -> list[Trial] | Failure:
-    """Be one rank of a trial in this process; return this rank's part of the trial, or the record of its failure."""
+    """Act as one rank of a trial in this process; return its part of the trial, or the record of its failure."""
     strategy = strategies.load(case.strategy)
     if reason := strategies.refusal(strategy, case):
         return [Trial(case=case, status=Status.SKIPPED, reason=reason)]

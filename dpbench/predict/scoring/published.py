@@ -255,9 +255,9 @@ def _unfit(row: PublishedRow, all_rows: bool) -> str:
     if not all_rows and row.repeats:
         return "the row repeats another row"
     if row.metric not in TIMES:
-        return f"no duration of a step follows from the metric {row.metric}"
+        return f"the duration of a step cannot be derived from the metric {row.metric}"
     if row.metric == "samples_per_s" and not row.batch:
-        return "the duration of a step does not follow from a throughput without a batch size"
+        return "the duration of a step cannot be derived from a throughput without a batch size"
     if row.devices > 1 and row.strategy not in NAMED:
         return f"the strategy {row.strategy} cannot be predicted"
     return ""

@@ -230,8 +230,8 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
 def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     """Return the run whose id begins with `run` in a file that `jsonl` wrote, and its trials.
 
-    The run has no time and no facts, which the file lacks. Raises ValueError if the file does not have exactly one such
-    run.
+    The run has no time and no facts, because the file lacks them. Raises ValueError if the file does not have exactly
+    one such run.
     """
     from dpbench.store import FINISHED, StoredRun
 
