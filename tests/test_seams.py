@@ -156,7 +156,7 @@ def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_frames", lambda error: "-")
     monkeypatch.setattr(failures, "_memory_of", lambda error, ordinal: "-")
     monkeypatch.setattr(processes, "ending", lambda status: "-")
-    monkeypatch.setattr(processes, "advice", lambda status, killed_before: "-")
+    monkeypatch.setattr(processes, "advice", lambda status, killed_before, peak_bytes: "-")
     monkeypatch.setattr(errors, "_rebuilt", lambda error, message: RuntimeError("-"))
     monkeypatch.setattr(_ledger.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-"))
 
