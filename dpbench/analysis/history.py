@@ -70,6 +70,8 @@ def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mappin
         for one in past
         if (commit := _commit(one.run.provenance)) and (one.run.provenance.get("packages") or {}).get("torch") == torch
     ]
+    if len({commit for commit, _ in usable}) < COMMITS:
+        return ()
     found = []
     for case in cases:
         points = _points(case, usable)

@@ -29,6 +29,8 @@ Vectors = Mapping[int, Sequence[Sequence[float]]]
 """For each round and each of its steps, one number per device. A quantity read once per round has one step."""
 
 RESAMPLES = 2000
+WITHIN = 400
+"""The number of resamples of the steps of one round of several devices, from which the resamples of rounds draw."""
 CELLS = 4_000_000
 """The largest number of pairs of rounds in all resamples together. With many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
@@ -224,7 +226,12 @@ def _medians(
     draws = np.empty((*chosen.shape, *pools[0].shape[1:]))
     for number, pool in enumerate(pools):
         here = chosen == number
-        draws[here] = resampled_medians(pool, int(here.sum()), generator)
+        count = int(here.sum())
+        if pool.ndim > 1 and len(keys) > 1 and count > WITHIN:
+            # steps of several devices are costly to resample, and the variation between rounds is larger
+            draws[here] = resampled_medians(pool, WITHIN, generator)[generator.integers(WITHIN, size=count)]
+        else:
+            draws[here] = resampled_medians(pool, count, generator)
     return scale(np.array([np.median(pool, axis=0) for pool in pools])), scale(draws)
 
 
