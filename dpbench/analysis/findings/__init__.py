@@ -136,10 +136,10 @@ def _code(finding: Finding, tried: Sequence[Case]) -> str:
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
     """Return the measured cases of the same work that apply the rule's remedy, with their gains, the fastest first."""
     found = []
-    candidates = [*context.rivals(), context.all_cores()]
+    candidates = [*context.rivals, context.all_cores()]
     for row in candidates:
         if row is not None and _applies(row, rule):
-            ratio = stats.ratio(context.row.series, row.series)
+            ratio = context.ratio(row)
             gain_s = stats.difference(context.row.series, row.series)
             found.append(Cure(row=row, ratio=ratio, gain_s=gain_s, verdict=stats.verdict(ratio)))
     return tuple(sorted(found, key=lambda cure: -cure.ratio.value))

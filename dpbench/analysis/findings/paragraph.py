@@ -143,7 +143,7 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
     If none of them is faster than the diagnosed case, recommend the remedy of the largest finding instead. A last
     sentence follows if one device is faster.
     """
-    better = _faster(context, context.rivals())
+    better = _faster(context, context.rivals)
     if not better:
         return f"{_unmeasured(context, findings)}{_alone(context)}"
     said = [f"{_name(row)} is {times(ratio)} as fast" for row, ratio in better[:LARGEST]]
@@ -167,7 +167,7 @@ def _alone(context: CaseContext) -> str:
         return ""
     row, ratio = found[0]
     name = "one device" if row.case.traits.role is Role.BASELINE else strategy(row.case)
-    several = [rival for rival in context.rivals() if stats.verdict(stats.ratio(row.series, rival.series)) != "slower"]
+    several = [rival for rival in context.rivals if stats.verdict(stats.ratio(row.series, rival.series)) != "slower"]
     beaten = "" if several else ", and faster than every measured case on several devices: use one device here"
     return f" Without data parallelism, {name} is {times(ratio)} as fast{beaten}."
 
@@ -177,7 +177,7 @@ def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Esti
 
     Each row comes with the ratio of the diagnosed case's step time to its step time.
     """
-    found = [(row, stats.ratio(context.row.series, row.series)) for row in others]
+    found = [(row, context.ratio(row)) for row in others]
     decided = [pair for pair in found if stats.verdict(pair[1]) == "faster"]
     return sorted(decided, key=lambda pair: -pair[1].value)
 
@@ -195,7 +195,7 @@ def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
 
     The sentences name the other cases, and recommend the remedy of the largest finding whose gain was not measured.
     """
-    tried = context.rivals()
+    tried = context.rivals
     nothing = (
         f"No measured alternative is decidedly faster on the same work ({', '.join(strategy(r.case) for r in tried)})."
         if tried

@@ -19,8 +19,6 @@ from dpbench.records.observed import Alternative, Alternatives, Observed, observ
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
-PhaseSeconds = list[dict[str, float]]
-"""For each timed step, the duration of each phase in seconds."""
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 """The phases that should become shorter with more devices."""
 
@@ -129,6 +127,7 @@ class CaseContext:
         alone = None if rest else self.single(share)
         return (alone, 1.0) if alone else None
 
+    @cached_property
     def rivals(self) -> list[Row]:
         """Return the rows of other strategies and schedules that were measured on the same work and devices."""
         mine = replace(self.case, strategy="", schedule="")
@@ -141,6 +140,16 @@ class CaseContext:
             and case != self.case
             and replace(case, strategy="", schedule="") == mine
         ]
+
+    def ratio(self, other: Row) -> Estimate:
+        """Return the ratio of the diagnosed case's step time to that of another row."""
+        if other.case not in self._ratios:
+            self._ratios[other.case] = stats.ratio(self.row.series, other.series)
+        return self._ratios[other.case]
+
+    @cached_property
+    def _ratios(self) -> dict[Case, Estimate]:
+        return {}
 
     def fewer(self) -> Row | None:
         """Return the row with the next smaller measured number of devices, at least two; other fields do not change.

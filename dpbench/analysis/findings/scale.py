@@ -121,7 +121,7 @@ def _memory(context: CaseContext) -> Judgement:
     others = [held for device, held in row.memory.items() if device > 0]
     lighter = [
         f"{strategy(one.case)} {number(one.memory_imbalance)}×"
-        for one in context.rivals()
+        for one in context.rivals
         if one.memory_imbalance is not None and one.memory_imbalance < row.memory_imbalance - 0.05
     ]
     measured = f"; lower ratios measured in this run: {', '.join(lighter)}" if lighter else ""
@@ -171,7 +171,7 @@ def _against(context: CaseContext, rival: Row, name: str) -> Evidence | Missing:
     Return `Missing` if there are not enough rounds.
     """
     assert rival.step is not None
-    ratio = stats.ratio(context.row.series, rival.series)
+    ratio = context.ratio(rival)
     if ratio.doubt or rival.step.doubt:
         return _doubted(f"whether {name} is faster")
     speedup = f"; its speed-up over one device is {times(rival.speedup)}" if rival.speedup else ""
@@ -186,7 +186,7 @@ def _against(context: CaseContext, rival: Row, name: str) -> Evidence | Missing:
 def _ddp(context: CaseContext) -> Judgement:
     if not context.engine:
         return None
-    rival = next((row for row in context.rivals() if row.case.traits.role is Role.CONTROL), None)
+    rival = next((row for row in context.rivals if row.case.traits.role is Role.CONTROL), None)
     if rival is None:
         return Missing("whether DistributedDataParallel is faster (measure it with --strategies ddp)")
     return _against(context, rival, "DistributedDataParallel")
@@ -199,7 +199,7 @@ def _schedules(context: CaseContext) -> Judgement:
     """
     if not context.engine:
         return None
-    rivals = [row for row in context.rivals() if row.case.traits.scheduled and _exact(row.case.schedule)]
+    rivals = [row for row in context.rivals if row.case.traits.scheduled and _exact(row.case.schedule)]
     if not rivals:
         return Missing("whether another schedule is faster (measure with --schedules fastest, or --ladder)")
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
@@ -246,10 +246,9 @@ def _bigger(context: CaseContext) -> Judgement:
 
     Return `Missing` if no bigger batch was measured, or if there are not enough rounds.
     """
+    sizes = sorted({case.batch_size for case in context.rows})
     others = [
-        row
-        for row in context.rows.values()
-        if row.case.batch_size > context.case.batch_size and row is context.other(batch_size=row.case.batch_size)
+        row for size in sizes if size > context.case.batch_size and (row := context.other(batch_size=size)) is not None
     ]
     if not others:
         return Missing(
