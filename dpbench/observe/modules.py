@@ -177,27 +177,30 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     if the module is in eval mode and was trained in training mode. Loops that make such a call in most steps, for
     example to find adversarial inputs, are recognised later.
     """
-    grad, seen = torch.is_grad_enabled(), recorder.seen
-    if not grad and (not module.training or id(module) in seen.trained):
+    grad, seen, number = torch.is_grad_enabled(), recorder.seen, id(module)
+    trained = number in seen.trained
+    if not grad and (trained or not module.training):
         return EVALUATION
-    if grad and not module.training and id(module) in seen.in_training:
+    if grad and not module.training and number in seen.in_training:
         return EVALUATION
     if module.__class__.__module__ == "torch.nn.modules.loss":
         return Phase.LOSS
-    if next(module.parameters(), None) is None:
-        if grad and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args):
-            return Phase.LOSS
-    elif grad:
-        if id(module) not in seen.trained:
-            seen.trained.add(id(module))
-            seen.rows[id(module)] = Counter()
-            _settings(recorder, module)
-        if module.training:
-            seen.in_training.add(id(module))
-        rows = seen.rows[id(module)]
-        if rows.total() >= COUNTED:
+    if not trained:  # the look at the parameters is slow
+        if next(module.parameters(), None) is None:
+            outputs = grad and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+            return Phase.LOSS if outputs else _within(recorder, module)
+        if not grad:
             return _within(recorder, module)
-        leaf = next((one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()), None)
+        seen.trained.add(number)
+        seen.rows[number] = Counter()
+        _settings(recorder, module)
+    if module.training:
+        seen.in_training.add(number)
+    rows = seen.rows[number]
+    if rows.total() < COUNTED:
+        plain = args and isinstance(args[0], torch.Tensor)
+        leaves = args if plain and args[0].dim() else tree_leaves((args, kwargs))
+        leaf = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
         if leaf is not None:
             rows[len(leaf)] += 1
     return _within(recorder, module)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
 import weakref
 from array import array
@@ -20,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any, NamedTuple
 
 from dpbench.hardware.devices import open_devices
@@ -65,6 +65,11 @@ INTERRUPTS: dict[str, frozenset[str]] = {
 """The kinds of inner spans that interrupt an outer span of the given kind, and are recorded apart from it."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded also in intervals that are not kept."""
+_BACKWARD = Phase.BACKWARD  # an attribute of an enumeration is slow to read
+_OTHERS = frozenset({Phase.DATA, EVALUATION, WITHIN})
+"""The kinds of spans that `_log` records in another way than all others."""
+_NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
+"""The kinds of spans with which the next step of a loop without an optimizer begins."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 
 
@@ -125,8 +130,7 @@ class Seen:
     unknown: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Open:
+class _Open(NamedTuple):
     kind: str
     start: Any
     note: Any
@@ -147,13 +151,14 @@ class Recorder:
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
         """A function of the end of backward that returns the spans of the part of a reduction that nothing hides."""
         self.kept = True
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._most, self._total, self._full = spans, 0, 0
         self.open: list[_Open] = []
         """The spans that are open, the outermost first."""
         self._spans: list[Raw] = []
         self._start: Any = None
-        self._updating: Any = None
+        self.updating: Any = None
+        """The end of backward, or of the last block without gradients after it, in a loop without an optimizer."""
         self._left = False
         self._deferred = 0
         self._owners: dict[int, int] = {}
@@ -169,36 +174,42 @@ class Recorder:
         The span begins at the moment `start`, or now. A span is not recorded in another thread, inside a span that it
         does not interrupt, and in an interval that is not kept.
         """
-        if not self.mine or not (self.kept or kind in ASIDE):
+        if not self.active or get_ident() != self._thread or not (self.kept or kind in ASIDE):
             return False
-        stack = self.open
-        if stack:
-            top = stack[-1]
+        if self.open:
+            top = self.open[-1]
             if kind not in INTERRUPTS.get(top.kind, ()):
                 return False
-            now = start or self.now()
-            self._log(top.kind, top.start, now, top.note or INTERRUPTED)
-        else:
-            if self._updating is not None and kind in (Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION):
-                self._by_hand()
-            now = start or self.now()
-        stack.append(_Open(kind, now, note))
+            start = start or self.now()
+            self._log(top.kind, top.start, start, top.note or INTERRUPTED)
+        elif self.updating is not None and kind in _NEXT:
+            self._by_hand()
+        self.open.append(_Open(kind, start or self.now(), note))
         return True
 
     def end(self) -> None:
         """End the span that began last."""
         if not self.open:  # the recorder was stopped meanwhile
             return
-        one, now = self.open.pop(), self.now()
-        self._log(one.kind, one.start, now, one.note)
+        kind, start, note = self.open.pop()
+        now = self.now()
+        if kind in _OTHERS:
+            self._log(kind, start, now, note)
+        else:
+            self._spans.append(Raw(kind, start, now, OWN, note))
         if self.open:
-            self.open[-1].start = now
-        if one.kind == Phase.BACKWARD and self.reduction is not None:
+            self.open[-1] = self.open[-1]._replace(start=now)
+        if kind == _BACKWARD:
+            self._backward(start, now)
+
+    def _backward(self, began: Any, now: Any) -> None:
+        """Record the reduction of a backward that has ended; without an optimizer, an update by hand may follow."""
+        if self.reduction is not None:
             for phase, device, start, end in self.reduction(now):
-                if one.start < start < end:  # a backward that does not reduce leaves the time of an earlier one
+                if began < start < end:  # a backward that does not reduce leaves the time of an earlier one
                     self._spans.append(Raw(phase, start, end, device))
-        if one.kind == Phase.BACKWARD and not self.open and not self.seen.optimizers:
-            self._updating, self._left = now, False
+        if not self.open and not self.seen.optimizers:
+            self.updating, self._left = now, False
 
     def fail(self) -> None:
         """Note that an exception ends the outermost open span; the script continues if it catches the exception."""
@@ -213,7 +224,7 @@ class Recorder:
 
     def note(self, note: Any) -> None:
         """Set the note of the span that began last."""
-        self.open[-1].note = note
+        self.open[-1] = self.open[-1]._replace(note=note)
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
         """Return a context manager that records a phase of dpbench's engine, from any thread."""
@@ -230,9 +241,9 @@ class Recorder:
             self.seen.pinned = bool(tensor.is_pinned())
 
     def _log(self, kind: str, start: Any, end: Any, note: Any) -> None:
+        spans = self._spans
         if kind == WITHIN:
             return
-        spans = self._spans
         if kind == EVALUATION:  # a pass over a data set is one span, also with thousands of batches
             place = len(spans)
             while place and spans[place - 1].kind in _BETWEEN_EVALUATIONS:
@@ -245,7 +256,7 @@ class Recorder:
     @property
     def mine(self) -> bool:
         """Return whether the calling thread is the one that records, and the recorder is active."""
-        return self.active and threading.get_ident() == self._thread
+        return self.active and get_ident() == self._thread
 
     @property
     def inside(self) -> str:
@@ -278,7 +289,7 @@ class Recorder:
         """End the interval, because the optimizer with the number `owner` has updated the weights."""
         if name:
             self.seen.optimizers.setdefault(owner, name)
-        self._updating = None
+        self.updating = None
         self._tick(owner, self.now())
 
     def elsewhere(self) -> None:
@@ -288,11 +299,11 @@ class Recorder:
 
     def updated_by_hand(self) -> None:
         """Note that the script has left a block without gradients, in which it may have updated the weights."""
-        if self._updating is not None and not self.open and self.mine:
-            self._updating, self._left = self.now(), True
+        if self.updating is not None and not self.open and self.mine:
+            self.updating, self._left = self.now(), True
 
     def _by_hand(self) -> None:
-        end, self._updating = self._updating if self._left else self.now(), None
+        end, self.updating = self.updating if self._left else self.now(), None
         self._tick(BY_HAND, end)
 
     def _tick(self, owner: int, end: Any) -> None:

@@ -82,13 +82,13 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 
 
 def _around(
-    recorder: Recorder, was: Callable[..., Any], kind: str, note: Callable[[Any], Any] = lambda first: None
+    recorder: Recorder, was: Callable[..., Any], kind: str, note: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
     """Return a function that calls `was` inside a span of a kind; `note` returns its note for the first argument."""
 
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not recorder.begin(kind, note(args[0]) if args else None):
+        if torch.compiler.is_compiling() or not recorder.begin(kind, note(args[0]) if note else None):
             return was(*args, **kwargs)
         try:
             return was(*args, **kwargs)
@@ -187,10 +187,13 @@ class _Steps:
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End a step."""
         recorder, running = self._recorder, self._running
-        place = next((at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None)
-        if not recorder.mine or place is None:
+        if not recorder.mine:
             return
-        self._leave(place + 1)
+        if not running or running[-1].optimizer != id(optimizer):  # steps within this one have raised
+            place = next((at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None)
+            if place is None:
+                return
+            self._leave(place + 1)
         if running.pop().recorded:
             recorder.end()
         # a step inside backward updates one parameter, and an optimizer may wrap another one
@@ -249,7 +252,8 @@ def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(was)
     def leave(self: Any, *args: Any) -> Any:
         found = was(self, *args)
-        if not torch.compiler.is_compiling():
+        # the first test is the cheapest: torch itself enters several such blocks in each step
+        if recorder.updating is not None and not torch.compiler.is_compiling():
             recorder.updated_by_hand()
         return found
 
@@ -330,10 +334,12 @@ def _place(what: str) -> str:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
         frame = frame.f_back
-    if frame is None:
-        return what
-    file = frame.f_code.co_filename.rpartition("/")[2]
-    return f"{file}:{frame.f_lineno} {what.strip('_')}"
+    return what if frame is None else _named(frame.f_code.co_filename, frame.f_lineno, what)
+
+
+@functools.lru_cache(maxsize=64)
+def _named(file: str, line: int, what: str) -> str:
+    return f"{file.rpartition('/')[2]}:{line} {what.strip('_')}"
 
 
 def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
