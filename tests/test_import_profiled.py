@@ -27,10 +27,11 @@ def profile():
 
 def events(profile, **changes):
     """Return the device events of a trace as torch.profiler's `events()` gives them, in microseconds."""
+    zero_us = profile.zero_us  # it is searched for at each call
     return [
         SimpleNamespace(**{
             "device_type": DeviceType.CUDA, "device_index": one.device, "name": one.name,
-            "time_range": SimpleNamespace(start=one.start_us - profile.zero_us, end=one.end_us - profile.zero_us),
+            "time_range": SimpleNamespace(start=one.start_us - zero_us, end=one.end_us - zero_us),
         } | changes)
         for one in profile.device
     ]  # fmt: skip

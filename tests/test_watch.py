@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -582,22 +583,47 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_ranks_of_torchrun_are_one_run(kind: str, tmp_path: Path, path: Path) -> None:
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel"}
+BOTH = """
+import os
+import runpy
+import sys
+
+port, *kinds = sys.argv[1:]
+for kind in kinds:
+    sys.argv = ["dpbench", "watch", "--output", f"{kind}.db", "train.py", kind]
+    try:
+        runpy.run_module("dpbench", run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+    # torchrun's own store serves one group of ranks
+    os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+"""
+"""A rank that watches one script after the other, because each process would load torch anew."""
+
+
+def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)
+    (tmp_path / "both.py").write_text(BOTH)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run(
-        [*command, "-m", "dpbench", "watch", "--output", str(path), "train.py", kind], check=True, timeout=120,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
+        [*command, "both.py", str(port), *WRAPPERS], check=True, timeout=120, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
     )  # fmt: skip
-    with Store.read(path) as opened:
-        (run,) = opened.runs()
-        found = opened.trials(run.id)
-    assert sum(len(one.steps) for one in found) == 15
-    assert found[0].case.devices == 2
-    assert found[0].case.batch_size == 64
-    assert found[0].case.traits.ranks
-    spans = found[0].spans
-    assert {span.device for span in spans if span.phase is Phase.BACKWARD} == {0, 1}
-    assert ({span.device for span in spans if span.phase is Phase.REDUCE} == {0, 1}) == (kind == "ddp")
-    assert observed(found[0]).wrapper == {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel"}[kind]  # type: ignore[union-attr]
+    for kind, wrapper in WRAPPERS.items():
+        with Store.read(tmp_path / f"{kind}.db") as opened:
+            (run,) = opened.runs()
+            found = opened.trials(run.id)
+        assert sum(len(one.steps) for one in found) == 15
+        assert found[0].case.devices == 2
+        assert found[0].case.batch_size == 64
+        assert found[0].case.traits.ranks
+        spans = found[0].spans
+        assert {span.device for span in spans if span.phase is Phase.BACKWARD} == {0, 1}
+        assert ({span.device for span in spans if span.phase is Phase.REDUCE} == {0, 1}) == (kind == "ddp")
+        facts = observed(found[0])
+        assert facts is not None
+        assert facts.wrapper == wrapper
