@@ -1,7 +1,8 @@
-"""Seconds of a step whose marks are recorded, and of the same step whose marks are not: the overhead of measuring."""
+"""The overhead of measuring: steps with and without recorded marks, and the Python code of one mark of GPUs."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,3 +61,52 @@ def setup_arm(cache: dict[str, list[float]], arm: str) -> None:
 )
 def track_marked_step_seconds(cache: dict[str, list[float]], arm: str) -> dict[str, Any]:
     return result(cache[arm])
+
+
+class NoEvent:
+    """An event without a driver behind it."""
+
+    def elapsed_time(self, end: NoEvent) -> float:
+        return 0.0
+
+
+class NoGpu:
+    """A device whose events and waits cost nothing but a call."""
+
+    EVENT = NoEvent()
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def event(self, reuse: NoEvent | None = None) -> NoEvent:
+        return self.EVENT
+
+    def synchronize(self) -> None: ...
+
+
+GPUS, BLOCKS, BLOCK_STEPS, PHASES = 8, 10 if QUICK else 50, 10, ("scatter", "replicate", "forward", "backward")
+
+
+def setup_clock(gpus: int) -> None:
+    with names_of_the_commit():
+        module("measure.clocks").CudaClock([NoGpu(index) for index in range(gpus)])
+
+
+@timing(params=((GPUS,),), param_names=("gpus",), setup=setup_clock)
+def track_cuda_mark_seconds(gpus: int) -> dict[str, Any]:
+    """Return the CPU seconds of Python code per mark, by block: neither a GPU nor the reading of marks is in them."""
+    from dpbench.records import Phase
+
+    clock = module("measure.clocks").CudaClock([NoGpu(index) for index in range(gpus)])
+    phases, samples = [Phase(name) for name in PHASES], []
+    for _ in range(BLOCKS):
+        with clock.block():
+            began_s = time.thread_time()
+            for _ in range(BLOCK_STEPS):
+                with clock.step(warmup=False):
+                    for phase in phases:
+                        for index in range(gpus):
+                            with clock.mark(phase, index):
+                                pass
+            samples.append((time.thread_time() - began_s) / (BLOCK_STEPS * len(phases) * gpus))
+    return result(samples)

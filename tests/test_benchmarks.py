@@ -31,6 +31,7 @@ BENCHMARKS = {
     "imports.track_import_seconds",
     "replicas.track_replica_seconds",
     "samplers.track_fast_tick_seconds",
+    "selfcheck.track_cuda_mark_seconds",
     "selfcheck.track_marked_step_seconds",
     "steps.track_phase_seconds",
     "steps.track_step_seconds",

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dpbench.engine import resolve
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices import holding
+from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.measure import clocks
 from dpbench.measure.clocks import BUSY, CudaClock, HostClock
 from dpbench.records import HOST, Phase, Span, Step
@@ -193,9 +197,10 @@ class FakeGpu:
         """Queue work."""
         self.queue_s = max(self.queue_s, self._time.at) + seconds
 
-    def event(self) -> Event:
-        at_s = max(self.queue_s, self._time.at)
-        return Event(self, ((at_s - 1000) * self._rate + self._offset) * 1e3)
+    def event(self, reuse: Event | None = None) -> Event:
+        event = Event(self, 0.0) if reuse is None else reuse
+        event.at_ms = ((max(self.queue_s, self._time.at) - 1000) * self._rate + self._offset) * 1e3
+        return event
 
     def synchronize(self) -> None:
         self.synchronised += 1
@@ -263,9 +268,9 @@ def test_clocks_that_run_at_other_rates_meet_on_the_hosts(time: Time) -> None:
 class SlowGpu(FakeGpu):
     """A device on which recording an event takes the host a second; the event is of the middle of that second."""
 
-    def event(self) -> Event:
+    def event(self, reuse: Event | None = None) -> Event:
         self._time.at += 0.5
-        recorded = super().event()
+        recorded = super().event(reuse)
         self._time.at += 0.5
         return recorded
 
@@ -347,3 +352,74 @@ def test_devices_with_events_are_timed_by_them(time: Time) -> None:
     assert isinstance(clocks.choose(resolve(["cpu", "cpu"])), HostClock)
     assert isinstance(clocks.choose(gpus(time, 1.0)), CudaClock)
     assert all(isinstance(device, Device) for device in resolve(["cpu", "cpu"]))
+
+
+class Driver:
+    """The calls that CUDA events and streams make, counted by name; the times of events are the numbers of records."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def new_event(self, enable_timing: bool) -> DriverEvent:
+        self.calls["create"] += 1
+        return DriverEvent(self)
+
+    def current_stream(self, ordinal: int) -> str:
+        self.calls["look up"] += 1
+        return f"stream of GPU {ordinal}"
+
+
+class DriverEvent:
+    def __init__(self, driver: Driver) -> None:
+        self._calls, self.at_ms = driver.calls, 0.0
+
+    def record(self, stream: str) -> None:
+        self._calls["record"] += 1
+        self.at_ms = float(self._calls["record"])
+
+    def elapsed_time(self, end: DriverEvent) -> float:
+        self._calls["read"] += 1
+        return end.at_ms - self.at_ms
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    for name, part in {
+        "Event": driver.new_event, "current_stream": driver.current_stream, "synchronize": lambda ordinal: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, part)
+    return driver
+
+
+def test_a_mark_costs_the_driver_two_records(driver: Driver) -> None:
+    devices = [CudaDevice(i, i) for i in range(8)]
+    clock, steps, marks = CudaClock(devices, lambda: 1000.0 + driver.calls["record"] / 1e3), 3, 2 * 8
+    with holding(devices):
+        for number in range(3):
+            with clock.block():
+                for _ in range(steps):
+                    with clock.step(warmup=False):
+                        before = driver.calls.copy()
+                        for phase in (F, B):
+                            for i in range(8):
+                                with clock.mark(phase, i):
+                                    pass
+                        calls = driver.calls - before
+                        assert calls == {"record": 2 * marks} | ({"create": 2 * marks} if number == 0 else {})
+    spans = clock.spans()
+    assert len(spans) == 3 * steps * marks
+    # each event was read before another mark reused it: a span has one record between its two, or is 1 ms long
+    assert {round((s.end_s - s.start_s) * 1e3) for s in spans} == {1}
+    assert len({round(s.start_s * 1e3) for s in spans}) == len(spans)
+
+
+def test_events_of_a_mark_that_is_still_open_are_not_reused(time: Time) -> None:
+    devices = gpus(time, 1.0)
+    clock = CudaClock(devices, time.now)
+    for _ in range(3):
+        with clock.block(), clock.step(warmup=False), clock.mark(F, 0):
+            devices[0].launch(1)
+            with clock.mark(B, 0):
+                devices[0].launch(2)
+    assert [(s.phase, s.end_s - s.start_s) for s in clock.spans()] == [(B, 2.0), (F, 3.0)] * 3

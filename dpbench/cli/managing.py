@@ -180,7 +180,7 @@ def check(file: Path) -> None:
 
 @store_.command(
     cls=Documented,
-    short_help="Copy what can be read of a damaged store.",
+    short_help="Copy the readable runs and trials of a damaged store.",
     exits={0: "everything was copied", EXIT_WORSE: "some rows are lost", EXIT_FAILED: "nothing can be read, or a file "
            "cannot be written", EXIT_USAGE: "wrong usage"},
 )  # fmt: skip

@@ -107,10 +107,11 @@ class Device(Protocol):
         The memory of `tensors` is then not reused before this work is done.
         """
 
-    def event(self) -> Any:
+    def event(self, reuse: Any = None) -> Any:
         """Queue a timing event after the work of this device, and return the event.
 
-        Return None if the host's clock times the work of this device.
+        `reuse` is an earlier event of this device whose time is no longer needed; None creates a new event. Return None
+        if the host's clock times the work of this device.
         """
 
     def synchronize(self) -> None:

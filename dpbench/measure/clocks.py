@@ -190,13 +190,31 @@ class _HostMark:
         clock._spans.append((self._step, self._phase, self._device, self._start, end))
 
 
+class _CudaMark:
+    """The context manager that records one span with two events of a device, from the clock's unused events if any."""
+
+    __slots__ = ("_at", "_clock", "_index", "_phase", "_start", "_step", "_unused")
+
+    def __init__(self, clock: CudaClock, phase: Phase, index: int) -> None:
+        self._clock, self._phase, self._index = clock, phase, index
+        self._at, self._unused = clock._own[index]
+
+    def __enter__(self) -> None:
+        self._step, self._start = self._clock._count, self._event()
+
+    def __exit__(self, *error: object) -> None:
+        self._clock._marks.append((self._step, self._phase, self._index, self._start, self._event()))
+
+    def _event(self) -> Any:
+        try:
+            return self._at.event(self._unused.pop())
+        except IndexError:  # in the first blocks, or another thread took the last one
+            return self._at.event()
+
+
 @dataclass
 class _Block:
-    """The CUDA events and the warm-up flags of one block of steps.
-
-    `begin` has one event per device. `ends` has one list per step, with one event per device. `warmup` has one flag per
-    step.
-    """
+    """The events of one block of steps, in lists with one event per device, and one warm-up flag per step."""
 
     begin: list[Any]
     ends: list[list[Any]] = field(default_factory=list)
@@ -211,6 +229,9 @@ class CudaClock:
     the same moment, taken while the device is idle. Two anchors per device, one before the first block and one after
     the last block, map the device's events to the host's time base. Long times are sums of the differences between
     neighbouring events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
+
+    The events of marks are read at the end of their block, and later marks reuse them. From the second block of a
+    length on, a mark costs the driver two records and no creation.
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
@@ -218,29 +239,25 @@ class CudaClock:
         self._position = {device.index: position for position, device in enumerate(devices)}
         self._added: list[Span] = []
         self._blocks: list[_Block] = []
+        self._own: dict[int, tuple[Device, list[Any]]] = {device.index: (device, []) for device in devices}
         self._marks: list[tuple[int, Phase, int, Any, Any]] = []
+        self._read: list[tuple[int, Phase, int, float, float]] = []
         self._count = 0
         self._first: list[tuple[Any, float]] = []
         self._last: list[tuple[Any, float]] = []
         self.drift: tuple[float, ...] = ()
 
-    @contextmanager
-    def mark(self, phase: Phase, device: int) -> Iterator[None]:
+    def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is `HOST`."""
-        step = self._count
-        if device == HOST:
-            began = self._now()
-            try:
-                yield
-            finally:
-                self._added.append(Span(step, phase, HOST, "host", began, self._now()))
-            return
-        at = self._devices[self._position[device]]
-        start = at.event()
+        return self._host_mark(phase) if device == HOST else _CudaMark(self, phase, device)
+
+    @contextmanager
+    def _host_mark(self, phase: Phase) -> Iterator[None]:
+        step, began = self._count, self._now()
         try:
             yield
         finally:
-            self._marks.append((step, phase, device, start, at.event()))
+            self._added.append(Span(step, phase, HOST, "host", began, self._now()))
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
         """Add a span to the last step; `start_s` and `end_s` are seconds on the host's clock."""
@@ -254,6 +271,21 @@ class CudaClock:
         self._blocks.append(_Block([device.event() for device in self._devices]))
         yield
         self._last = self._anchors()
+        self._read_marks()
+
+    def _read_marks(self) -> None:
+        """Read the marks of all steps that have ended, and keep their events for other marks.
+
+        Of each mark remain the milliseconds from the beginning of the step to its start, and those from start to end.
+        The devices must have finished the steps.
+        """
+        begins = [events for block in self._blocks for events in (block.begin, *block.ends)[:-1]]
+        ended = [mark for mark in self._marks if mark[0] < len(begins)]
+        self._marks = [mark for mark in self._marks if mark[0] >= len(begins)]
+        for step, phase, device, start, end in ended:
+            begin = begins[step][self._position[device]]
+            self._read.append((step, phase, device, begin.elapsed_time(start), start.elapsed_time(end)))
+            self._own[device][1].extend((start, end))
 
     @contextmanager
     def step(self, *, warmup: bool) -> Iterator[None]:
@@ -288,10 +320,7 @@ class CudaClock:
         return tuple(steps)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, for each block, the host times of its beginning and of the ends of its steps, in seconds.
-
-        The beginning has one time per device. The ends have one list per step, with one time per device.
-        """
+        """Return, for each block, the host times in seconds of its beginning and its steps' ends, by device."""
         if not self._blocks:
             return []
         columns = [self._chain(i) for i in range(len(self._devices))]
@@ -327,13 +356,11 @@ class CudaClock:
         On each device, the start of a span is measured from the end of the previous step, or from the beginning of the
         block.
         """
-        place, steps = self.placing(), sum(len(block.ends) for block in self._blocks)
-        spans = [span for span in self._added if span.step < steps]
-        for step, phase, device, start, end in self._marks:
-            if step < steps:
-                begin_s = place(step, device, start)
-                end_s = begin_s + start.elapsed_time(end) / 1e3
-                spans.append(Span(step, phase, device, "cuda_event", begin_s, end_s))
+        begins = [seconds for _, seconds in self._begins()]
+        spans = [span for span in self._added if span.step < len(begins)]
+        for step, phase, device, after_ms, lasts_ms in self._read:
+            start_s = begins[step][self._position[device]] + after_ms / 1e3
+            spans.append(Span(step, phase, device, "cuda_event", start_s, start_s + lasts_ms / 1e3))
         return tuple(spans)
 
     def events(self) -> dict[int, Any]:
@@ -345,16 +372,20 @@ class CudaClock:
 
         The function returns the host's time in seconds at which the device reached the event.
         """
-        starts: list[tuple[list[Any], list[float]]] = []
-        for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
-            references = [(block.begin, begin), *zip(block.ends, ends, strict=True)]
-            starts.extend(references[:-1])
+        begins = self._begins()
 
         def place(step: int, device: int, event: Any) -> float:
-            (events, seconds), i = starts[step], self._position[device]
+            (events, seconds), i = begins[step], self._position[device]
             return float(seconds[i] + events[i].elapsed_time(event) / 1e3)
 
         return place
+
+    def _begins(self) -> list[tuple[list[Any], list[float]]]:
+        """Return, for each step, the events of its beginning and their host times in seconds, both by device."""
+        found: list[tuple[list[Any], list[float]]] = []
+        for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
+            found.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
+        return found
 
     def samples(self) -> tuple[Sample, ...]:
         """Return an empty tuple, because events do not measure busy time; profiled steps measure it instead."""

@@ -190,7 +190,7 @@ def readable(
 
 
 def short(reason: str, log: Path) -> str:
-    """Return a reason to store: of a long one the head and the tail, and the whole text goes into the file `log`."""
+    """Return a reason to store: a long one is cut to its head and its tail, and the whole goes into the file `log`."""
     reason = reason.encode("utf-8", "replace").decode()  # error messages may contain lone surrogates
     if len(reason) <= REASON:
         return reason

@@ -103,9 +103,9 @@ class CudaDevice:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)
 
-    def event(self) -> Any:
-        """Queue a timing event on this device's stream, and return the event."""
-        event = torch.cuda.Event(enable_timing=True)
+    def event(self, reuse: Any = None) -> Any:
+        """Queue a timing event on this device's stream, and return it; None as `reuse` creates a new event."""
+        event = torch.cuda.Event(enable_timing=True) if reuse is None else reuse
         event.record(self.stream)
         return event
 

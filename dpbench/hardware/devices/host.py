@@ -63,7 +63,7 @@ class HostDevice:
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Do nothing: the host has no streams, so memory is never reused while queued work reads it."""
 
-    def event(self) -> Any:
+    def event(self, reuse: Any = None) -> Any:
         """Return None, because the host's clock times the work of this device."""
         return None
 
