@@ -405,6 +405,30 @@ def test_a_store_that_is_locked_for_a_while_is_read_then(path, holder, monkeypat
     assert len(caplog.messages) == said
 
 
+def test_a_signal_after_a_checkpoint_does_not_keep_the_run_from_being_ended(path, monkeypatch):
+    statements: list[str] = []
+
+    def signalled(path, action, original=module._patiently):
+        original(path, action)
+        if statements and "wal_checkpoint" in statements[-1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "time", Waiting())
+    with Store.create(path) as store:
+        run_id = begin(store)[0]
+        monkeypatch.setattr(module, "_patiently", signalled)
+        store._db.set_trace_callback(statements.append)
+        try:
+            put(store, run_id, make_trial())
+            pytest.fail("the signal did not arrive")
+        except KeyboardInterrupt:  # its traceback lives until the run has been ended
+            store.end_run(run_id, "interrupted")
+        store._db.set_trace_callback(None)
+    with Store.read(path) as store:
+        assert [run.status for run in store.runs()] == ["interrupted"]
+        assert len(store.trials()) == 1
+
+
 @linux
 def test_a_row_of_a_locked_store_is_not_called_unreadable(path, holder, child, monkeypatch):
     holder.communicate("\n")

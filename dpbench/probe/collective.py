@@ -138,7 +138,7 @@ def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[
     This process ends when the process with the id `parent` ends.
     """
     processes.die_with_parent(parent)
-    import torch._dynamo  # the first optimizer of a process imports it, and so would each rank
+    import torch._dynamo  # noqa: F401 -- the first optimizer of a process imports it, and so would each rank
 
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured

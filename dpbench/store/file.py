@@ -137,9 +137,13 @@ class _Cursor(sqlite3.Cursor):
     connection: Connection
 
     def execute(self, *arguments: Any) -> Self:
-        with self.connection.named():
-            _patiently(self.connection.path, lambda: super(_Cursor, self).execute(*arguments))
-            return self
+        try:
+            with self.connection.named():
+                _patiently(self.connection.path, lambda: super(_Cursor, self).execute(*arguments))
+        except BaseException:  # after a signal, the traceback keeps this cursor: an open PRAGMA would prevent a commit
+            self.close()
+            raise
+        return self
 
     def executemany(self, *arguments: Any) -> Self:
         with self.connection.named():
@@ -381,20 +385,15 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
 
 def _held(path: Path) -> str:
     """Return as a clause which processes have locked a store; only Linux lists them."""
+    import psutil
+
     holders: dict[int, str] = {}
     for name in (path, path.with_name(f"{path.name}-shm")):
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, psutil.Error):
             inode = f":{name.stat().st_ino}"
             for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
                 *_, pid, file, _, _ = line.split()
                 if file.endswith(inode) and int(pid) not in (0, os.getpid()) and "->" not in line:
-                    holders[int(pid)] = f"process {pid}{_command(int(pid))}"
+                    command = visible(" ".join(psutil.Process(int(pid)).cmdline()))
+                    holders[int(pid)] = f"process {pid} ({command[:80]})"
     return f"the store {path} is locked by {' and '.join(holders.values()) or 'another process'}"
-
-
-def _command(pid: int) -> str:
-    """Return the command line of a process in parentheses, with a space before it; empty if it is not known."""
-    with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
-        return f" ({visible(' '.join(words).strip())[:80]})"
-    return ""

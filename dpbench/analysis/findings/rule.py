@@ -37,6 +37,7 @@ class CaseContext:
     machine: Resources = field(default_factory=Resources)
     alternative: Alternative | str = ""
     """The prediction with one process per device; or the reason why there is none, "" if it does not matter."""
+    _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -134,11 +135,8 @@ class CaseContext:
         return [
             row
             for case, row in self.rows.items()
-            # the fields that differ most come first, because a copy of every case of a large run takes seconds
-            if (case.batch_size, case.devices, case.model) == (mine.batch_size, mine.devices, mine.model)
-            and row.series
-            and case != self.case
-            and replace(case, strategy="", schedule="") == mine
+            if (case.batch_size, case.devices) == (mine.batch_size, mine.devices)  # a copy of every case takes long
+            and (row.series and case != self.case and replace(case, strategy="", schedule="") == mine)
         ]
 
     def ratio(self, other: Row) -> Estimate:
@@ -146,10 +144,6 @@ class CaseContext:
         if other.case not in self._ratios:
             self._ratios[other.case] = stats.ratio(self.row.series, other.series)
         return self._ratios[other.case]
-
-    @cached_property
-    def _ratios(self) -> dict[Case, Estimate]:
-        return {}
 
     def fewer(self) -> Row | None:
         """Return the row with the next smaller measured number of devices, at least two; other fields do not change.
@@ -197,7 +191,7 @@ class CaseContext:
 
     def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
         """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
-        trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
+        trials = (trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed)
         return parts(case, {trial.round: _timed(trial, names) for trial in trials})
 
 
