@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dpbench import load
 from dpbench.cli import showing
 from dpbench.records import Case, Status
 from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, recovery
@@ -58,6 +59,23 @@ def test_an_unreadable_trial_is_listed_and_hides_no_other(dpbench, path, sql) ->
     done = recovery.recover(path, path.with_name("new.db"))
     assert (done.runs, done.trials, len(done.lost)) == (1, 2, 1)
     assert recovery.check(path.with_name("new.db")) == []
+
+
+def test_page_markdown_json_and_python_list_the_rows_that_could_not_be_read(dpbench, path) -> None:
+    run_id = stored(path, *(made(SINGLE, number=number) for number in range(4)))
+    stored(path, made(SINGLE))
+    for sql in ("trial SET verified='perhaps', checksum=NULL WHERE id IN (2, 4)", "run SET started='x' WHERE rowid=2"):
+        change(path, f"UPDATE {sql}")
+    said = "3 rows of the store could not be read, and are left out: 2 of the table run and 2, 4 of the table trial"
+    page = path.with_name("page.html")
+    assert dpbench("report", "--run", run_id, "--html", page, "--store", path)[0] == 0
+    assert page.read_text(encoding="utf-8").count(said) == 1
+    assert said in dpbench("report", "--run", run_id, "--md", "--store", path)[1]
+    assert said in dpbench("report", "--run", run_id, "--json", "--store", path)[1]
+    assert any(said in one for one in load(path, run_id).warnings)
+    change(path, "DELETE FROM run WHERE rowid=2")
+    change(path, "DELETE FROM trial WHERE id IN (2, 4)")
+    assert "could not be read" not in dpbench("report", "--run", run_id, "--md", "--store", path)[1]
 
 
 @pytest.mark.parametrize("sql", ["provenance='{\"tags\": 3}', checksum=NULL", "host='other'", "started='x'"])

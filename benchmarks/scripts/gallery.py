@@ -95,8 +95,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -> None:
     """Write the page, the trials and the facts of a stored run into a folder."""
-    run, trials = showing.read(store, run_id)
-    report = showing.report_of(run, trials)
+    run, trials, unreadable = showing.read(store, run_id)
+    report = showing.report_of(run, trials, unreadable=unreadable)
     facts = dict(naming.facts(report))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "index.html").write_text(page.render(report), encoding="utf-8")

@@ -12,6 +12,7 @@ from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Status, Trial, words
 from dpbench.records.observed import observed
+from dpbench.store import UnreadableRow
 
 FINISHED = "finished"
 """The status of a run that has measured all of its cases."""
@@ -54,15 +55,20 @@ class Caveat:
 
 
 def caveats(
-    rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any], status: str = FINISHED
-) -> list[Caveat]:
-    """Return the caveats of a run, whose status in the store is `status`; the list is empty if there are none."""
+    rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any], status: str = FINISHED,
+    unreadable: Sequence[UnreadableRow] = (),
+) -> list[Caveat]:  # fmt: skip
+    """Return the caveats of a run; the list is empty if there are none.
+
+    `status` is the status of the run in the store, and `unreadable` has the rows of the store that could not be read.
+    """
     cores = provenance.get("host", {}).get("cores", 0)
     machines = [*hosts.warnings(provenance), *hosts.unlike(trials), *hosts.failures(trials)]
     return list(
         dict.fromkeys(
             [
                 *_of_run(status, provenance),
+                *_of_rows(unreadable),
                 *(Caveat(kind="hosts", text=text) for text in machines),
                 *_of_cases(rows, trials, cores),
                 *_of_devices(rows),
@@ -87,6 +93,23 @@ def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
         yield Caveat(kind="incomplete", text=f"incomplete: the status of this run is {status}; {again}")
     if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
         yield Caveat(kind=foreign_load.FACT, text=f"it is unknown whether other processes used the cores: {reason}")
+
+
+def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
+    """Yield a caveat if rows of the store could not be read, with the numbers of the rows."""
+    numbers: dict[str, set[int]] = {}
+    for one in unreadable:
+        numbers.setdefault(one.table, set()).add(one.row)
+    if numbers:
+        amount = sum(map(len, numbers.values()))
+        where = " and ".join(
+            f"{', '.join(map(str, sorted(rows)))} of the table {name}" for name, rows in numbers.items()
+        )
+        yield Caveat(
+            kind="unreadable",
+            text=f"{words.count(amount, 'row')} of the store could not be read, and {words.verb(amount, 'is', 'are')} "
+            f"left out: {where}; `dpbench store check` gives the reasons, and `dpbench store recover` copies the rest",
+        )
 
 
 def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[Caveat]:

@@ -32,7 +32,7 @@ from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
 from dpbench.records.observed import Alternatives
-from dpbench.store.runs import PastRun
+from dpbench.store import PastRun, UnreadableRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,12 @@ class Report:
         self_check: Sequence[str] = (),
         past: Sequence[PastRun] = (),
         alternatives: Alternatives = MappingProxyType({}),
+        unreadable: Sequence[UnreadableRow] = (),
     ) -> Self:
         """Return the report of the run that has these trials.
 
-        `alternatives` are predictions for observed loops; all other arguments are facts stored with the run.
+        `alternatives` are predictions for observed loops, and `unreadable` has the rows of the store that could not be
+        read; all other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
@@ -88,7 +90,7 @@ class Report:
             ))),
             answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)),
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
-            warnings=caveats.caveats(rows, trials, provenance, status),
+            warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
             diagnoses=diagnoses, self_check=(*self_check, *engine_cost.counts(costs)), past=past,
         )  # fmt: skip
 

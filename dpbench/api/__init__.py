@@ -17,7 +17,7 @@ from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
 from dpbench.measure import launch, selection
 from dpbench.records.options import Options
-from dpbench.store import Store, export
+from dpbench.store import Store, UnreadableRow, export
 
 __all__ = ["Compared", "Run", "load", "open_trials", "run"]
 
@@ -112,12 +112,13 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
     Raises StoreError if the file is not a results file, and ValueError if it has no such run.
     """
     path = Path(store)
-    with Store.read(path, showing.list_unreadable) as opened:
+    unreadable: list[UnreadableRow] = []
+    with Store.read(path, showing.listing(unreadable)) as opened:
         try:
             chosen = showing.choose(opened.runs(), run)
         except click.UsageError as error:
             raise ValueError(error.message) from None
-        return Run(chosen, opened.summaries(chosen.id), path)
+        return Run(chosen, opened.summaries(chosen.id), path, unreadable)
 
 
 def open_trials(path: str | Path, run: str = "") -> Run:

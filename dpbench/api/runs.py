@@ -16,7 +16,7 @@ from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
 from dpbench.cli import comparing, showing
 from dpbench.records import Trial, words
-from dpbench.store import Store, StoredRun
+from dpbench.store import Store, StoredRun, UnreadableRow
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -36,9 +36,14 @@ class Run:
     (80 % for predictions), and `withheld`, the reason why reports do not show it; `labels` must accompany a number.
     """
 
-    def __init__(self, stored: StoredRun, trials: Sequence[Trial], store: Path | None) -> None:
-        """`trials` may lack their spans; `store` is the file that has them, or None."""
-        self._stored, self._trials, self._store = stored, trials, store
+    def __init__(
+        self, stored: StoredRun, trials: Sequence[Trial], store: Path | None, unreadable: Sequence[UnreadableRow] = ()
+    ) -> None:
+        """`trials` may lack their spans; `store` is the file that has them, or None.
+
+        `unreadable` has the rows of the file that could not be read.
+        """
+        self._stored, self._trials, self._store, self._unreadable = stored, trials, store, unreadable
 
     @property
     def id(self) -> str:
@@ -71,7 +76,7 @@ class Run:
     @cached_property
     def analysis(self) -> Report:
         """Return the analysis of the run from which all results are taken."""
-        return showing.report_of(self._stored, self._trials, self._store)
+        return showing.report_of(self._stored, self._trials, self._store, self._unreadable)
 
     @property
     def answers(self) -> Sequence[Answer]:

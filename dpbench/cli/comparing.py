@@ -163,7 +163,7 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
         from dpbench.store import export
 
         return export.read_run(path, run)
-    return showing.read(path, run or None)
+    return showing.read(path, run or None)[:2]
 
 
 def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:

@@ -116,8 +116,8 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
     """Write the report of a run as one HTML file that needs no network, or print the report as Markdown or JSON."""
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of one output: leave out one of them")
-    chosen, trials = read(store, run_id)
-    found = report_of(chosen, trials, store)
+    chosen, trials, unreadable = read(store, run_id)
+    found = report_of(chosen, trials, store, unreadable)
     if as_json:
         shapes.show(shapes.Result.of(chosen, found))
         return
@@ -143,8 +143,8 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as
     """
     from dpbench.analysis.findings import text
 
-    chosen, trials = read(store, run_id)
-    found = report_of(chosen, trials)
+    chosen, trials, unreadable = read(store, run_id)
+    found = report_of(chosen, trials, unreadable=unreadable)
     if as_json:
         shapes.show(shapes.Explanation.of(chosen, found))
         return

@@ -12,7 +12,7 @@ from dpbench.cli.options import LATEST, REPORTS
 from dpbench.records import words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.report import Report
@@ -22,13 +22,27 @@ if TYPE_CHECKING:
     from dpbench.store import PastRun, StoredRun, UnreadableRow
 
 
-def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial]]:
-    """Return a run in a store file, and the run's trials without their spans; `choose` explains `run_id`."""
+def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
+    """Return a run in a store file, the run's trials without their spans, and the rows that could not be read.
+
+    `choose` explains `run_id`.
+    """
     from dpbench.store import Store
 
-    with Store.read(store, list_unreadable) as opened:
+    unreadable: list[UnreadableRow] = []
+    with Store.read(store, listing(unreadable)) as opened:
         chosen = choose(opened.runs(), run_id)
-        return chosen, opened.summaries(chosen.id)
+        return chosen, opened.summaries(chosen.id), unreadable
+
+
+def listing(found: list[UnreadableRow]) -> Callable[[UnreadableRow], None]:
+    """Return a function that prints that a row cannot be read, and appends the row to `found`."""
+
+    def one(row: UnreadableRow) -> None:
+        list_unreadable(row)
+        found.append(row)
+
+    return one
 
 
 def list_unreadable(row: UnreadableRow) -> None:
@@ -71,25 +85,32 @@ def _date(run: StoredRun) -> str:
     return datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def report_of(chosen: StoredRun, trials: Sequence[Trial], store: Path | None = None) -> Report:
+def report_of(
+    chosen: StoredRun, trials: Sequence[Trial], store: Path | None = None, unreadable: Sequence[UnreadableRow] = ()
+) -> Report:
     """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
 
     With the file `store`, in which the run is, the report also has the history of its cases and their predictions.
+    `unreadable` has the rows that could not be read until now; the report lists them, and those of the history.
     """
     from dpbench.analysis.report import Report
     from dpbench.measure import checks
 
+    rows = [*unreadable]
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=checks.words(chosen.provenance), past=_past(store, chosen.id, trials) if store else (),
-        alternatives=_alternatives(chosen, trials),
+        self_check=checks.words(chosen.provenance),
+        past=_past(store, chosen.id, trials, listing(rows)) if store else (),
+        alternatives=_alternatives(chosen, trials), unreadable=rows,
     )  # fmt: skip
 
 
-def _past(store: Path, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
+def _past(
+    store: Path, run_id: str, trials: Sequence[Trial], unreadable: Callable[[UnreadableRow], None]
+) -> tuple[PastRun, ...]:
     from dpbench.store import Store
 
-    with Store.read(store, list_unreadable) as opened:
+    with Store.read(store, unreadable) as opened:
         return opened.past(run_id, trials)
 
 
