@@ -363,6 +363,56 @@ assert optimizer.step.watched
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
 
+def test_the_class_around_an_optimizer_belongs_to_it(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+class Wrapper(torch.optim.Optimizer):  # as accelerate's, which torch gives no hooks
+    def __init__(self, inner):
+        self.inner = inner
+
+    param_groups = property(lambda self: self.inner.param_groups)
+
+    def zero_grad(self):
+        time.sleep(0.001)
+        self.inner.zero_grad()
+
+    def step(self):
+        time.sleep(0.002)
+        self.inner.step()
+
+
+optimizer = Wrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+for x, y in batches(12):
+    step(x, y)
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases[1:]
+    assert len(rows) == 10
+    assert all(0.003 < row[Phase.OPTIMIZER] < 0.0031 for row in rows)
+    assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
+
+
+def test_a_step_whose_wrapper_computes_the_gradients_has_no_overlapping_phases(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+
+    def step(self, closure):
+        time.sleep(0.002)
+        closure()
+        self.inner.step()
+
+
+wrapper = Wrapper(optimizer)
+for x, y in batches(12):
+    optimizer.zero_grad()
+    net.sleeps = 0.004
+    wrapper.step(lambda: nn.functional.cross_entropy(net(x), y).backward())
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases[1:]
+    assert all(0.004 < row[Phase.FORWARD] < 0.0041 for row in rows)
+    assert all(row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
+
+
 ACCELERATE = """
 from accelerate import Accelerator
 
@@ -405,7 +455,7 @@ def test_the_loops_of_hugging_face_are_understood(
     assert not found.unknown
     table = ledger.Ledger(found.steps, found.spans).phases
     assert {Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER} <= {*table[-1]}
-    assert min(row[UNATTRIBUTED] / sum(row.values()) for row in table) < 0.15
+    assert min(row[UNATTRIBUTED] / sum(row.values()) for row in table) < 0.05
 
 
 FAILS = """

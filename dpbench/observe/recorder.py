@@ -171,11 +171,13 @@ class Recorder:
     def begin(self, kind: str, note: Any = None, start: Any = None) -> bool:
         """Begin a span; return whether it is recorded, in which case `end` must be called.
 
-        The span begins at the moment `start`, or now. A span is not recorded in another thread, inside a span that it
-        does not interrupt, and in an interval that is not kept.
+        The span begins at the moment `start`; or now, if `start` is None or another span has ended since. A span is not
+        recorded in another thread, inside a span that it does not interrupt, and in an interval that is not kept.
         """
         if not self.active or get_ident() != self._thread or not (self.kept or kind in ASIDE):
             return False
+        if start is not None and self._spans and self._spans[-1].end > start:
+            start = None
         if self.open:
             top = self.open[-1]
             if kind not in INTERRUPTS.get(top.kind, ()):

@@ -61,7 +61,8 @@ def installed(recorder: Recorder) -> Iterator[None]:
         outermost = stack.enter_context(Outermost(recorder).installed())
         _optimizers(recorder, replace, stack)
         _data(recorder, replace, outermost)
-        _losses(recorder, replace)
+        for name in LOSSES:
+            replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
         _tensors(recorder, replace)
         _engines(recorder, replace)
         for owner in (nn.utils, nn.utils.clip_grad):
@@ -118,13 +119,24 @@ def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
     return caller is frame
 
 
+def _around_step(frame: types.FrameType | None) -> Iterator[type]:
+    """Yield the classes of optimizers whose `step` has led to the call of a frame, such as a wrapper's."""
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_code.co_varnames:
+            one = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(one, torch.optim.Optimizer):
+                yield type(one)
+        frame = frame.f_back
+
+
 class _Steps:
     """The steps of optimizers: each ends an interval, unless a GradScaler or an engine ends it."""
 
     def __init__(self, recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
         self._recorder, self._replace, self._stack = recorder, replace, stack
         self._running: list[_Running] = []
-        self._called: dict[int, Any] = {}
+        self._called: Any = None
+        """The moment at which the script has called a step that has not begun yet."""
         self._classes: set[type] = set()
 
     def _leave(self, number: int) -> None:
@@ -136,20 +148,23 @@ class _Steps:
 
     def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
         """Return the step of a class, which notes when it is called and whether it raises."""
-        recorder, running, called = self._recorder, self._running, self._called
+        recorder, running = self._recorder, self._running
 
         @functools.wraps(was)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine or torch.compiler.is_compiling():
                 return was(optimizer, *args, **kwargs)
-            number = len(running)
-            if recorder.kept:
-                called.setdefault(id(optimizer), recorder.now())
+            number, outermost = len(running), recorder.kept and self._called is None
+            if outermost:
+                self._called = recorder.now()
             try:
                 return was(optimizer, *args, **kwargs)
             except BaseException:
                 self._leave(number)
                 raise
+            finally:
+                if outermost:
+                    self._called = None
 
         return step
 
@@ -175,11 +190,14 @@ class _Steps:
         while running and not _runs(running[-1].frame, frame):  # the first step of a class has raised
             self._leave(len(running) - 1)
         # torch records a range for its profiler before it calls this hook, which takes longer than a small step's glue
-        recorded = recorder.begin(Phase.OPTIMIZER, start=self._called.pop(id(optimizer), None))
-        running.append(_Running(id(optimizer), frame, recorded))
+        called, self._called = self._called, None
+        running.append(_Running(id(optimizer), frame, recorder.begin(Phase.OPTIMIZER, start=called)))
         if type(optimizer) not in self._classes:
-            self._classes.add(type(optimizer))
-            self._replace(type(optimizer), "step", self._calling)
+            for one in {type(optimizer), *_around_step(frame)} - self._classes:
+                self._classes.add(one)
+                self._replace(one, "step", self._calling)
+                if "zero_grad" in vars(one):
+                    self._replace(one, "zero_grad", lambda was: _around(recorder, was, Phase.OPTIMIZER))
         own = vars(optimizer).get("step")
         if own is not None and not isinstance(own, types.MethodType) and not hasattr(own, "watched"):
             self._starting(optimizer, own)
@@ -278,11 +296,6 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
     following = lambda was: _around(recorder, was, Phase.DATA, lambda iterator: id(iterator._dataset))  # noqa: E731
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
-
-
-def _losses(recorder: Recorder, replace: Callable[..., None]) -> None:
-    for name in LOSSES:
-        replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
 
 
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
