@@ -422,8 +422,8 @@ FAULTS = (
     Fault(
         "ledger-closure",
         "a ledger's parts sum to the step",
-        "until = max(step.start_s, min(span.end_s, now)) if span else step.start_s",
-        "until = max(step.start_s, min(span.end_s, now)) if span else now",
+        "until = max(start_s, min(last.end_s, now)) if last else start_s",
+        "until = max(start_s, min(last.end_s, now)) if last else now",
         ("tests/test_ledger.py::test_parts_sum_to_the_step_and_are_never_negative",),
     ),
     Fault(

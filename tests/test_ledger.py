@@ -111,6 +111,21 @@ def test_a_span_that_ends_before_it_starts_counts_for_nothing(given: list[Span],
             [span(0, 2), span(5, 6, device=1), span(2, 10, "gather")],
             {("forward", 0): 2, ("gather", 0): 3 + 4, ("forward", 1): 1},
         ),
+        # device 1 opens backward at 3, but waits until 6 for the loss of device 0
+        (
+            [span(2, 4, "gather"), span(4, 6, "loss"), span(3, 10, "backward", 1), span(6, 9, "backward")],
+            {("gather", 0): 2, ("loss", 0): 2, ("backward", 1): 4, REST: 2},
+        ),
+        # device 1 has its rows at 1, and waits until 7 for device 0, which sends the weights
+        (
+            [span(0, 7, "scatter"), span(7, 10, "replicate"), span(0, 1, "scatter", 1), span(1, 10, "replicate", 1)],
+            {("scatter", 0): 7, ("replicate", 0): 3},
+        ),
+        # a rank waits for no other rank's loss
+        (
+            [span(0, 3, "loss"), span(3, 7, "backward"), span(0, 2, "loss", 1), span(2, 10, "backward", 1)],
+            {("loss", 1): 2, ("backward", 1): 8},
+        ),
         # device 0 does not wait for itself
         ([span(2, 6), span(1, 10, "gather")], {("gather", 0): 9, REST: 1}),
         # what reaches outside the step is clipped

@@ -129,42 +129,63 @@ class Part(NamedTuple):
     end_s: float
 
 
-_NEEDS = {Phase.GATHER: Phase.FORWARD, Phase.REDUCE: Phase.BACKWARD}
-"""The phases that wait for the results of all devices, and the phases that compute these results."""
+_NEEDS = {
+    Phase.REPLICATE: Phase.SCATTER, Phase.GATHER: Phase.FORWARD, Phase.BACKWARD: Phase.LOSS,
+    Phase.REDUCE: Phase.BACKWARD,
+}  # fmt: skip
+"""The phases that wait for other devices, and the phases that these devices must first complete.
+
+Replicate waits because a collective begins when all devices have reached it. Backward waits only on a device that
+computes no loss: its gradients come from the loss of another device.
+"""
 
 
 def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
     """Yield the critical path of a step, from the end of the step back to its start, without gaps or overlaps.
 
     The algorithm charges one span after the other, each back to its start. If several spans are open at the time that
-    it has reached, it charges the one that ends first, or among equal ends the one that began last. A device opens its
-    gathering and its reduction when it is ready, and then waits for slower devices: such a span is charged back to the
-    time at which the results of the last other device arrived, and the path continues there.
+    it has reached, it charges the one that ends first, or among equal ends the one that began last. A device may open a
+    phase of `_NEEDS` and then wait for other devices. Such a span is charged back to the time at which the last of
+    their results arrived; the wait before is charged only where no other span is open.
     """
-    pending = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
-    now = step.end_s
-    while now > step.start_s:
-        pending = [span for span in pending if span.start_s < now]
-        span = max(pending, key=lambda s: (min(s.end_s, now), -s.end_s, s.start_s), default=None)
-        until = max(step.start_s, min(span.end_s, now)) if span else step.start_s
+    inside = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
+    began = [_began(span, inside) for span in inside]
+    works = [Part(span, at, span.end_s) for span, at in zip(inside, began, strict=True)]
+    waits = [Part(span, span.start_s, at) for span, at in zip(inside, began, strict=True) if at > span.start_s]
+    for part in _walk(step.start_s, step.end_s, works):
+        if part.span is None:
+            yield from _walk(part.start_s, part.end_s, waits)
+        else:
+            yield part
+
+
+def _walk(start_s: float, end_s: float, parts: Sequence[Part]) -> Iterator[Part]:
+    """Yield the critical path from `end_s` back to `start_s` through these parts of spans, as `walk` does."""
+    now = end_s
+    while now > start_s:
+        parts = [part for part in parts if part.start_s < now]
+        last = max(parts, key=lambda p: (min(p.end_s, now), -p.end_s, p.start_s), default=None)
+        until = max(start_s, min(last.end_s, now)) if last else start_s
         if until < now:
             yield Part(None, until, now)
-        if span is None:
+        if last is None or until <= start_s:
             break
-        now = max(step.start_s, _began(span, until, pending))
-        yield Part(span, now, until)
+        now = max(start_s, last.start_s)
+        yield Part(last.span, now, until)
 
 
-def _began(span: Span, until: float, spans: Iterable[Span]) -> float:
-    """Return the time in seconds before `until` from which a span is charged; the device waits until then.
+def _began(span: Span, spans: Iterable[Span]) -> float:
+    """Return the time in seconds from which a span works; until then, its device waits for the other devices.
 
-    It is the latest end, before `until`, of the work of another device that the phase of the span needs, or else the
-    start of the span.
+    It is the latest end, within the span, of work of another device that the phase of the span needs, or else the start
+    of the span.
     """
     if (needed := _NEEDS.get(span.phase)) is None:
         return span.start_s
-    ends = [s.end_s for s in spans if s.phase is needed and s.device not in (span.device, HOST) and s.end_s < until]
-    return max((span.start_s, *ends))
+    found = [s for s in spans if s.phase is needed and s.device != HOST]
+    if needed is Phase.LOSS and any(s.device == span.device for s in found):
+        return span.start_s
+    return max((span.start_s, *(s.end_s for s in found if s.device != span.device and s.end_s < span.end_s)))
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
