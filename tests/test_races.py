@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.cuda import nccl
 
+from dpbench.engine.scatter import scatter
+from dpbench.hardware.devices.cuda import CudaDevice
 from tests.races.machine import detect
 
 PROGRAMS: list[tuple[Callable[[], Any], str]] = []
@@ -354,3 +356,18 @@ def test_a_race_names_the_tensor_the_streams_and_the_lines() -> None:
 def test_an_operator_on_two_devices_is_an_error() -> None:
     with detect(), pytest.raises(RuntimeError, match="several devices"):
         ones() + ones(device="cuda:1")
+
+
+def test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does() -> None:
+    with detect() as found:
+        devices = [CudaDevice(i, i) for i in range(2)]
+        busy = [ones(device=f"cuda:{i}") for i in range(2)]  # work of the main streams, for which no copy waits
+        before = [dict(torch.cuda.current_stream(i).clock) for i in range(2)]  # type: ignore[attr-defined]
+        pieces = scatter(torch.zeros(4), devices)
+        for i, (piece, work) in enumerate(zip(pieces, busy, strict=True)):
+            owner = found.recorder.owner_of(piece)
+            assert owner is not None
+            assert owner is not torch.cuda.current_stream(i)
+            assert all(owner.clock.get(stream, 0) < time for stream, time in before[i].items())
+            work[:2] + piece
+    assert not found.races

@@ -35,7 +35,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "throttled GPU": {"count": 4, "speeds": THROTTLED, "lag_s": 0.005},
     "slow link": {"count": 4, "slow_links": {(0, 2): 0.25}},
     "slow link aside": {"count": 4, "slow_links": {(3, 2): 0.1}},
-    "slow host link": {"count": 3, "slow_links": {(HOST, 0): 0.05}},
+    "slow host link": {"count": 3, "slow_links": {(HOST, 0): 0.002}},
     "rather slow link": {"count": 4, "slow_links": {(0, 2): 0.7}},
 }  # fmt: skip
 Ran = tuple[Machine, Trial, Truth, Report]
@@ -105,6 +105,13 @@ def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> No
             s.end_s - s.start_s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], needed, 2)
         ]
         assert row.phases[needed.value] == pytest.approx(slow_s, abs=0.01 * truth.step_s())
+
+
+def test_waiting_for_a_slow_scatter_counts_as_scatter() -> None:
+    _, _, truth, report = ran_of("slow host link")
+    (row,) = report.rows
+    found = [s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], Phase.SCATTER, 0)]
+    assert row.phases["scatter"] == pytest.approx(sum(s.end_s - s.start_s for s in found), abs=0.01 * truth.step_s())
 
 
 def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:

@@ -99,9 +99,9 @@ class Run:
     """A few training steps: their schedule, the GPU of each replica, and the loop around the steps.
 
     With `side`, the steps run on streams of the user; with `backwards`, the last replica runs first. `kind` is "step"
-    for TrainStep, "whole" for TrainStep with accumulated gradients, "short" with a last batch that is too short for all
-    devices, "written" with weights that the loop writes between steps, "wrapper" for DataParallel, and "verbs" for the
-    functions that it calls. Without `nccl`, torch has no NCCL.
+    for TrainStep, "host" for inputs on the host, "whole" and "host whole" for the same with accumulated gradients,
+    "short" with a last batch that is too short for all devices, "written" with weights that the loop writes between
+    steps, "wrapper" for DataParallel, and "verbs" for the functions that it calls. Without `nccl`, torch has no NCCL.
     """
 
     schedule: Schedule
@@ -121,7 +121,7 @@ class Run:
                 streams.enter_context(torch.cuda.stream(torch.cuda.Stream(ordinal)))
             net = Net().to("cuda:0")
             x, y = torch.randn(8, 4).to("cuda:0"), torch.randint(3, (8,)).to("cuda:0")
-            if self.kind == "host":
+            if self.kind.startswith("host"):
                 x, y = torch.randn(8, 4), torch.randn(8, 3)
             waits = found.machine.waits
             with torch.no_grad():
@@ -165,10 +165,10 @@ class Run:
                 del sums
 
     def _stepped(self, net: Net, x: Tensor, y: Tensor) -> None:
-        loss: Any = nn.MSELoss() if self.kind == "host" else nn.CrossEntropyLoss()
+        loss: Any = nn.MSELoss() if self.kind.startswith("host") else nn.CrossEntropyLoss()
         if self.kind == "unusual":
             loss = lambda output, target: nn.functional.cross_entropy(output, target) + net.first.weight.sum()  # noqa: E731
-        options: dict[str, Any] = {"accumulate": 2} if self.kind == "whole" else {}
+        options: dict[str, Any] = {"accumulate": 2} if self.kind.endswith("whole") else {}
         with TrainStep(
             net,
             loss,

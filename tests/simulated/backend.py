@@ -50,7 +50,18 @@ class SimulatedDevice(EmulatedDevice):
 
     def __init__(self, index: int, machine: Machine) -> None:
         super().__init__(index)
-        self.machine, self.stream = machine, machine.streams[index]
+        self.machine, self.stream, self.background = machine, machine.streams[index], Stream(index)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy on this GPU; a tensor of the host is copied in a background stream, as by torch's scatter."""
+        if tensor.device.type == _wrapper.LAZY:
+            return super().put(tensor)
+        with values_only():
+            copy = super().put(tensor)
+        seconds = self.machine.host_s(self.index, tensor.nbytes)
+        self.machine.timeline.copy(None, self.background, seconds, "Memcpy HtoD (Pinned -> Device)")
+        self.machine.timeline.wait(self.stream, self.background)
+        return copy
 
     def wait(self, other: Device) -> None:
         """Make this device's stream wait for that of `other`."""
@@ -66,7 +77,7 @@ class SimulatedDevice(EmulatedDevice):
 
     def synchronize(self) -> None:
         """Block the host until the work of this GPU is complete, on all its streams."""
-        self.machine.timeline.synchronize(streams_of(self.machine, self.index))
+        self.machine.timeline.synchronize([*streams_of(self.machine, self.index), self.background])
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
         """Return whether there are several devices."""

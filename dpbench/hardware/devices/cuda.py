@@ -33,6 +33,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", ordinal)
         self._own = torch.cuda.Stream(ordinal) if own_stream else None
         self._held: torch.cuda.Stream | None = None
+        self._background: torch.cuda.Stream | None = None
         self._shares_memory = shares_memory
 
     @property
@@ -56,12 +57,25 @@ class CudaDevice:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new copy of `tensor` on this GPU, made on this device's stream.
 
-        The copy starts after the work that is queued on the current stream of the GPU that `tensor` is on.
+        The copy starts after the work that is queued on the current stream of the GPU that `tensor` is on. A tensor of
+        the host is copied in a background stream, as by torch.nn.DataParallel: this device's stream waits for the copy,
+        which does not wait for the work of this device.
         """
+        if not tensor.is_cuda:
+            return self._put_from_host(tensor)
         self._follow([tensor])
         with self.guard():
             copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
         self.borrow([tensor])
+        return copy
+
+    def _put_from_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a new copy of a tensor of the host on this GPU, made in the background stream."""
+        self._background = self._background or torch.cuda.Stream(self.ordinal)
+        with torch.cuda.stream(self._background):
+            copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
+        self.stream.wait_stream(self._background)
+        self.borrow([copy])  # its memory belongs to the background stream
         return copy
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
