@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,9 +54,9 @@ class Truth:
         return sum(b - a for a, b in pairwise(edges) if any(s.start_s <= a and b <= s.end_s for s in mine))
 
 
-def case_of(count: int, strategy: str = "dp", schedule: str = "", batch: int = 32) -> Case:
+def case_of(count: int, strategy: str = "dp", batch: int = 32, **changed: Any) -> Case:
     """Return the case of a small model on `count` GPUs."""
-    return Case(model="mlp", strategy=strategy, schedule=schedule, device_kind="cuda", devices=count, batch_size=batch)
+    return Case(model="mlp", strategy=strategy, device_kind="cuda", devices=count, batch_size=batch, **changed)
 
 
 def run(machine: Machine, case: Case, effort: Effort = EFFORT) -> tuple[Trial, Truth]:
