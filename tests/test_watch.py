@@ -283,7 +283,7 @@ def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_
     # the first steps of an epoch look for new modules, and these epochs have six steps
     assert shares[0 if name == "evaluated" else 1] < 0.05
     assert found.updates == {"scaler": 2, "gan": 3, "lbfgs": 3}.get(name, 1)
-    assert recorder.seen.skipped == (name == "scaler")
+    assert found.skipped == (name == "scaler")
     assert found.loader_workers == (-1 if name in ("hand", "graph") else 0)
     assert (found.evaluation_s > 0.05) == (name in ("evaluated", "graph"))
     assert (found.checkpoint_s > 0) == (name == "evaluated")

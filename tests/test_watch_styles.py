@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dpbench.observe import loop, script, seams
+from dpbench.observe import joining, loop, script, seams, trials
 from dpbench.observe.recorder import Recorder
 from dpbench.records import UNATTRIBUTED, Phase, ledger
 
@@ -148,6 +148,59 @@ for epoch in range(3):
     assert len(found.steps) == 14
     assert found.updates == 1
     assert not found.unknown
+
+
+def test_the_facts_about_folds_are_those_of_the_fold_that_is_kept(tmp_path: Path) -> None:
+    found, recorder = watched(tmp_path, """
+scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+for fold in range(3):
+    net = Net()
+    optimizer = (torch.optim.Adam if fold == 1 else torch.optim.SGD)(net.parameters(), lr=0.1)
+    for x, y in batches(20 if fold == 1 else 9):
+        with torch.autocast("cpu", torch.bfloat16, enabled=fold != 1):
+            loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss * (1.0 if fold == 1 else float("inf"))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if fold != 1:
+            loss.item()
+""")  # fmt: skip
+    assert "these are the steps of number 2" in problems(found)
+    assert len(found.steps) == 19
+    part = trials.Watched(script="train.py", command="train.py", part=joining.Part(loop=found), seen=recorder.seen)
+    case = trials.case_of(part)
+    assert (case.optimizer, case.precision, case.compile) == ("adam", "fp32", False)
+    assert found.skipped == 0
+    assert not any(found.reads)
+
+
+def test_sets_that_are_read_before_the_loop_have_the_workers_of_the_larger_one(tmp_path: Path) -> None:
+    _, recorder = watched(tmp_path, """
+trained, validated = list(batches(12)), list(batches(4))
+for epoch in range(2):
+    for x, y in trained:
+        step(x, y)
+    with torch.no_grad():
+        net.eval()
+        for x, y in validated:
+            net(x)
+        net.train()
+""")  # fmt: skip
+    first, second = recorder.seen.loaders
+    recorder.seen.loaders.update({first: 3, second: 1})
+    assert loop.of(recorder).loader_workers == 3
+
+
+def test_a_dataset_that_has_ended_leaves_its_number_to_no_other(tmp_path: Path) -> None:
+    _, recorder = watched(tmp_path, """
+for fold in range(12):
+    for x, y in batches(2):
+        step(x, y)
+""")  # fmt: skip
+    assert len(recorder.seen.loaders) == 12
+    rows = [1]
+    assert recorder.owner(rows) == recorder.owner(rows), "a list, whose end Python does not tell"
 
 
 VALIDATIONS = {

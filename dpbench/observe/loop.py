@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dpbench.observe import trainings
 from dpbench.observe.recorder import (
@@ -40,6 +41,7 @@ from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
 """The phases with which the training part of a step begins."""
+Fact = TypeVar("Fact")
 APART = ASIDE | {FAILED}
 """The kinds after which a step begins."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
@@ -52,7 +54,8 @@ class Loop:
 
     `numbers` has, for each step, the number of the update that ended it, which is equal in all ranks. `rows` is the
     number of rows of a step, with all batches that it accumulates, or 0 if it is unknown. `model` has the sizes of the
-    trained module (`modules.facts`).
+    trained module (`modules.facts`), and `optimizers` the names of the optimizers' classes. `skipped` is the number of
+    updates that a GradScaler skipped. `compiled` is whether torch.compile made a module that the loop trains.
     """
 
     steps: tuple[Step, ...]
@@ -65,6 +68,10 @@ class Loop:
     loader_workers: int
     rows: int
     model: Mapping[str, float]
+    optimizers: tuple[str, ...]
+    skipped: int
+    precision: str
+    compiled: bool
     unknown: tuple[Unknown, ...]
 
 
@@ -76,6 +83,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     seen, place = recorder.seen, recorder.seconds
     clock, unknown = "host" if recorder.gpus is None else "cuda_event", dict(seen.unknown)
     intervals = trainings.longest(recorder.intervals, unknown)
+    keys = frozenset[int]().union(*map(trainings.keys, intervals))
     ended = [one for one in intervals if one.owner != BY_HAND]
     groups = list(trainings.groups(intervals, trainings.slowest(ended, unknown)))
     functional = not any(raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans)
@@ -119,7 +127,10 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     together = _together(calls, batches) if loaded else int(calls <= 1)
     return Loop(
         steps=tuple(steps), spans=tuple(spans), reads=tuple(reads), numbers=tuple(numbers),
-        updates=calls, rows=_rows(seen, intervals) * together, model=_model(seen, intervals),
+        updates=calls, rows=_rows(_kept(seen.rows, keys)) * together, model=next(iter(_kept(seen.models, keys)), {}),
+        optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),
+        skipped=sum(number for owner, number in seen.skipped.items() if owner in keys),
+        precision=next(iter(_kept(seen.precisions, keys)), "fp32"), compiled=not seen.compiled.isdisjoint(keys),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
         loader_workers=seen.loaders.get(source, 0) if loaded else -1,
@@ -156,19 +167,17 @@ def _together(calls: int, batches: Counter[int]) -> int:
     return max(1, min(calls, max(batches, key=lambda number: batches[number], default=1)))
 
 
-def _rows(seen: Seen, intervals: Sequence[Interval]) -> int:
-    """Return the most common number of rows in a call of the modules that these intervals train; 0 if unknown."""
-    keys = frozenset[int]().union(*map(trainings.keys, intervals))
-    # a wrapper over several devices records the phases of its devices in place of its own call
-    chosen = [rows for key, rows in seen.rows.items() if key in keys] or seen.rows.values()
-    return max(sum(chosen, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
+def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
+    """Return the facts about the modules with these keys; all facts if none is about them.
+
+    A wrapper over several devices records the phases of its devices in place of its own call, so it has no key.
+    """
+    return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
 
 
-def _model(seen: Seen, intervals: Sequence[Interval]) -> Mapping[str, float]:
-    """Return the sizes of the first module that these intervals train; empty if unknown."""
-    keys = frozenset[int]().union(*map(trainings.keys, intervals))
-    every = [*(sizes for key, sizes in seen.models.items() if key in keys), *seen.models.values()]
-    return every[0] if every else {}
+def _rows(counted: Sequence[Counter[int]]) -> int:
+    """Return the most common number of rows in a call; 0 if unknown."""
+    return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
 def _spans(interval: Interval, *, by_hand: bool, functional: bool) -> list[Raw]:
@@ -305,18 +314,21 @@ def _judged(raws: Sequence[Raw], inside: frozenset[int]) -> list[Raw]:
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the id of the training dataset, and the ids of the datasets that only evaluations read."""
+    """Return the number of the training dataset, and the numbers of the datasets that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
-        source = 0
+        source, taken = 0, Counter[int]()
         for raw in raws:
             if raw.kind == Phase.DATA:
-                source = raw.note
-            elif raw.kind == EVALUATION:
-                evaluated.add(source)
-            elif raw.kind == Phase.FORWARD:
-                trained[source] += 1
+                taken[raw.note] += 1
+            elif raw.kind in (EVALUATION, Phase.FORWARD):
+                if taken:  # several sets may be read before the loop: the largest, or the last of equal ones
+                    source, taken = max(reversed(taken), key=lambda one: taken[one]), Counter()
+                if raw.kind == EVALUATION:
+                    evaluated.add(source)
+                else:
+                    trained[source] += 1
     source = max(trained, key=lambda one: (one != 0, trained[one]), default=0)
     return source, frozenset(evaluated - {source} - {one for one, times in trained.items() if times > 1})
 

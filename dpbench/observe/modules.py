@@ -112,7 +112,7 @@ class Outermost:
         self._known[id(module)] = (module, hooks)
         seen = self._recorder.seen
         if type(module).__name__ == "OptimizedModule":
-            seen.compiled = True
+            seen.compiled.add(id(module))
         if isinstance(module, nn.DataParallel):
             seen.wrapper, seen.threads, seen.devices = type(module).__name__, True, max(1, len(module.device_ids))
             hooks.append(_marked(module, self._recorder))
@@ -219,10 +219,10 @@ def _settings(recorder: Recorder, module: nn.Module) -> None:
         seen.device_kind = kind
         ids = getattr(module, "device_ids", None) or [next(module.parameters()).device]
         seen.device_ids = tuple(torch.device(one).index if not isinstance(one, int) else one for one in ids)
+    precision = "tf32" if kind == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "fp32"
     if torch.is_autocast_enabled(kind):
-        seen.precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(kind), "fp32")
-    elif kind == "cuda" and torch.backends.cuda.matmul.allow_tf32:
-        seen.precision = "tf32"
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(kind), "fp32")
+    seen.precisions[id(module)] = precision
 
 
 def facts(module: nn.Module, args: Any, kwargs: Any, output: Any) -> dict[str, float]:

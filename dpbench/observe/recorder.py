@@ -17,7 +17,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -76,7 +76,7 @@ _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.L
 class Raw(NamedTuple):
     """A span as a seam recorded it; `start` and `end` are moments of the recorder's clock (`Recorder.now`).
 
-    `note` depends on the kind: the id of the dataset for data, the place in the script for reads, and the id of the
+    `note` depends on the kind: the number of the dataset for data, the place in the script for reads, and the id of the
     module for forward and evaluation. For an evaluation in training mode or with gradients enabled, it is the negative
     id of the module.
     """
@@ -105,7 +105,8 @@ class Interval(NamedTuple):
 class Seen:
     """The facts about a loop that the seams collect.
 
-    Every `dict` has the id of a module or a dataset, or the number of an owner (`Recorder.owner`) as its key.
+    Every `dict` has the id of a module, or the number of an optimizer, a dataset or an engine (`Recorder.owner`) as its
+    key.
     """
 
     wrapper: str = ""
@@ -121,12 +122,15 @@ class Seen:
     """How often a module, or a step of dpbench's engine, was called with a number of rows."""
     models: dict[int, dict[str, float]] = field(default_factory=dict)
     """The sizes of the trained modules."""
-    precision: str = "fp32"
-    compiled: bool = False
+    precisions: dict[int, str] = field(default_factory=dict)
+    """The precisions of the trained modules."""
+    compiled: set[int] = field(default_factory=set)
+    """The modules that torch.compile has made."""
     device_kind: str = "cpu"
     device_ids: tuple[int, ...] = ()
     pinned: bool | None = None
-    skipped: int = 0
+    skipped: Counter[int] = field(default_factory=Counter)
+    """How often the step of an owner was skipped."""
     unknown: dict[str, int] = field(default_factory=dict)
 
 
@@ -281,11 +285,16 @@ class Recorder:
         return self._deferred > 0
 
     def owner(self, one: Any) -> int:
-        """Return the number of an optimizer. Unlike its id, no later optimizer gets the same number."""
-        if id(one) not in self._owners:
-            self._owners[id(one)] = next(self._numbers)
-            weakref.finalize(one, self._owners.pop, id(one), None).atexit = False
-        return self._owners[id(one)]
+        """Return the number of an optimizer, a dataset or an engine.
+
+        Unlike its id, no later object gets the same number, except in place of a list or a dict.
+        """
+        number = self._owners.get(id(one))
+        if number is None:
+            number = self._owners[id(one)] = next(self._numbers)
+            with suppress(TypeError):  # Python tells the end of most objects
+                weakref.finalize(one, self._owners.pop, id(one), None).atexit = False
+        return number
 
     def update(self, owner: int, name: str = "") -> None:
         """End the interval, because the optimizer with the number `owner` has updated the weights."""

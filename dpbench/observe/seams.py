@@ -256,7 +256,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
                 recorder.end()
             recorder.undefer()
             hook.remove()
-        recorder.seen.skipped += not stepped
+        recorder.seen.skipped[recorder.owner(optimizer)] += not stepped
         if not recorder.inside:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
         return found
@@ -282,18 +282,18 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
     """Install the seams of DataLoaders: the wait for a batch, and the start of an iterator with its workers."""
 
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
-        start = _around(recorder, was, Phase.DATA, lambda loader: id(loader.dataset))
+        start = _around(recorder, was, Phase.DATA, lambda loader: recorder.owner(loader.dataset))
 
         @functools.wraps(was)
         def starting(self: Any) -> Any:
             if recorder.mine:
-                recorder.seen.loaders[id(self.dataset)] = self.num_workers
+                recorder.seen.loaders[recorder.owner(self.dataset)] = self.num_workers
                 outermost.look()
             return start(self)
 
         return starting
 
-    following = lambda was: _around(recorder, was, Phase.DATA, lambda iterator: id(iterator._dataset))  # noqa: E731
+    following = lambda was: _around(recorder, was, Phase.DATA, lambda iterator: recorder.owner(iterator._dataset))  # noqa: E731
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
 

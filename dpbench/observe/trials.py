@@ -45,11 +45,11 @@ def case_of(watched: Watched) -> Case:
     seen = watched.seen
     parallelism = Parallelism.RANKS if seen.ranks else Parallelism.THREADS if seen.threads else Parallelism.NONE
     reduction = Reduction.IN_BACKWARD if seen.threads else Reduction.OVERLAPPED
-    names = sorted(set(seen.optimizers.values()))
+    loop, names = watched.part.loop, sorted(set(watched.part.loop.optimizers))
     return Case(
-        model=watched.script, strategy=SCRIPT, batch_size=watched.part.loop.rows * watched.ranks,
-        devices=seen.devices * watched.ranks, device_kind=seen.device_kind, precision=seen.precision,
-        optimizer="+".join(names).lower() or "none", loader=watched.part.loop.loader_workers, compile=seen.compiled,
+        model=watched.script, strategy=SCRIPT, batch_size=loop.rows * watched.ranks,
+        devices=seen.devices * watched.ranks, device_kind=seen.device_kind, precision=loop.precision,
+        optimizer="+".join(names).lower() or "none", loader=loop.loader_workers, compile=loop.compiled,
         inputs="pageable" if seen.pinned is False else "pinned", declared=traits(parallelism, reduction),
     )  # fmt: skip
 
@@ -79,7 +79,7 @@ def _observed(watched: Watched, warm: int) -> Observed:
         for place in places:
             reads[place] = reads.get(place, 0) + 1
     return Observed(
-        command=watched.command, wrapper=seen.wrapper, updates=loop.updates, skipped_updates=seen.skipped,
+        command=watched.command, wrapper=seen.wrapper, updates=loop.updates, skipped_updates=loop.skipped,
         loader_workers=loop.loader_workers, pinned=seen.pinned, reads=reads, evaluation_s=loop.evaluation_s,
         checkpoint_s=loop.checkpoint_s, unknown=loop.unknown, held=watched.part.held,
     )  # fmt: skip
