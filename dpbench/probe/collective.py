@@ -7,6 +7,7 @@ fork.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -138,8 +139,7 @@ def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[
     This process ends when the process with the id `parent` ends.
     """
     processes.die_with_parent(parent)
-    import torch._dynamo  # noqa: F401 -- the first optimizer of a process imports it, and so would each rank
-
+    importlib.import_module("torch._dynamo")  # the first optimizer of a process imports it, and so would each rank
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
 
@@ -233,8 +233,8 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
     """Return a pair for each number of layers in `lengths`: this number, and a chain's seconds by setting and phase.
 
     A chain is a net of tiny layers; see `engine.chain`. The settings are `alone` (rank 0 runs the chain while the other
-    ranks wait; only in the result of rank 0), `beside` (all ranks run it concurrently, without communication), and
-    `ddp` and `ddp_long` (DistributedDataParallel with kernels that are short or take milliseconds).
+    ranks wait; only in the result of rank 0), `beside` (all ranks run it at once, without communication), and `ddp` and
+    `ddp_long` (DistributedDataParallel with kernels that are short or take milliseconds).
     """
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]
