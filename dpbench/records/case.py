@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from dpbench.records import registry, visible
@@ -196,7 +197,7 @@ class Case:
         """Return whether a step trains the module; otherwise it computes outputs only."""
         return self.mode == TRAIN
 
-    @property
+    @cached_property
     def habits(self) -> tuple[str, ...]:
         """Return a short text for the mode and each habit of the training loop that differ from the default."""
         return tuple(filter(None, map(self.habit, HABITS)))

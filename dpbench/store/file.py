@@ -97,6 +97,7 @@ class Connection(sqlite3.Connection):
     """A connection that knows its file, `path`; SQLite's errors become StoreErrors that name the file."""
 
     path: Path
+    columns: dict[str, list[str]]  # by table, as far as `rows.columns_of` has looked them up
     inode: tuple[int, int] | None = None
     """The device and the number of the file that is open for writing."""
 
@@ -298,7 +299,7 @@ def connect(path: Path, address: str) -> Connection:
     """Return a connection to the file `path`, which `address` names as a path or as a URI."""
     uri = address.startswith("file:")
     db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=0, factory=Connection)
-    db.path = path
+    db.path, db.columns = path, {}
     return db
 
 

@@ -303,9 +303,12 @@ def _unpacked(blob: bytes) -> array[float]:
     return values
 
 
-def columns_of(db: sqlite3.Connection, table: str) -> list[str]:
+def columns_of(db: file.Connection, table: str) -> list[str]:
     """Return the names of a table's columns.
 
     The columns depend on the version of dpbench that wrote the file, because files that are only read are not migrated.
+    A connection looks them up once: its file was migrated, if at all, when it was opened.
     """
-    return [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+    if table not in db.columns:
+        db.columns[table] = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+    return db.columns[table]
