@@ -174,15 +174,22 @@ def found(folder: Folder, command: int, role: str) -> psutil.Process | None:
     return None
 
 
-def send(folder: Folder, command: int, role: str, number: signal.Signals) -> None:
-    """Send a signal to the process of `command` that plays a role, to the command, or to its group; continue a stop."""
+def send(folder: Folder, command: int, role: str, number: signal.Signals) -> bool:
+    """Send a signal to the process of `command` that plays a role, to the command, or to its group; continue a stop.
+
+    Return whether there was such a process.
+    """
     target = found(folder, command, role) if role not in ("command", "group") else None
+    if target is None and role not in ("command", "group"):
+        return False
     deliver = os.killpg if role == "group" else os.kill
     with contextlib.suppress(ProcessLookupError):
         deliver(target.pid if target else command, number)
         if number is signal.SIGSTOP:
             time.sleep(0.5)
             deliver(target.pid if target else command, signal.SIGCONT)
+        return True
+    return False
 
 
 def late(process: subprocess.Popen[str], number: signal.Signals) -> Iterator[str]:
@@ -205,8 +212,7 @@ def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> l
     process = folder.start(*RUN, "--store", folder.store.name)
     time.sleep(after_s)
     whole = role in ("command", "group")
-    poll(lambda: whole or process.poll() is not None or found(folder, process.pid, role), STARTS_S)
-    send(folder, process.pid, role, number)
+    poll(lambda: process.poll() is not None or send(folder, process.pid, role, number), STARTS_S)
     if whole and number is not signal.SIGSTOP:
         complaints += late(process, number)
     else:  # the command goes on; it is ended after its next trials
