@@ -1,26 +1,30 @@
-"""List the sockets at which processes of dpbench listen: `python -m tests.listening trial probe`.
+"""List the sockets at which processes of dpbench listen: `python -m tests.listening trial strategies probe`.
 
-Prints for each of the named works, a trial and the probe's ranks, a line of JSON: how the work ended, every address
-that was listened at, and those of them that a client reached by one of the machine's own addresses outside loopback.
+Prints for each of the named works, a trial, a trial of every strategy, and the probe's ranks, a line of JSON: how the
+work ended, every address that was listened at, and those of them that a client reached by one of the machine's own
+addresses outside loopback. Each address of the work `strategies` also gets a hostile message over loopback; the trials
+must end as without it, and nothing in the message may be executed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from dpbench.measure.server import Server
-from dpbench.records import Case, Effort
+from dpbench.records import Case, Effort, Status, registry
+from dpbench.records.registry import Parallelism
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 Address = tuple[str, int]
@@ -40,8 +44,11 @@ class Seen:
     """What a watch saw."""
 
     ended: str = ""
+    hostile: bytes = b""
+    """The bytes to send to each address; nothing is sent if there are none."""
     listening: set[Address] = field(default_factory=set)
     reached: set[Address] = field(default_factory=set)
+    attacked: int = 0
 
     def outside(self) -> set[Address]:
         """Return the addresses outside loopback."""
@@ -63,11 +70,15 @@ class Seen:
         if here is not None:
             with suppress(OSError), socket.create_connection((here[1], address[1]), timeout=5):
                 self.reached.add(address)
+        if self.hostile:
+            with suppress(OSError), socket.create_connection((address[0], address[1]), timeout=5) as client:
+                client.sendall(self.hostile)
+                self.attacked += 1
 
 
-def watch(work: Callable[[], str]) -> Seen:
-    """Do the work, and look at the sockets of its processes during the whole time."""
-    seen, over = Seen(), threading.Event()
+def watch(work: Callable[[], str], hostile: bytes = b"") -> Seen:
+    """Do the work, and look at its processes' sockets all the while."""
+    seen, over = Seen(hostile=hostile), threading.Event()
 
     def look() -> None:
         while not over.wait(0.03):
@@ -92,6 +103,37 @@ def trial() -> str:
     return done.status.value if done.steps else done.reason
 
 
+class Touch:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, (str(self._path),)
+
+
+def message(path: Path) -> bytes:
+    """Return bytes that make a folder if a receiver unpickles them, with and without their length in front."""
+    data = pickle.dumps(Touch(path))
+    return len(data).to_bytes(8, "little") + data + data
+
+
+def strategies() -> str:
+    """Run a trial of every strategy, most with two devices; return their outcome: "ok", or the first failure."""
+    effort = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
+        for name in registry.names("strategies"):
+            traits = registry.traits(name)
+            devices = 1 if traits.parallelism is Parallelism.NONE else 2 * traits.devices_per_replica
+            case = Case(model="mlp", strategy=name, devices=devices, batch_size=8)
+            done = server.run(replace(case, schedule="reference" if traits.scheduled else ""), effort, 0, 120)
+            if done.status not in (Status.OK, Status.SKIPPED):
+                return f"{name}: {done.reason}"
+            print(name, done.status, file=sys.stderr)
+    return "ok"
+
+
 def probe() -> str:
     """Let the probe's ranks measure an all-reduce."""
     from dpbench.probe import collective  # which loads torch: a trial's parent needs none
@@ -100,8 +142,14 @@ def probe() -> str:
 
 
 if __name__ == "__main__":
-    for work in sys.argv[1:]:
-        found = asdict(watch({"trial": trial, "probe": probe}[work]))
-        print(json.dumps({name: value if name == "ended" else sorted(value) for name, value in found.items()}))
+    with tempfile.TemporaryDirectory() as name:
+        mark = Path(name) / "executed"
+        for work in sys.argv[1:]:
+            hostile = message(mark) if work == "strategies" else b""
+            found = watch({"trial": trial, "strategies": strategies, "probe": probe}[work], hostile)
+            if mark.exists():
+                found.ended = "a hostile message was executed"
+            listed = {"listening": sorted(found.listening), "reached": sorted(found.reached)}
+            print(json.dumps({"ended": found.ended, "attacked": found.attacked, **listed}))
     sys.stdout.flush()
     os._exit(0)

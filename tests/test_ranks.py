@@ -45,22 +45,25 @@ def preset() -> dict[str, str]:
 
 
 def check(works: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
-    """Watch the sockets of works, a trial or the ranks of the probe, in another process."""
+    """Watch the sockets of works, such as a trial or the ranks of the probe, in another process."""
     env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, "-m", "tests.listening", *works]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     for work, line in zip(works, done.stdout.splitlines(), strict=True):
         told: dict[str, Any] = json.loads(line)
-        found = Seen(told["ended"], *({(ip, port) for ip, port in told[name]} for name in ("listening", "reached")))
+        listening, reached = ({(ip, port) for ip, port in told[name]} for name in ("listening", "reached"))
+        found = Seen(told["ended"], listening=listening, reached=reached, attacked=told["attacked"])
         assert found.ended == "ok", work
-        assert len({port for _, port in found.listening}) >= 2, f"{work}: each rank listens: the watch was blind"
+        listeners = len({port for _, port in found.listening})
+        assert listeners >= (2 if work != "strategies" else 4), f"{work}: each rank listens: the watch was blind"
+        assert (found.attacked > 0) == (work == "strategies"), work
         assert found.outside() == set(), work
         assert found.reached == set(), f"{work}: reached by an address outside loopback"
 
 
-def test_no_process_listens_outside_loopback_whatever_the_interface_variables_say() -> None:
-    check(["trial", "probe"], preset())
+def test_no_process_of_any_strategy_listens_outside_loopback_or_obeys_a_hostile_message() -> None:
+    check(["strategies", "probe"], preset())
 
 
 @pytest.fixture
