@@ -665,3 +665,69 @@ for x, y in batches(12):
     assert len(found.steps) == 11
     assert min(one.seconds for one in found.steps) > 0.002
     assert [one.steps for one in found.unknown if "an exception ends a part of the work" in one.problem] == [11]
+
+
+AVERAGES = {
+    "by hand": ("""
+average = [p.detach().clone() for p in net.parameters()]
+
+
+def update():
+    with torch.no_grad():
+        for e, p in zip(average, net.parameters()):
+            e.mul_(0.9).add_(p, alpha=0.1)
+        time.sleep(0.002)
+""", "update()"),
+    "decorated": ("""
+import copy
+
+average = copy.deepcopy(net)
+
+
+@torch.no_grad()
+def update():
+    time.sleep(0.002)
+    for e, p in zip(average.state_dict().values(), net.state_dict().values()):
+        e.lerp_(p, 0.1)
+""", "update()"),
+    "torch": ("""
+from torch.optim.swa_utils import AveragedModel
+
+
+def mean(averages, values, number):
+    time.sleep(0.002)
+    torch._foreach_lerp_(averages, values, 0.1)
+
+
+average = AveragedModel(net, multi_avg_fn=mean)
+average.update_parameters(net)  # the first call only copies
+""", "average.update_parameters(net)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_averaging_the_weights_after_the_step_belongs_to_the_optimizer(kind: str, tmp_path: Path) -> None:
+    before, after = AVERAGES[kind]
+    found, _ = watched(tmp_path, f"""{before}
+for x, y in batches(12):
+    step(x, y)
+    {after}
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert len(rows) == 11
+    assert all(0.002 < row[Phase.OPTIMIZER] < 0.0021 for row in rows)
+    assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
+
+
+def test_a_block_without_gradients_that_writes_no_weights_is_not_the_optimizers(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+hits = torch.zeros(3)  # of the shape of the bias
+for x, y in batches(12):
+    step(x, y)
+    with torch.no_grad():
+        time.sleep(0.002)
+        correct = (net.layer.weight @ x.T).argmax(0) == y
+        hits += 1
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert all(row[UNATTRIBUTED] > 0.002 and row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)

@@ -9,10 +9,13 @@ inner modules are never slower and torch.compile traces the original.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
+import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +36,10 @@ COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
 """The open spans in which a call of a module is an outermost one: none, and an optimizer's step with its closure."""
+PLACES = 16
+"""The largest number of places in the script at which a block without gradients is examined."""
+_IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
+"""The packages whose frames do not belong to the script."""
 SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
 
 
@@ -66,6 +73,11 @@ class Outermost:
         finally:
             self._call(self._original)
             self._unhook()
+
+    @property
+    def known(self) -> Iterator[nn.Module]:
+        """Return the modules that were found."""
+        return (module for module, _ in self._known.values())
 
     def look(self) -> None:
         """Look for outermost modules during the next updates."""
@@ -273,3 +285,98 @@ class _marked:  # noqa: N801
         """Take the marks away."""
         for name in ("scatter", "replicate", "parallel_apply", "gather"):
             self._module.__dict__.pop(name, None)
+
+
+def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the frame of the script that led to a frame; None if there is none."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
+        frame = frame.f_back
+    return frame
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block without gradients after an update: its context, its place in the script, its start.
+
+    `versions` has the tensors of the weights' shapes, with their versions; None if the block is known to write weights.
+    """
+
+    context: Any
+    place: tuple[types.CodeType, int]
+    start: Any
+    versions: Sequence[tuple[torch.Tensor, int]] | None
+
+
+class Averages:
+    """The blocks without gradients that follow an update and write to weights, such as those of a moving average.
+
+    torch counts the writes to each tensor. When the script first enters the block at a place, the tensors that have the
+    shapes of the trained weights are looked up among all objects of Python. If at least two of them, and at least half
+    as many as there are weights, have been written to when it leaves, each block at this place belongs to the
+    optimizer. A block that counts hits, for example, writes to fewer. In a loop without an optimizer, the script may
+    have updated the weights in each block without gradients.
+    """
+
+    def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
+        self._recorder, self._outermost = recorder, outermost
+        self._places: dict[tuple[types.CodeType, int], bool] = {}
+        self._block: _Block | None = None
+
+    def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.no_grad.__enter__`, which begins such a block."""
+
+        @functools.wraps(was)
+        def enter(context: Any) -> Any:
+            found = was(context)
+            # the first test is the cheapest: torch itself enters several such blocks in each step
+            if not self._recorder.open and not torch.compiler.is_compiling() and self._recorder.updated:
+                self._enter(context, calling_frame(sys._getframe(1)))
+            return found
+
+        return enter
+
+    def leaving(self, was: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.no_grad.__exit__`, which ends such a block."""
+
+        @functools.wraps(was)
+        def leave(context: Any, *args: Any) -> Any:
+            found = was(context, *args)
+            if self._block is not None and self._block.context is context:
+                self._leave(self._block)
+            elif self._recorder.updating is not None and not torch.compiler.is_compiling():
+                self._recorder.updated_by_hand()
+            return found
+
+        return leave
+
+    def _enter(self, context: Any, frame: types.FrameType | None) -> None:
+        if frame is None:
+            return
+        place = frame.f_code, frame.f_lineno
+        writes = self._places.get(place)
+        if writes is None and len(self._places) < PLACES:
+            versions = self._versions()
+            self._block = _Block(context, place, self._recorder.now(), versions)  # without the time of the look-up
+        elif writes and self._recorder.begin(Phase.OPTIMIZER):
+            self._block = _Block(context, place, None, None)
+
+    def _leave(self, block: _Block) -> None:
+        self._block = None
+        if block.versions is None:
+            self._recorder.end()
+            return
+        written = sum(one._version != version for one, version in block.versions)
+        self._places[block.place] = writes = 2 * written >= max(4, len(self._weights()))
+        if writes and self._recorder.updated:
+            self._recorder.add(Phase.OPTIMIZER, block.start, self._recorder.now())
+
+    def _weights(self) -> list[nn.Parameter]:
+        """Return the parameters of the trained modules."""
+        modules, trained = self._outermost.known, self._recorder.seen.trained
+        return [one for module in modules if id(module) in trained for one in module.parameters()]
+
+    def _versions(self) -> list[tuple[torch.Tensor, int]]:
+        """Return all tensors that have the shape of a weight, with their versions."""
+        shapes = {one.shape for one in self._weights()}
+        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if shapes else []
+        return [(one, one._version) for one in tensors if not one.is_inference() and one.shape in shapes]

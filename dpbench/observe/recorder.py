@@ -70,6 +70,8 @@ _OTHERS = frozenset({Phase.DATA, EVALUATION, WITHIN})
 """The kinds of spans that `_log` records in another way than all others."""
 _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
+_AFTER = frozenset({Phase.OPTIMIZER, Phase.READ})
+"""The kinds of spans that may follow an update and belong to it."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 
 
@@ -263,6 +265,13 @@ class Recorder:
     def mine(self) -> bool:
         """Return whether the calling thread is the one that records, and the recorder is active."""
         return self.active and get_ident() == self._thread
+
+    @property
+    def updated(self) -> bool:
+        """Return whether an optimizer has updated the weights, and no work on the next step has been recorded since."""
+        if self.open or not self.seen.optimizers or not self.kept or not self.mine:
+            return False
+        return all(raw.kind in _AFTER for raw in self._spans)
 
     @property
     def inside(self) -> str:

@@ -20,13 +20,13 @@ import torch
 import torch.distributed
 import torch.utils.data
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.observe.modules import Outermost
+from dpbench.observe.modules import Averages, Outermost, calling_frame
 from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder
 from dpbench.records import Phase
 
@@ -49,8 +49,6 @@ SCHEDULERS = (
 )  # fmt: skip
 """The schedulers of learning rates that define the step which others inherit."""
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
-_IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
-"""The packages whose frames do not belong to the script."""
 
 
 @contextmanager
@@ -60,6 +58,9 @@ def installed(recorder: Recorder) -> Iterator[None]:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
         _optimizers(recorder, replace, stack)
+        averages = Averages(recorder, outermost)
+        replace(torch.no_grad, "__enter__", averages.entering)
+        replace(torch.no_grad, "__exit__", averages.leaving)
         _data(recorder, replace, outermost)
         for name in LOSSES:
             replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
@@ -232,7 +233,7 @@ def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitSta
     for name in ("unscale_", "update"):
         replace(torch.amp.GradScaler, name, zero)
     replace(torch.amp.GradScaler, "step", lambda was: _scaled_step(recorder, was))
-    replace(torch.no_grad, "__exit__", lambda was: _leaving(recorder, was))
+    replace(swa_utils.AveragedModel, "update_parameters", zero)
 
 
 def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,20 +263,6 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
         return found
 
     return step
-
-
-def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the exit of torch.no_grad, inside which a loop without an optimizer updates the weights."""
-
-    @functools.wraps(was)
-    def leave(self: Any, *args: Any) -> Any:
-        found = was(self, *args)
-        # the first test is the cheapest: torch itself enters several such blocks in each step
-        if recorder.updating is not None and not torch.compiler.is_compiling():
-            recorder.updated_by_hand()
-        return found
-
-    return leave
 
 
 def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
@@ -344,9 +331,7 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
 
 def _place(what: str) -> str:
     """Return the place in the script that called a seam, such as `train.py:31 item`."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
-        frame = frame.f_back
+    frame = calling_frame(sys._getframe(2))
     return what if frame is None else _named(frame.f_code.co_filename, frame.f_lineno, what)
 
 

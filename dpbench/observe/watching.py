@@ -73,7 +73,7 @@ def watch(
 
 @dataclass(frozen=True)
 class _Beside:
-    """The samplers that run beside a loop; `problem` says why some are missing.
+    """The samplers that run during a loop; `problem` says why some are missing.
 
     `series` is None if none run. `visible` has NVML's facts about the GPUs that they read.
     """
@@ -110,7 +110,7 @@ def _sampling(stack: ExitStack, seat: joining.Seat) -> _Beside:
         problem = f"the GPUs are not sampled: {error}"
     try:
         file = stack.enter_context(scratch.folder()) / "samples.jsonl"
-        # the other ranks have the same parent: they are no foreign load
+        # the other ranks have the same parent, so that their work does not count as foreign load
         root = os.getppid() if seat.size > 1 else os.getpid()
         series = stack.enter_context(
             samplers.sampling([gpu["index"] for gpu in visible], file, SAMPLED_S, root_pid=root)
