@@ -585,6 +585,7 @@ def test_an_iteration_that_fails_and_is_caught_belongs_to_no_step(place: str, tm
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert {*map(frozenset, rows)} == {frozenset(rows[0])}, "each step has each phase"
     assert "4 steps follow an iteration that an exception ended" in problems(found)
+    assert "skipped" not in problems(found)
     assert all(one.steps == 0 for one in found.unknown)
 
 
@@ -731,3 +732,18 @@ for x, y in batches(12):
 """)  # fmt: skip
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert all(row[UNATTRIBUTED] > 0.002 and row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
+
+
+def test_steps_that_include_a_batch_that_the_script_skips_are_counted(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+for i, (x, y) in enumerate(batches(24)):
+    optimizer.zero_grad()
+    loss = nn.functional.cross_entropy(net(x * (float("nan") if i % 8 == 4 else 1.0)), y)
+    if not torch.isfinite(loss):
+        continue
+    loss.backward()
+    optimizer.step()
+""")  # fmt: skip
+    assert len(found.steps) == 24 - 3 - 1
+    assert "3 steps include a batch that the script skipped before its backward" in problems(found)
+    assert [one.steps for one in found.unknown] == [0]

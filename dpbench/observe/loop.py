@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from dpbench.observe import trainings
@@ -44,6 +45,8 @@ TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD}
 Fact = TypeVar("Fact")
 APART = ASIDE | {FAILED}
 """The kinds after which a step begins."""
+BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
+"""The phases of a batch, without the update."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
 """The phases that compute the gradients of a batch."""
 
@@ -101,7 +104,9 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     aside = [*recorder.asides, *(raw for raws in begun for raw in raws if raw.kind in ASIDE)]
     updates: Counter[int] = Counter()
     batches: Counter[int] = Counter()
+    whole: list[list[Raw]] = []
     for group, start, raws in _cut(groups, rows, evaluated, unknown):
+        whole.append(raws)
         if not loaded and not functional:
             raws[:0] = _unloaded(raws, start)
         local = range(seen.devices)
@@ -120,6 +125,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
         batches[sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws)] += 1
     if steps:
         _define(unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates)
+        _count_skips(unknown, whole, evaluated)
     missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
     if missing and any(group[0].start is not None for group in groups):
         unknown["a step without a call of backward: dpbench cannot observe how its gradients are computed"] = missing
@@ -156,6 +162,20 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
     if others := updates.total() - number:
         unknown[f"{count(others, 'step')} with a number of calls of backward other than {usual}, as in an incomplete "
                 "group of accumulated batches"] = 0  # fmt: skip
+
+
+def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
+    """Add the number of steps in which a further batch follows a forward without its backward to `unknown`.
+
+    If most steps have one, as with several DataLoaders, it is a part of the loop.
+    """
+    number = 0
+    for raws in rows:
+        taken = [raw for raw in raws if raw.kind in BATCH and not (raw.kind == Phase.DATA and raw.note in evaluated)]
+        number += any(a.kind == Phase.FORWARD and b.kind == Phase.DATA for a, b in pairwise(taken))
+    if 0 < number <= len(rows) / 2:
+        unknown[f"{count(number, 'step')} {verb(number, 'includes', 'include')} a batch that the script skipped before "
+                "its backward"] = 0  # fmt: skip
 
 
 def _together(calls: int, batches: Counter[int]) -> int:
