@@ -266,7 +266,7 @@ class Pair:
         self._between = between  # whether gradients are compared after calls that make no update
         sides: list[tuple[nn.Module, Any, Any]] = []
         for _ in range(2):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             own = module()
             sides.append((own, criterion(own), optimizer))
         options: dict[str, Any] = {"accumulate": accumulate, "clip_norm": clip_norm, "devices": devices, "hold": hold}

@@ -330,7 +330,7 @@ MYPY = """
 strict = true
 follow_imports = silent
 cache_dir = /dev/null
-[mypy-torch.*,matplotlib.*,numpy.*,rich.*,scipy.*]
+[mypy-torch.*,matplotlib.*,numpy.*,rich.*,scipy.*,IPython.*,click.*,jinja2.*,psutil.*,msgspec.*]
 follow_imports = skip
 """
 

@@ -140,7 +140,7 @@ class Net(nn.Module):
 
     def __init__(self, *, idle: bool = True) -> None:
         super().__init__()
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         self.table = nn.Embedding(7, WIDTH)
         self.first, self.second = nn.Linear(WIDTH, 7), nn.Linear(7, 3)
         self.frozen = nn.Linear(7, 7).requires_grad_(False)
