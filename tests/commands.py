@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import dpbench
-from tests.marked import Mark, marked, poll
+from tests.marked import Mark, marked, patience, poll
 
 ROOT = Path(dpbench.__file__).parent.parent
 COMMAND = [sys.executable, "-m", "dpbench"]
@@ -50,7 +50,7 @@ class Folder:
     def do(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
         process = self.start(*arguments)
-        code = process.wait(timeout_s)
+        code = process.wait(patience(timeout_s))
         return subprocess.CompletedProcess(arguments, code, self.out, self.err)
 
     @property
@@ -96,7 +96,7 @@ def end(process: subprocess.Popen[str], how: str) -> int:
         os.killpg(process.pid, signal.SIGINT)
     else:
         process.send_signal({"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[how])
-    return process.wait(20)
+    return process.wait(patience(20))
 
 
 @contextmanager
