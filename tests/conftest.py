@@ -101,6 +101,14 @@ def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
 
 
+@pytest.fixture
+def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small LSTM have 6 tokens a row, each of whose operations an emulated device runs from Python."""
+    from dpbench.models import lstm
+
+    monkeypatch.setitem(lstm.DIMS, "small", lstm.DIMS["small"]._replace(tokens=6))
+
+
 @contextmanager
 def lock(path: Path, kind: int) -> Iterator[IO[str]]:
     """Hold a lock that all processes of this run know, exclusive (fcntl.LOCK_EX) or shared (fcntl.LOCK_SH)."""

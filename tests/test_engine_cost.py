@@ -45,6 +45,7 @@ def costs(trials: list[Trial]) -> list[EngineCost]:
 # ---------------------------------------------------------------- the strategy
 
 
+@pytest.mark.usefixtures("short_sequences")
 @pytest.mark.parametrize(
     ("model", "devices"),
     [("mlp", 1), ("mlp", 2), ("mlp", 3), ("resnet18", 2), ("transformer", 2), ("embedding", 2), ("lstm", 2)],

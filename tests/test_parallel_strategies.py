@@ -146,6 +146,7 @@ def test_children_are_assigned_in_order_and_in_about_equal_groups(
     assert assign(sizes, count) == expected
 
 
+@pytest.mark.usefixtures("short_sequences")
 @pytest.mark.parametrize(
     ("model", "devices"), [*((model, 2) for model in registry.names("models")), ("mlp", 3), ("embedding", 3)]
 )
