@@ -15,7 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pyperf
 import pytest
-import scipy.stats
+import scipy  # scipy.stats is imported at its first use: each process of the suite collects this file
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import labels, measured

@@ -10,7 +10,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import scipy.stats
+import scipy  # scipy.stats is imported at its first use: each process of the suite collects this file
 
 from dpbench.analysis import stats
 from dpbench.measure.stopping import Stopping, half_width, warmup
