@@ -1,15 +1,17 @@
-"""Public figures: predict other people's published step times on present machines, without any of their measurements.
+"""Public figures: predict other people's published step times and memory, without any of their measurements.
 
-    python benchmarks/scripts/public_figures.py
+    python -m benchmarks.scripts.public_figures [--memory]
 
 Each row of reports/public-figures/figures.csv is predicted from the machine's description and from the model's counts;
-the measured step on one device is not used. The output is the table of reports/public-figures/README.md.
+the measured step on one device is not used. With --memory, each row of memory.csv is predicted from a trace of the
+model as benchmarks/models/published.py defines it. The output is a table of reports/public-figures/README.md.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,9 @@ from pathlib import Path
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, machine
 
-FIGURES = Path(__file__).parents[2] / "reports" / "public-figures" / "figures.csv"
+FOLDER = Path(__file__).parents[2] / "reports" / "public-figures"
+FIGURES, MEMORY = FOLDER / "figures.csv", FOLDER / "memory.csv"
+MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,5 +101,48 @@ def main() -> None:
     )
 
 
+def memory_mib(row: dict[str, str]) -> float | None:
+    """Return the predicted memory of a row of memory.csv in MiB; None if its model is not defined."""
+    from benchmarks.models import published
+    from dpbench.predict.memory import needed
+
+    if not hasattr(published, row["model"]):
+        return None
+    devices = int(row["devices"])
+    case = Case(
+        model=f"benchmarks.models.published:{row['model']}", strategy=row["strategy"], devices=devices, size="full",
+        batch_size=devices * int(row["batch_per_gpu"]), device_kind="cuda", precision=row["precision"],
+        optimizer="sgd" if row["optimizer"] == "sgd" else "own",
+        zero_grad="zero" if row["gradients"] == "kept" else "none",
+    )  # fmt: skip
+    found = needed(case)[int(row["device"])]
+    sizes = {"allocated": found.peak.allocated_bytes, "reserved": found.peak.reserved_bytes}
+    return sizes.get(row["quantity"], found.process_bytes) / MIB
+
+
+def print_memory() -> None:
+    """Print the table of memory and its summary."""
+    print("| id | model | strategy, GPU | batch per GPU | precision | quantity | published, MiB | predicted | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    rows = list(csv.DictReader(MEMORY.read_text(encoding="utf-8").splitlines()))
+    errors: list[float] = []
+    for row in rows:
+        found, published = memory_mib(row), float(row["value_mib"])
+        cells = [row["id"], row["model"], f"{row['strategy']} {row['device']} of {row['devices']}"]
+        cells += [row["batch_per_gpu"], row["precision"], row["quantity"], f"{published:.0f}"]
+        if found is None:
+            cells += ["none", ""]
+        else:
+            errors.append(found / published - 1)
+            cells += [f"{found:.0f}", f"{errors[-1]:+.1%}"]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    near = sum(abs(error) <= 0.1 for error in errors)
+    middle = statistics.median(abs(error) for error in errors)
+    print(f"\n{len(errors)} of {len(rows)} figures predicted, {near} of them within 10 %; median error {middle:.1%}.")
+
+
 if __name__ == "__main__":
-    main()
+    if "--memory" in sys.argv[1:]:
+        print_memory()
+    else:
+        main()

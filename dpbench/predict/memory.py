@@ -12,6 +12,7 @@ torch joins gradients into buffers on every device before they are summed, with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -32,12 +33,13 @@ from dpbench.predict.allocator import (
     play_optimizer,
     replay,
 )
+from dpbench.predict.recorder import AsOnGpus
 from dpbench.predict.strategy_memory import EngineMemory
-from dpbench.predict.trace import Build, OptimizerFactory, Trace, trace, trace_optimizer
+from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, trace, trace_optimizer
 from dpbench.records import Case, registry
 from dpbench.records.registry import Role
 from dpbench.records.work import COALESCED_BYTES, chunks
-from dpbench.strategies import optimizer_of, precision_of
+from dpbench.strategies import OWN, optimizer_of, precision_of
 from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
@@ -49,9 +51,11 @@ class WrapperMemory(EngineMemory):
 
     def _step(self, step: int) -> None:
         tape, parts = self._tape, self._shards.parts
-        whole_trace, count = self._shards.whole, len(parts)
+        whole_trace = self._shards.whole
         tape.stage = "optimizer"
-        tape.give(self._gradients)
+        if not self._keeps:
+            tape.give(self._gradients)
+            self._gradients = []
         tape.stage = "scatter"
         target = tape.take_all(0, whole_trace.target.sizes_bytes, "inputs")
         inputs = [tape.take_all(i, part.inputs.sizes_bytes, "inputs") for i, part in enumerate(parts)]
@@ -78,8 +82,10 @@ class WrapperMemory(EngineMemory):
             play_backward(tape, i, part, names[i], done)
         tape.stage = "reduce"
         found = [holding for part, held in zip(parts, names, strict=True) for holding in gradients_of(part, held)]
-        self._gradients = self._sums() if count > 1 else found
-        tape.give([] if count == 1 else found)
+        new = self._sums()
+        tape.give(found)
+        tape.give(new if self._gradients else [])  # added to the gradients of the step before
+        self._gradients = self._gradients or new
         tape.give(holding for held in names for holding in held.values())
         first, later = self._shards.optimizer(self._units(0))
         losses = [whole.pop(number) for number in whole_trace.losses if number in whole]
@@ -119,11 +125,9 @@ class WrapperMemory(EngineMemory):
         begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
         found += [(at[begin + k], [holding]) for k, holding in enumerate(inputs)]
         begin += len(part.inputs.sizes_bytes)
-        if len(self._devices) > 1:  # on one device, the caller keeps the module's own output
-            found += [
-                (at[begin + k], [names.pop(storage)]) for k, storage in enumerate(part.outputs) if storage in names
-            ]
-        return found
+        return found + [
+            (at[begin + k], [names.pop(storage)]) for k, storage in enumerate(part.outputs) if storage in names
+        ]
 
     def _sums(self) -> list[int]:
         """Add the reduction to the tape and return the holdings of the summed gradients.
@@ -207,7 +211,11 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     With `fake_only`, tracing raises an error for a model that fails on fake tensors, instead of running the model on
     real tensors.
     """
-    factory = optimizer_of(case)
+
+    def build() -> models.Model:
+        return models.load(case.model, case.size, case.seed)
+
+    factory = optimizer_of(case, shapes_of(build) if case.optimizer == OWN else None)
 
     def optimizer_fn(parameters: object) -> object:
         optimizer = factory(parameters)  # type: ignore[arg-type]
@@ -217,10 +225,12 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
         return optimizer
 
     device = fake_device(case)
+
     return Traces(
-        lambda: models.load(case.model, case.size, case.seed),
+        build,
         optimizer_fn,  # type: ignore[arg-type]
         device=device,
+        mode=AsOnGpus if case.device_kind == "cuda" else nullcontext,
         precision=lambda: precision_of(replace(case, device_kind=torch.device(device).type)),
         fake_only=fake_only,
     )
@@ -237,12 +247,12 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     Raises ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
-    role = case.traits.role
-    if case.traits.one_device:
-        strategy_memory.single(tape, traces.of(case.batch_size), steps)
+    role, keeps = case.traits.role, case.zero_grad == "zero"
+    if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):  # torch then calls the module itself
+        strategy_memory.single(tape, traces.of(case.batch_size), steps, keeps=keeps)
     elif role is Role.CONTROL:
         for device, rows in enumerate(case.rows):
-            strategy_memory.ddp(tape, traces.of(rows), steps, device)
+            strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
     elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = schedule_of(case)
         parts = tuple(traces.of(rows) for rows in case.rows)
@@ -250,7 +260,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         # the schedule may still replace collectives: persistent or flat weights do not use them
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
-        kind(tape, shards, schedule, collective=collective).run(steps)
+        kind(tape, shards, schedule, collective=collective, keeps=keeps).run(steps)
     else:
         known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
         raise ValueError(

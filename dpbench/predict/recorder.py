@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from dpbench.records import Phase
@@ -136,6 +138,52 @@ class OpRecorder(TorchDispatchMode):
             )
             for part, ops in rows.items()
         }
+
+
+FULL_PRECISION = {
+    "__pow__", "__rpow__", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cosine_similarity",
+    "cross_entropy", "cumprod", "cumsum", "dist", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div",
+    "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss", "mse_loss",
+    "nll_loss", "norm", "normalize", "poisson_nll_loss", "pow", "prod", "reciprocal", "rsqrt", "smooth_l1_loss",
+    "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "triplet_margin_loss",
+}  # fmt: skip
+"""The names of functions that autocast computes in fp32 on GPUs (torch's documentation of `torch.amp`).
+
+Autocast on the CPU computes most of them in 16 bits.
+"""
+
+
+class AsOnGpus(TorchFunctionMode):
+    """A mode under which functions on CPU tensors call the operators that GPUs use, which keep other tensors.
+
+    Dropout keeps a mask of one byte per element. Fused attention with dropout keeps a seed instead of a mask. Autocast
+    computes the functions of `FULL_PRECISION` in fp32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return func(*args[:4], **{**kwargs, "dropout_p": 0.0, **_causal(args)})
+        if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in FULL_PRECISION:
+            args, kwargs = tree_map_only(torch.Tensor, _in_full, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or not 0 < p < 1 or inplace:
+        return F.dropout(x, p, training, inplace)
+    return torch.native_dropout(x, p, True)[0]
+
+
+def _causal(args: Sequence[Any]) -> dict[str, Any]:
+    """Return the argument `is_causal` of scaled_dot_product_attention if it is given by position."""
+    return {"is_causal": args[5]} if len(args) > 5 else {}
+
+
+def _in_full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 class OpPart:

@@ -44,39 +44,55 @@ class Shards:
     """A function of tensors' sizes in bytes that returns the ops of the first and of a later optimizer step."""
 
 
-def single(tape: Tape, trace: Trace, steps: int, device: int = 0) -> None:
-    """Add the setup and `steps` training steps of the strategy `single` to the tape."""
+def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool = False) -> None:
+    """Add the setup and `steps` training steps of the strategy `single` to the tape.
+
+    With `keeps`, the loop fills gradients with zeros instead of dropping them.
+    """
     settle(tape, device, trace)
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
-        tape.stage = "optimizer"
-        tape.give(gradients)
+        if not keeps:
+            tape.stage = "optimizer"
+            tape.give(gradients)
+            gradients = []
         tape.stage = "scatter"
         batch = take_batch(tape, device, trace)
-        gradients = _play_step(tape, device, trace, state, batch, first=not step)
+        gradients = _play_step(tape, device, trace, state, batch, gradients, first=not step)
 
 
-def _play_step(tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], *, first: bool) -> list[int]:
+def _play_step(
+    tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], kept: list[int], *, first: bool
+) -> list[int]:
     """Add forward, loss, backward and optimizer step on one device to the tape.
 
     Return the holdings of the gradients, which stay allocated. `state` maps the storages of the optimizer's state to
-    holdings. `batch` contains the holdings of inputs and target; these allocations are released.
+    holdings. `batch` contains the holdings of inputs and target; these allocations are released. `kept` contains the
+    holdings of the gradients of the step before; if there are any, backward adds each new gradient to a kept one.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
     play_loss(tape, device, trace, names)
     tape.stage = "backward"
     tape.play(device, trace.loss_backward, names, "loss")
-    play_backward(tape, device, trace, names)
-    gradients = gradients_of(trace, names)
+    done = 0
+    for number, at in zip(trace.ready, trace.ready_at, strict=True) if kept else ():
+        play_backward(tape, device, trace, names, done, at)
+        tape.give(gradients_of(trace, names, [number]))
+        done = at
+    play_backward(tape, device, trace, names, done)
+    gradients = kept or gradients_of(trace, names)
     play_optimizer(tape, device, trace.optimizer_first if first else trace.optimizer, state)
     tape.give([*names.values(), *batch])
     return gradients
 
 
-def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
-    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape."""
+def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
+    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape.
+
+    With `keeps`, the loop fills gradients with zeros instead of dropping them.
+    """
     settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -86,8 +102,10 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
-        tape.stage = "optimizer"
-        tape.give(gradients)
+        if not keeps:
+            tape.stage = "optimizer"
+            tape.give(gradients)
+            gradients = []
         tape.stage = "scatter"
         batch = take_batch(tape, device, trace)
         tape.stage = "forward"
@@ -96,7 +114,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int) -> None:
             held = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk), "replicas"))
-        gradients = _play_step(tape, device, trace, state, batch, first=not step)
+        gradients = _play_step(tape, device, trace, state, batch, gradients, first=not step)
 
 
 class EngineMemory:
@@ -107,8 +125,11 @@ class EngineMemory:
     tape. In the methods, `names` maps, for each device, the allocated storages of the device's trace to their holdings.
     """
 
-    def __init__(self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool) -> None:
+    def __init__(
+        self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool, keeps: bool = False
+    ) -> None:
         self._tape, self._shards, self._schedule, self._collective = tape, shards, schedule, collective
+        self._keeps = keeps
         self._devices = range(len(shards.parts))
         self._sizes = shards.whole.parameters.sizes_bytes
         self._trainable = [n for n, wants in enumerate(shards.whole.trainable) if wants]

@@ -28,7 +28,7 @@ from dpbench.records import Phase
 
 Build = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-Precision = Callable[[], AbstractContextManager[Any]]
+Context = Callable[[], AbstractContextManager[Any]]
 
 FEW = 3
 """The number of samples in the batch from which the shapes of inputs and target are taken.
@@ -108,32 +108,36 @@ def trace(
     optimizer_fn: OptimizerFactory,
     *,
     device: str = "cpu",
-    precision: Precision = nullcontext,
+    precision: Context = nullcontext,
+    mode: Context = nullcontext,
     fake_only: bool = False,
 ) -> Trace:
     """Return the trace of one training step of the model `build()` on `rows` samples.
 
     `device` is the device of the fake tensors, which determines the operators that torch selects: "cpu" works
     everywhere, "lazy:0" selects the same operators as emulated devices (unfused attention), and "cuda:0" needs a CUDA
-    build of torch and a GPU. Forward and loss run in the context `precision()`.
+    build of torch and a GPU. Forward and loss run in the context `precision()`, and together with the backward of the
+    module in the context `mode()`.
 
     A model that fails on fake tensors, because it reads values or hides tensors from torch, is traced on real tensors
     on the CPU; with `fake_only`, the error propagates instead. An error on real tensors always propagates.
     """
     try:
-        model = _shapes(build)
+        model = shapes_of(build)
         inputs, target = model.batch(FEW, 0)
         with FakeTensorMode():
             _place(model.module, torch.device(device))
             batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
-            return _TracedStep(model, rows, batch, torch.device(device), optimizer_fn, precision, fake=True).trace()
+            return _TracedStep(
+                model, rows, batch, torch.device(device), optimizer_fn, precision, mode, fake=True
+            ).trace()
     except Exception:  # a limit of fake tensors; an error of the model itself occurs again below
         if fake_only:
             raise
         model = build()
         inputs, target = model.batch(rows, 0)
         batch = [positional(inputs), target]
-        return _TracedStep(model, rows, batch, torch.device("cpu"), optimizer_fn, precision, fake=False).trace()
+        return _TracedStep(model, rows, batch, torch.device("cpu"), optimizer_fn, precision, mode, fake=False).trace()
 
 
 def trace_optimizer(
@@ -157,7 +161,7 @@ def trace_optimizer(
     return ops["first"], ops["later"]
 
 
-def _shapes(build: Build) -> Model:
+def shapes_of(build: Build) -> Model:
     """Return the model, built on the meta device, or on the CPU if its construction needs the values of tensors."""
     try:
         with torch.device("meta"):
@@ -171,9 +175,9 @@ class _TracedStep:
 
     def __init__(
         self, model: Model, rows: int, batch: Sequence[Any], device: torch.device, optimizer_fn: OptimizerFactory,
-        precision: Precision, *, fake: bool,
+        precision: Context, mode: Context, *, fake: bool,
     ) -> None:  # fmt: skip
-        self._precision = precision
+        self._precision, self._mode = precision, mode
         self._model, self._module, self._rows, self._fake = model, model.module, rows, fake
         self._inputs, self._target = batch
         self._optimizer = optimizer_fn(self._module.parameters())
@@ -223,13 +227,13 @@ class _TracedStep:
         self._ready.clear()
         saved = _Saved(record)
         hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack) if name else nullcontext()
-        with record.part(f"{name}forward", Phase.FORWARD), hooks, self._precision():
+        with record.part(f"{name}forward", Phase.FORWARD), hooks, self._mode(), self._precision():
             output = self._module(*self._inputs)
         leaves, form = tree_flatten(output)
         cut = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         ends = [x for x in cut if isinstance(x, torch.Tensor) and x.requires_grad]
-        with record.part(f"{name}loss", Phase.LOSS), self._precision():
+        with record.part(f"{name}loss", Phase.LOSS), self._mode(), self._precision():
             loss = self._model.loss(tree_unflatten(cut, form), self._target)
         with record.part(f"{name}loss_backward", Phase.BACKWARD):
             seed = torch.ones_like(loss)
@@ -240,7 +244,8 @@ class _TracedStep:
             x.grad = None
         begin = record.part(f"{name}backward", Phase.BACKWARD)
         edge = _Edge.apply(given, begin, *tensors)  # type: ignore[no-untyped-call]
-        edge.backward()
+        with self._mode():  # a checkpointed module runs parts of its forward again
+            _run_backward(edge)
         del seed  # not earlier: torch keeps the seed until the whole backward has ended
         begin.__exit__(None, None, None)
         held = [*self._parameters, *self._module.buffers(), *tree_flatten(self._inputs)[0], *leaves]
@@ -259,6 +264,12 @@ class _TracedStep:
 
 
 PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "optimizer")
+
+
+def _run_backward(end: torch.Tensor) -> None:
+    """Run backward from a scalar; unlike `end.backward()`, leave modes of torch functions active meanwhile."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class _Edge(Function):
