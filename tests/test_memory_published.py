@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -152,3 +153,36 @@ def test_published_figures_are_within_a_tenth() -> None:
             "device": found.process_bytes,
         }
         assert sizes[row["quantity"]] / 2**20 == pytest.approx(float(row["value_mib"]), rel=0.1), name
+
+
+def ddp_peaks(strategy: str, batch_size: int = 64, zero_grad: str = "none") -> tuple[int, int]:
+    """Return the allocated peak of a rank of a perceptron, and the bytes of its weights."""
+    case = Case(
+        model="mlp", strategy=strategy, batch_size=batch_size, devices=2, device_kind="cuda", size="full",
+        zero_grad=zero_grad,
+    )  # fmt: skip
+    traces = traces_of(case)
+    return needed(case, traces)[0].peak.allocated_bytes, traces.of(1).parameters.bytes
+
+
+def test_views_of_buckets_save_the_gradients_and_micro_batches_the_activations() -> None:
+    """Weights dominate this model: ddp has weights, gradients, buckets, momentum; views have no gradients apart."""
+    plain, weights = ddp_peaks("ddp")
+    views, _ = ddp_peaks("ddp_bucket_view")
+    assert 4 * weights < plain < 4.6 * weights
+    assert plain - views == pytest.approx(weights, rel=0.5)
+    assert views < 3.8 * weights
+    halves, many = ddp_peaks("ddp_no_sync")[0], 65_536
+    assert halves > plain, "the gradients of the first micro-batch stay during the second"
+    assert ddp_peaks("ddp_no_sync", many)[0] - halves < 0.6 * (ddp_peaks("ddp", many)[0] - plain)
+
+
+def test_the_memory_of_a_communication_hook_is_refused() -> None:
+    with pytest.raises(ValueError, match="without a communication hook"):
+        ddp_peaks("ddp_fp16")
+
+
+def test_adamw_needs_the_memory_of_adam() -> None:
+    case = Case(model="mlp", strategy="single", batch_size=64, device_kind="cuda", optimizer="adam", size="full")
+    adam, adamw = (needed(replace(case, optimizer=name))[0].peak.kinds["optimizer"] for name in ("adam", "adamw"))
+    assert adamw == adam

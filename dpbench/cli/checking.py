@@ -20,7 +20,9 @@ from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, json_option
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
 @click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the drawn batch.")
-@click.option("--optimizer", default="sgd", show_default=True, help="sgd, adam, or own: that of the model's file.")
+@click.option(
+    "--optimizer", default="sgd", show_default=True, help="sgd, adam, adamw, or own: that of the model's file."
+)
 @click.option("--limit", type=float, default=120.0, show_default=True, help="Seconds after which the check fails.")
 @json_option
 def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool) -> None:

@@ -140,10 +140,10 @@ class _Output:
 )
 @click.option(
     "--optimizer",
-    type=click.Choice(["sgd", "adam", "own"]),
+    type=click.Choice(["sgd", "adam", "adamw", "own"]),
     default="sgd",
     show_default=True,
-    help="sgd with momentum, adam, or own: optimizer(parameters), scheduler(optimizer) and clip_norm of your --model.",
+    help="sgd (momentum), adam, adamw, or own: optimizer(parameters), scheduler(optimizer), clip_norm of your --model.",
 )
 @click.option(
     "--unverified",

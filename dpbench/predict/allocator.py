@@ -355,6 +355,16 @@ def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = Non
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
+def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
+    """Add the start of a training loop's step to the tape: drop the gradients with these holdings.
+
+    With `keeps`, the loop fills the gradients with zeros instead. Return the holdings of the gradients that stay.
+    """
+    tape.stage = "optimizer"
+    tape.give([] if keeps else gradients)
+    return gradients if keeps else []
+
+
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
     """Add the ops of an optimizer step on a device to the tape; update `state`, which maps storages to holdings."""
     tape.stage = "optimizer"

@@ -246,10 +246,10 @@ def _pieces(profile: Profile, owners: int) -> list[int]:
     return counts
 
 
-OPTIMIZER_PASSES = {"sgd": 8, "adam": 18}
+OPTIMIZER_PASSES = {"sgd": 8, "adam": 18, "adamw": 20}
 """For each optimizer: the bytes that a step on the host reads and writes, divided by the bytes of the weights.
 
-A step of SGD with momentum consists of three ops, and a step of Adam of seven.
+A step of SGD with momentum consists of three ops, a step of Adam of seven, and a step of AdamW of eight.
 """
 
 

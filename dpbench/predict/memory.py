@@ -12,7 +12,7 @@ torch joins gradients into buffers on every device before they are summed, with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -26,6 +26,7 @@ from dpbench.predict.allocator import (
     OutOfDeviceMemory,
     Peak,
     Tape,
+    clear,
     gradients_of,
     play_backward,
     play_forward,
@@ -36,10 +37,11 @@ from dpbench.predict.allocator import (
 from dpbench.predict.recorder import AsOnGpus
 from dpbench.predict.strategy_memory import EngineMemory
 from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, trace, trace_optimizer
-from dpbench.records import Case, registry
+from dpbench.records import Case, chunk_sizes, registry
 from dpbench.records.registry import Role
 from dpbench.records.work import COALESCED_BYTES, chunks
-from dpbench.strategies import OWN, optimizer_of, precision_of
+from dpbench.strategies import OWN, load, optimizer_of, precision_of
+from dpbench.strategies.ddp import DistributedDataParallel
 from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
@@ -52,10 +54,7 @@ class WrapperMemory(EngineMemory):
     def _step(self, step: int) -> None:
         tape, parts = self._tape, self._shards.parts
         whole_trace = self._shards.whole
-        tape.stage = "optimizer"
-        if not self._keeps:
-            tape.give(self._gradients)
-            self._gradients = []
+        self._gradients = clear(tape, self._gradients, keeps=self._keeps)
         tape.stage = "scatter"
         target = tape.take_all(0, whole_trace.target.sizes_bytes, "inputs")
         inputs = [tape.take_all(i, part.inputs.sizes_bytes, "inputs") for i, part in enumerate(parts)]
@@ -250,23 +249,33 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     role, keeps = case.traits.role, case.zero_grad == "zero"
     if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):  # torch then calls the module itself
         strategy_memory.single(tape, traces.of(case.batch_size), steps, keeps=keeps)
-    elif role is Role.CONTROL:
-        for device, rows in enumerate(case.rows):
-            strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
     elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = schedule_of(case)
-        parts = tuple(traces.of(rows) for rows in case.rows)
-        shards = strategy_memory.Shards(traces.of(case.batch_size), parts, traces.optimizer)
+        replicas = tuple(traces.of(rows) for rows in case.rows)
+        shards = strategy_memory.Shards(traces.of(case.batch_size), replicas, traces.optimizer)
         # the schedule may still replace collectives: persistent or flat weights do not use them
-        collective = case.device_kind == "cuda" and case.placement == "spread" and len(parts) > 1
+        collective = case.device_kind == "cuda" and case.placement == "spread" and len(replicas) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
         kind(tape, shards, schedule, collective=collective, keeps=keeps).run(steps)
     else:
-        known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
-        raise ValueError(
-            f"the memory of the strategy {case.strategy!r} is not known; use one of these strategies: {known}"
-        )
+        strategy = _ddp_of(case)
+        for device, rows in enumerate(case.rows):
+            parts = [traces.of(part) for part in chunk_sizes(rows, strategy.parts)]
+            strategy_memory.ddp(tape, parts, steps, device, keeps=keeps, views=strategy.views)
     return tape
+
+
+def _ddp_of(case: Case) -> DistributedDataParallel:
+    """Return the strategy of a case, which is a form of ddp without a communication hook; else raise ValueError."""
+    with suppress(LookupError):
+        strategy = load(case.strategy)
+        if isinstance(strategy, DistributedDataParallel) and not strategy.traits.rounds_gradients:
+            return strategy
+    known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
+    raise ValueError(
+        f"the memory of the strategy {case.strategy!r} is not known; use one of these strategies, or a form of ddp "
+        f"without a communication hook: {known}"
+    )
 
 
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:

@@ -149,6 +149,7 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
         )
     flag = "--model" if ":" in case.model else "--models"
     precision = "" if case.precision == "fp32" else f" --precision {case.precision}"
+    precision += "" if case.optimizer == "sgd" else f" --optimizer {case.optimizer}"
     rows = max(case.rows)
     batches = ",".join(map(str, sorted({max(1, rows // 2), rows})))
     return (

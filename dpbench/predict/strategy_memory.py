@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from dpbench.predict.allocator import (
     Names,
     Tape,
+    clear,
     gradients_of,
     play_backward,
     play_forward,
@@ -53,23 +54,19 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
-        if not keeps:
-            tape.stage = "optimizer"
-            tape.give(gradients)
-            gradients = []
+        gradients = clear(tape, gradients, keeps=keeps)
         tape.stage = "scatter"
         batch = take_batch(tape, device, trace)
-        gradients = _play_step(tape, device, trace, state, batch, gradients, first=not step)
+        names, gradients = _play_passes(tape, device, trace, gradients)
+        play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
+        tape.give([*names.values(), *batch])
 
 
-def _play_step(
-    tape: Tape, device: int, trace: Trace, state: Names, batch: Sequence[int], kept: list[int], *, first: bool
-) -> list[int]:
-    """Add forward, loss, backward and optimizer step on one device to the tape.
+def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tuple[Names, list[int]]:
+    """Add forward, loss and backward on one device to the tape; return what stays allocated.
 
-    Return the holdings of the gradients, which stay allocated. `state` maps the storages of the optimizer's state to
-    holdings. `batch` contains the holdings of inputs and target; these allocations are released. `kept` contains the
-    holdings of the gradients of the step before; if there are any, backward adds each new gradient to a kept one.
+    These are the storages of the trace with their holdings, and the holdings of the gradients. `kept` contains the
+    holdings of earlier gradients; if there are any, backward adds each new gradient to one of them.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -82,17 +79,18 @@ def _play_step(
         tape.give(gradients_of(trace, names, [number]))
         done = at
     play_backward(tape, device, trace, names, done)
-    gradients = kept or gradients_of(trace, names)
-    play_optimizer(tape, device, trace.optimizer_first if first else trace.optimizer, state)
-    tape.give([*names.values(), *batch])
-    return gradients
+    return names, kept or gradients_of(trace, names)
 
 
-def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
+def ddp(
+    tape: Tape, traces: Sequence[Trace], steps: int, device: int, *, keeps: bool = False, views: bool = False
+) -> None:
     """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape.
 
-    With `keeps`, the loop fills gradients with zeros instead of dropping them.
+    `traces` has the trace of each micro-batch of a step; their gradients are added. With `keeps`, the loop fills
+    gradients with zeros instead of dropping them. With `views`, gradients are views of the buckets.
     """
+    trace = traces[0]
     settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -102,19 +100,22 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
-        if not keeps:
-            tape.stage = "optimizer"
-            tape.give(gradients)
-            gradients = []
+        gradients = clear(tape, gradients, keeps=keeps)
         tape.stage = "scatter"
-        batch = take_batch(tape, device, trace)
+        batch = [holding for part in traces for holding in take_batch(tape, device, part)]
         tape.stage = "forward"
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
             tape.give(held)
             held = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk), "replicas"))
-        gradients = _play_step(tape, device, trace, state, batch, gradients, first=not step)
+        names: Names = {}
+        for part in traces:
+            tape.give(names.values())  # the output and the loss of the micro-batch before
+            names, found = _play_passes(tape, device, part, held if views else gradients)
+            gradients = [] if views else found
+        play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
+        tape.give([*names.values(), *batch])
 
 
 class EngineMemory:

@@ -12,7 +12,7 @@ from dpbench.records.case import MODES, TRAIN, Case
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
-OPTIMIZERS = ("sgd", "adam", "own")
+OPTIMIZERS = ("sgd", "adam", "adamw", "own")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")

@@ -217,7 +217,15 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return Adam(parameters, lr=1e-3)
 
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam}
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    from torch.optim import AdamW
+
+    return AdamW(parameters, lr=1e-3)
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": _sgd, "adam": _adam, "adamw": _adamw,
+}  # fmt: skip
 
 
 OWN = "own"

@@ -84,7 +84,7 @@ def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
                 yield Move(phase, source, target, each)
 
 
-PASSES = {"sgd": 5, "adam": 7}
+PASSES = {"sgd": 5, "adam": 7, "adamw": 9}
 """The bytes that an optimizer's step reads and writes (weights, gradients, state), per byte of the parameters."""
 
 

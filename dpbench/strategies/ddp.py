@@ -39,13 +39,15 @@ class DistributedDataParallel(Strategy):
 
         `hook` is the name of a communication hook in `ddp_comm_hooks.default_hooks`; empty for no hook.
         `rounds_gradients` is True if the hook rounds the gradients to 16 bits for the all-reduce. `parts` is the number
-        of micro-batches of each rank; only the last of them synchronises gradients.
+        of micro-batches of each rank; only the last of them synchronises gradients. The attribute `views` is whether
+        gradients are views of the communication buckets.
         """
         self.traits = Traits(
             parallelism=Parallelism.RANKS, reduction=Reduction.OVERLAPPED, role=role, shared_stream=True,
             rounds_gradients=rounds_gradients,
         )  # fmt: skip
         self.parts = parts
+        self.views = bool(options.get("gradient_as_bucket_view"))
         self._hook, self._options = hook, options
 
     @contextmanager
