@@ -374,9 +374,17 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
          "has no formula for"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "torch_dp", "--devices", "16"],
          "dgx-a100 has 8 GPUs"),
+        (["--score", "p.csv", "--models", "resnet50", "--quick"], "so --models, --quick would have no effect"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--all-rows"], "--all-rows chooses rows of the file"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--size", "full"], "--size: models that are known by name"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "ddp", "--schedules", "zero1"],
+         "--schedules: none of the strategies has schedules"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--devices", "1", "--bus", "100"], "--bus: no case has"),
+        (["--machine", "dgx-a100", "--models", "resnet50,bert-base", "--step-s", "0.1"], "--step-s: one step time"),
     ],
 )  # fmt: skip
 def test_a_wrong_question_is_told_the_way_out(dpbench: Command, arguments: list[str], message: str) -> None:
+    Path("p.csv").touch()
     code, _, err = dpbench("predict", *arguments)
     assert code == 64
     assert message in err

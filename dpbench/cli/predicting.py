@@ -56,6 +56,10 @@ DEVICES = (1, 2, 4, 8)
     "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option(
+    "--optimizer", type=click.Choice(["sgd", "adam", "adamw"]), default="sgd", show_default=True,
+    help="The optimizer of the predicted step and memory; sgd has momentum.",
+)  # fmt: skip
 @click.option("--step-s", type=click.FloatRange(1e-9, 1e9), help="Measured seconds of a step on one device.")
 @click.option(
     "--from", "measured",
@@ -88,6 +92,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     --score compares predictions with a CSV file of published measurements. Rows whose ids are equal up to the last "-"
     form a group, which must include a measurement on one device.
     """
+    _refuse_beside_score(table)
     if table:
         _score(table, as_json, all_rows)
         return
@@ -116,15 +121,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
         batches |= {"batch_sizes": (loop.case.batch_size,)} if loop else {"batch_per_device": (32,)}
     precision = loop.case.precision if loop else options["precision"]
     profile = loop.on(described) if loop else None  # refuses a loop without the facts that are needed
-    asked = cases.sweep(
-        models, "cpu" if described.logical else "cuda",
-        strategies=options["strategies"] or cases.strategies(described),
-        devices=options["devices"] or tuple(n for n in DEVICES if n <= cases.most_devices(described)),
-        schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
-        size=options["size"], precision=precision, **batches,
-    )  # fmt: skip
-    # only ddp runs on more than one node; if no case is left, keep all, because the predictor gives the reason
-    asked = [case for case in asked if case.traits.ranks or case.devices <= described.gpu.count] or asked
+    asked = _asked(described, models, options, precision=precision, **batches)
     _check(described, asked, loop, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     known = (options["step_s"], samples) if options["step_s"] else None
@@ -154,6 +151,56 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if options["store"]:
         run_id = cases.keep(options["store"], found, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
+
+
+def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any], **axes: Any) -> list[Case]:
+    """Return the cases to predict; `axes` are the precision and the batch sizes."""
+    from dpbench.predict import cases
+
+    found = cases.sweep(
+        models, "cpu" if described.logical else "cuda",
+        strategies=options["strategies"] or cases.strategies(described),
+        devices=options["devices"] or tuple(n for n in DEVICES if n <= cases.most_devices(described)),
+        schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
+        size=options["size"], **axes,
+    )  # fmt: skip
+    found = [replace(case, optimizer=options["optimizer"]) for case in found]
+    # only ddp runs on more than one node; if no case is left, keep all, because the predictor gives the reason
+    return [case for case in found if case.traits.ranks or case.devices <= described.gpu.count] or found
+
+
+def _given() -> list[str]:
+    """Return the parameters of the command that the command line gives."""
+    context = click.get_current_context()
+    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+
+
+def _refuse_beside_score(table: Path | None) -> None:
+    """Raise UsageError for an option that --score ignores, and for --all-rows without --score."""
+    given = _given()
+    if table and (ignored := sorted(set(given) - {"table", "as_json", "all_rows"})):
+        flags = {one.name: one.opts[0] for one in click.get_current_context().command.params}
+        names = ", ".join(flags[name] for name in ignored)
+        raise click.UsageError(f"--score predicts the rows of its file, so {names} would have no effect: leave it out")
+    if not table and "all_rows" in given:
+        raise click.UsageError("--all-rows chooses rows of the file of --score: give --score FILE, or leave it out")
+
+
+def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option that changes none of the cases."""
+    from dpbench.predict import counts
+
+    models = list(dict.fromkeys(case.model for case in asked))
+    problems = {
+        "size": (all(map(counts.named, models)), "models that are known by name have one size"),
+        "schedules": (not any(case.schedule for case in asked), "none of the strategies has schedules"),
+        "bus": (all(case.devices == 1 for case in asked), "no case has several devices"),
+        "step_s": (len(models) > 1, "one step time holds for one model, and several models are given"),
+    }
+    for name in _given():
+        wrong, reason = problems.get(name, (False, ""))
+        if wrong:
+            raise click.UsageError(f"--{name.replace('_', '-')}: {reason}: leave it out")
 
 
 def _with_bus(described: Machine, given: str) -> Machine:
@@ -230,7 +277,7 @@ def _check(machine: Machine, asked: Sequence[Case], loop: Loop | None, options: 
             "table [collective], which holds for all nodes"
         )
     source = click.get_current_context().get_parameter_source
-    given = [f"--{name}" for name in ("precision", "size") if source(name) is ParameterSource.COMMANDLINE]
+    given = [f"--{name}" for name in ("precision", "size", "optimizer") if source(name) is ParameterSource.COMMANDLINE]
     if loop and given:
         raise click.UsageError(
             f"{' and '.join(given)} cannot change a step that was watched or imported: leave out {' and '.join(given)}"
@@ -244,6 +291,7 @@ def _check(machine: Machine, asked: Sequence[Case], loop: Loop | None, options: 
             f"{flags} can be used for GPUs only. {machine.name} has logical CPU devices, which share one memory. Their "
             f"steps are predicted from measured phases: leave out {flags}, and give --from FILE"
         )
+    _refuse_without_effect(asked, options)
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:
