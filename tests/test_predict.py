@@ -303,7 +303,12 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
     case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
                 device_kind="cuda")  # fmt: skip
-    gains = {one.change: one.gain for one in what_if.what_ifs(predictor, [case])}
+    found = what_if.what_ifs(predictor, [case])
+    assert found[0].change == "DistributedDataParallel", "the first thing to try"
+    assert all(one.gain_low <= one.gain <= one.gain_high for one in found)
+    assert found[0].gain_low < found[0].gain < found[0].gain_high
+    assert (found[-1].gain_low, found[-1].gain_high) == (1, 1), "the errors of equal steps cancel"
+    gains = {one.change: one.gain for one in found}
     assert gains["a host twice as fast"] > 1.6
 
 

@@ -84,7 +84,7 @@ def what_ifs_table(found: Sequence[WhatIf]) -> str:
 
     Schedules whose gains are equal in the precision of the table share one line, with the effect of the first rung.
     """
-    lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast")]
+    lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast", "80 % interval")]
     for _, tied in itertools.groupby(
         found, key=lambda one: (one.model, (bool(one.schedule) and _gain(one)) or one.change)
     ):
@@ -93,12 +93,16 @@ def what_ifs_table(found: Sequence[WhatIf]) -> str:
         names = ", ".join(other.schedule for other in group)
         change = f"schedule {names}: {schedule.EFFECTS[one.schedule]}" if one.schedule else one.change
         lines.append((one.model, str(one.devices), str(one.batch), change, words.number(one.seconds * 1e3),
-                      words.number(one.batch / one.seconds), _gain(one)))  # fmt: skip
+                      words.number(one.batch / one.seconds), _gain(one), _between(one)))  # fmt: skip
     return "\n".join(aligned(lines, left=(0, 3)))
 
 
 def _gain(one: WhatIf) -> str:
     return f"{words.number(one.gain)}x"
+
+
+def _between(one: WhatIf) -> str:
+    return f"{words.number(one.gain_low)}–{words.number(one.gain_high)}"
 
 
 def scores_table(lines: Iterable[ScoreLine]) -> str:

@@ -311,10 +311,18 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | N
         for other in others:
             base = other.case
             if base.traits.role is Role.BASELINE and base.batch_size == batch and base.model == case.model:
-                value = other.seconds / one.seconds * (case.batch_size / batch)
-                low, high = middle_draws([a - b for a, b in zip(other.draws, one.draws, strict=True)])
-                return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0), scaling
+                return gain(one, other), scaling
     return None, ""
+
+
+def gain(one: Prediction, base: Prediction) -> Estimate:
+    """Return the throughput of the prediction `one` in samples per second, divided by that of the prediction `base`.
+
+    The 80 % interval leaves out errors that both steps share.
+    """
+    value = base.seconds / one.seconds * (one.case.batch_size / base.case.batch_size)
+    low, high = middle_draws([a - b for a, b in zip(base.draws, one.draws, strict=True)])
+    return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.predict import simulation
-from dpbench.predict.cases import Predictor
-from dpbench.predict.constants import Constants
-from dpbench.records import Case, Profile, registry, schedule
-from dpbench.records.machine import Machine
+from dpbench.predict.cases import Predictor, gain
+from dpbench.records import Case, registry, schedule
 from dpbench.records.registry import Role
 
 FASTER = 4.0
@@ -19,13 +16,14 @@ The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives m
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WhatIf:
     """A change of a case or of its machine, with the predicted duration of the changed step in seconds.
 
     `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is the throughput in
-    samples per second with the change, divided by the throughput without the change. `schedule` is the rung to which
-    the change sets the schedule; it is empty for all other changes.
+    samples per second with the change, divided by the throughput without the change; `gain_low` and `gain_high` are the
+    ends of its 80 % interval. `schedule` is the rung to which the change sets the schedule; it is empty for all other
+    changes.
     """
 
     model: str
@@ -34,6 +32,8 @@ class WhatIf:
     change: str
     seconds: float
     gain: float
+    gain_low: float
+    gain_high: float
     schedule: str = ""
 
 
@@ -63,26 +63,24 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     relative to this what-if. The second one is DistributedDataParallel.
     """
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
-    profile, machine, constants = predictor.profile(now), predictor.machine, predictor.constants
+    before = predictor.predict(now)
 
-    def step(other: Case, c: Constants = constants, m: Machine = machine, p: Profile = profile) -> float:
-        return simulation.step(other, p, m, c).seconds
+    def what_if(change: str, other: Case, rung: str = "", changed: Predictor = predictor) -> WhatIf:
+        after = changed.predict(other)
+        found = gain(after, before)
+        return WhatIf(
+            model=case.model, devices=other.devices, batch=other.batch_size, change=change, seconds=after.seconds,
+            gain=found.value, gain_low=found.low, gain_high=found.high, schedule=rung,
+        )  # fmt: skip
 
-    before = step(now)
-
-    def what_if(change: str, other: Case, seconds: float, rung: str = "") -> WhatIf:
-        gain = before / seconds * other.batch_size / now.batch_size
-        return WhatIf(case.model, other.devices, other.batch_size, change, seconds, gain, rung)
-
-    yield what_if("unchanged: the schedule of torch.nn.DataParallel", now, before)
-    ddp = replace(now, strategy=registry.of_role(Role.CONTROL), schedule="")
-    yield what_if("DistributedDataParallel", ddp, step(ddp))
+    yield what_if("unchanged: the schedule of torch.nn.DataParallel", now)
+    yield what_if("DistributedDataParallel", replace(now, strategy=registry.of_role(Role.CONTROL), schedule=""))
     for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
-        other = replace(now, schedule=name)
-        yield what_if(f"dpbench's schedule {name}", other, step(other), name)
-    yield what_if(f"links {FASTER:g} times as fast", now, step(now, constants.changed(bus_scale=FASTER)))
-    doubled = replace(now, batch_size=2 * now.batch_size)
-    yield what_if("twice the batch", doubled, step(doubled))
-    half = replace(machine, host=replace(machine.host, factor=machine.host.factor / 2))
-    again = replace(predictor, machine=half).profile(now)  # the launches of a traced profile are faster, too
-    yield what_if("a host twice as fast", now, step(now, m=half, p=again))
+        yield what_if(f"dpbench's schedule {name}", replace(now, schedule=name), name)
+    faster = replace(predictor, constants=predictor.constants.changed(bus_scale=FASTER))
+    yield what_if(f"links {FASTER:g} times as fast", now, changed=faster)
+    yield what_if("twice the batch", replace(now, batch_size=2 * now.batch_size))
+    host = replace(predictor.machine.host, factor=predictor.machine.host.factor / 2)
+    yield what_if(
+        "a host twice as fast", now, changed=replace(predictor, machine=replace(predictor.machine, host=host))
+    )
