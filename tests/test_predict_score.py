@@ -394,6 +394,17 @@ if __name__ == "__main__":
     ACCURACY.write_text(json.dumps(lines(), indent=1) + "\n")
 
 
+def test_the_documented_scoreboard_is_the_committed_one() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "predicting.md").read_text(encoding="utf-8")
+    table = document.partition("```text\ngroup")[2].partition("```")[0].splitlines()[1:]
+    committed = json.loads(ACCURACY.read_text())
+    assert len(table) == len(committed)
+    for row, line in zip(table, committed, strict=True):
+        hard = "none" if line["hard_mape"] is None else f"{line['hard_mape']:.1%}"
+        told = [str(line["n"]), f"{line['mape']:.1%}", f"{line['bias']:+.1%}", f"{line['coverage']:.0%}", hard]
+        assert row.split()[-5:] == told, line["group"]
+
+
 def test_public_figures_of_present_machines_are_inside_the_intervals() -> None:
     found = list(public_figures.figures())
     predicted = [one for one in found if not one.missing]
