@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,18 @@ def test_the_formula_and_the_simulation_agree(name: str, strategy: str, host: fl
         for devices in (2, on.gpu.count):
             case = case_of(strategy, devices)
             assert seconds(case, profile, on) == pytest.approx(quick.seconds(case, profile, on), rel=0.005)
+
+
+def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
+    """A probe measures them; they replace the constants and their factor."""
+    host = machine.Host(launch_s=40e-6, module_s=60e-6, tensor_s=9e-6, thread_s=3e-4, hand_off=0.1)
+    profile, on = known("rtx-3090-x8", 0.01)
+    on, case = replace(on, host=host), case_of("torch_dp", 4)
+    assert seconds(case, profile, on) == pytest.approx(quick.seconds(case, profile, on), rel=0.005)
+    assert quick.seconds(case, profile, on) > 1.2 * quick.seconds(case, profile, replace(on, host=machine.Host()))
+    found = cases.Predictor(on, measured={counts.key(case): replace(profile, source="measured")}).predict(case)
+    assert found.low_s < found.seconds < found.high_s
+    assert abs(statistics.median(found.draws)) < 0.05, "both ends come from the same costs as the step"
 
 
 UNPREDICTED = {"data_parallel_block", "ddp_model_parallel", "half_cpu"}

@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from dpbench.records import Case
-from dpbench.records.machine import Machine
+from dpbench.records.machine import Host, Machine
 from dpbench.records.registry import Parallelism
 from dpbench.records.work import middle_draws
 
@@ -125,6 +125,37 @@ class Constants:
 
 
 DEFAULT = Constants()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostCosts:
+    """The seconds of each operation on a host, and the relative increase `hand_off` for each competing thread.
+
+    A figure that was measured on the host replaces the constant of the operation.
+    """
+
+    launch_s: float
+    backward_launch_s: float
+    module_s: float
+    tensor_s: float
+    thread_s: float
+    wake_s: float
+    update_s: float
+    hand_off: float
+
+    @classmethod
+    def of(cls, host: Host, constants: Constants) -> HostCosts:
+        """Return the costs on a described host."""
+
+        def cost(name: str, measured: float | None = None) -> float:
+            return host.factor * getattr(constants, name) if measured is None else measured
+
+        return cls(
+            launch_s=cost("launch_s", host.launch_s), backward_launch_s=cost("backward_launch_s", host.launch_s),
+            module_s=cost("module_s", host.module_s), tensor_s=cost("tensor_s", host.tensor_s),
+            thread_s=cost("thread_s", host.thread_s), wake_s=cost("wake_s"), update_s=cost("update_s"),
+            hand_off=constants.hand_off if host.hand_off is None else host.hand_off,
+        )  # fmt: skip
 
 
 DRAWS = 200

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench.predict import quick
-from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.records import Cost, Phase, Profile, plan
 from dpbench.records.machine import Machine, UnknownMachine
 
@@ -272,16 +272,14 @@ def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT)
 
     The lower bound of a phase is the time that the host needs to launch the phase's kernels.
     """
-    host, c = machine.host, constants
+    host = HostCosts.of(machine.host, constants)
 
     def least(cost: Cost | None, launches: int, each_s: float) -> Cost | None:
         return cost and replace(cost, least_s=launches * each_s)
 
-    forward_s = host.factor * c.launch_s if host.launch_s is None else host.launch_s
-    backward_s = host.factor * c.backward_launch_s if host.launch_s is None else host.launch_s
     return replace(
         profile,
-        forward=least(profile.forward, profile.forward_launches, forward_s),
-        backward=least(profile.backward, profile.backward_launches, backward_s),
-        optimizer=least(profile.optimizer, profile.parameter_tensors, host.factor * c.update_s),
+        forward=least(profile.forward, profile.forward_launches, host.launch_s),
+        backward=least(profile.backward, profile.backward_launches, host.backward_launch_s),
+        optimizer=least(profile.optimizer, profile.parameter_tensors, host.update_s),
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 from dpbench.predict import network
-from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.network import DeviceGroup
 from dpbench.predict.simulation import PLAIN, Loop
 from dpbench.records import Case, Cost, Phase, Profile, registry
@@ -62,7 +62,7 @@ class _Terms:
     ) -> None:  # fmt: skip
         self.loop = loop
         self.case, self.p, self.machine, self.c, self.phases = case, profile, machine, constants, phases
-        self.n, self.rows, self.s = len(case.rows), case.rows[0], machine.host.factor
+        self.n, self.rows, self.host = len(case.rows), case.rows[0], HostCosts.of(machine.host, constants)
         self.group = DeviceGroup(machine, case.devices, constants)
         self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
 
@@ -79,11 +79,10 @@ class _Terms:
         """Return the duration in seconds of a step with torch.nn.DataParallel."""
         state = self.p.parameter_bytes + self.p.buffer_bytes
         tensors = self.p.parameter_tensors + self.p.buffer_tensors
-        host = self.s * self.c.module_s * self.p.modules * self.n
-        replicate = self.s * self.c.tensor_s * tensors * self.n + max(host, self.group.coalesced_s("broadcast", state))
-        reduce = self.s * self.c.tensor_s * self.p.parameter_tensors * self.n + self.group.coalesced_s(
-            "reduce", self.p.parameter_bytes
-        )
+        copied = self.host.module_s * self.p.modules * self.n
+        joined = self.host.tensor_s * self.n
+        replicate = joined * tensors + max(copied, self.group.coalesced_s("broadcast", state))
+        reduce = joined * self.p.parameter_tensors + self.group.coalesced_s("reduce", self.p.parameter_bytes)
         return (
             self.on(Phase.SCATTER, self.scatter()) + self.on(Phase.REPLICATE, replicate) + self.forward(self.n)
             + self.on(Phase.GATHER, self.moved(self.p.output_bytes)) + self.loss(sum(self.case.rows))
@@ -132,9 +131,9 @@ class _Terms:
     def forward(self, threads: int) -> float:
         """Return the duration in seconds of forward on `threads` devices, with one thread per device in one process."""
         known = _at(self.p.forward, self.rows)
-        launches = min(self.s * self.c.launch_s * self.p.forward_launches, self.c.host_share * known)
-        crowded = launches * threads * (1 + self.c.hand_off * (threads - 1))
-        started = self.s * self.c.thread_s * threads if threads > 1 else 0.0
+        launches = min(self.host.launch_s * self.p.forward_launches, self.c.host_share * known)
+        crowded = launches * threads * (1 + self.host.hand_off * (threads - 1))
+        started = self.host.thread_s * threads if threads > 1 else 0.0
         return self.on(Phase.FORWARD, max(known, crowded, started))
 
     def backward(self, others: int, *, overlapped: bool = False) -> float:
@@ -144,7 +143,7 @@ class _Terms:
         during backward, which slows down the kernels of backward.
         """
         known = _at(self.p.backward, self.rows)
-        launches = min(self.s * self.c.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
+        launches = min(self.host.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
         kernels = self.group.beside_s(known, self.p.parameter_bytes) if overlapped else known
         return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
 
@@ -159,7 +158,7 @@ class _Terms:
         if self.p.optimizer is not None:
             return self.on(Phase.OPTIMIZER, self.p.optimizer.at(self.rows))
         moved = PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory
-        launches = self.s * self.c.update_s * self.p.parameter_tensors
+        launches = self.host.update_s * self.p.parameter_tensors
         return self.on(Phase.OPTIMIZER, max(moved, launches))
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from dpbench.predict import events, network
-from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.events import SimulatedJob
 from dpbench.predict.network import DeviceGroup
 from dpbench.records import Case, Cost, Phase, Profile, Span, Task
@@ -80,17 +80,12 @@ class _Prices:
         self._group = DeviceGroup(machine, case.devices, constants)
         self._rows = case.rows
         self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
-        host, factor, c = machine.host, machine.host.factor, constants
+        self._host_costs = host = HostCosts.of(machine.host, constants)
         self._each_s = {
-            "launches": _or(host.launch_s, factor * c.launch_s),
-            "modules": _or(host.module_s, factor * c.module_s),
-            "tensors": _or(host.tensor_s, factor * c.tensor_s),
-            "threads": _or(host.thread_s, factor * c.thread_s),
-            "wakes": factor * c.wake_s,
-            "s": 1.0,
-        }
+            "launches": host.launch_s, "modules": host.module_s, "tensors": host.tensor_s, "threads": host.thread_s,
+            "wakes": host.wake_s, "s": 1.0,
+        }  # fmt: skip
         self._update = self._update_scale()
-        self._hand_off = _or(host.hand_off, c.hand_off)
         self._units: dict[str, Callable[[Task], SimulatedJob]] = {"flop": self._flop, "bytes": self._bytes}
 
     def job(self, task: Task) -> SimulatedJob:
@@ -105,7 +100,7 @@ class _Prices:
             spent = self._launches(task, spent)
         if task.resource == GIL:
             # all threads compete for the interpreter lock
-            return SimulatedJob(0.0, amount=spent * (1 + self._hand_off * others), way=(GIL,))
+            return SimulatedJob(0.0, amount=spent * (1 + self._host_costs.hand_off * others), way=(GIL,))
         return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
@@ -116,17 +111,16 @@ class _Prices:
         contention between the threads of one process.
         """
         profile, rows = self._profile, self._rows[max(0, task.device)]
-        factor = self._machine.host.factor
         if task.phase is Phase.FORWARD:
             return _capped(spent, profile.forward, rows, self._c.host_share)
         if task.phase is Phase.BACKWARD:
-            backward = self._machine.host.launch_s or factor * self._c.backward_launch_s
+            backward = self._host_costs.backward_launch_s
             part = task.amount / profile.backward_launches if profile.backward_launches else 1.0
             whole = _capped(profile.backward_launches * backward, profile.backward, rows, self._c.host_share)
             crowd = 0 if self._case.traits.ranks else len(self._rows) - 1
             return part * whole * (1 + self._c.contention * crowd)
         if task.phase is Phase.OPTIMIZER:
-            return self._update * task.amount * factor * self._c.update_s
+            return self._update * task.amount * self._host_costs.update_s
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
@@ -176,7 +170,7 @@ class _Prices:
         if profile.optimizer is None:
             return 1.0
         moved = PASSES.get(self._case.optimizer, 5) * profile.parameter_bytes / self.memory_bytes_per_s
-        launches = profile.parameter_tensors * self._machine.host.factor * self._c.update_s
+        launches = profile.parameter_tensors * self._host_costs.update_s
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
@@ -195,10 +189,6 @@ class _Prices:
                 self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}"
             )
         return SimulatedJob(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
-
-
-def _or(measured: float | None, constant: float) -> float:
-    return constant if measured is None else measured
 
 
 def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
