@@ -209,6 +209,24 @@ def test_a_slow_link_is_named_with_its_rate(source: int, name: str, phase: str) 
     assert name not in found(one(), row(3.0, spread=0.9))
 
 
+def test_of_many_slow_links_the_slowest_are_named() -> None:
+    slower = {(0, 1): 2.0, (0, 2): 6.0, (1, 2): 4.0, (2, 5): 3.0, (3, 4): 5.0}
+    trials = [
+        replace(trial, provenance={**trial.provenance, "links": [
+            {"source": a, "target": b, "bytes": 2**20, "seconds": [1e-4 * slower.get((a, b), 1.0)] * 3}
+            for a in range(6) for b in range(a + 1, 6)
+        ]})
+        for trial in dp(devices=6, reduce=0.010)
+    ]  # fmt: skip
+    seen = found(one(), trials)["slow link"].evidence
+    first, second, third, more = seen.says.split("; ")
+    assert "device 0 and device 2 " in first
+    assert "device 3 and device 4 " in second
+    assert "device 1 and device 2 " in third
+    assert more == "2 more links likewise"
+    assert seen.size_s.value == pytest.approx(0.010 * (1 - 1 / 6), rel=0.02)
+
+
 def test_memory_of_device_0_costs_no_time_and_stands_last() -> None:
     def row(first: int, strategy: str = "dp") -> list[Trial]:
         return measured(

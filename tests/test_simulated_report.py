@@ -30,7 +30,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "four": {"count": 4},
     "eight": {"count": 8},
     "drifting clocks": {"count": 4, "drift": 1e-3, "resolution_s": 1e-6},
-    "slow host": {"count": 4, "call_s": 1e-4},
+    "slow host": {"count": 4, "call_s": 1.7e-4},
     "slow GPU": {"count": 4, "speeds": SLOW_GPU},
     "throttled GPU": {"count": 4, "speeds": THROTTLED, "lag_s": 0.005},
     "slow link": {"count": 4, "slow_links": {(0, 2): 0.25}},

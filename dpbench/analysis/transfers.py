@@ -16,6 +16,7 @@ from dpbench.records.case import MOVING
 from dpbench.records.registry import Reduction
 from dpbench.records.schedule import parse
 from dpbench.records.trial import Estimate
+from dpbench.records.words import number
 from dpbench.records.work import Link, Move, Shapes, received, sent
 
 FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
@@ -180,6 +181,12 @@ class SlowLink:
     rate: float
     others: float
     slower: Estimate
+
+    def __str__(self) -> str:
+        """Return a clause that names the link and both rates."""
+        first = "the host" if self.ends[0] == HOST else f"device {self.ends[0]}"
+        rate, others = number(self.rate / 1e9), number(self.others / 1e9)
+        return f"the link between {first} and device {self.ends[1]} is slow: {rate} GB/s, the others {others} GB/s"
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:

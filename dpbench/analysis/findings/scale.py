@@ -26,6 +26,8 @@ from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, nu
 
 LEVEL = 1.1
 """The largest ratio of a device's memory or busy time to the other devices' mean at which they count as balanced."""
+SHOWN_LINKS = 3
+"""The number of slow links that a finding names, the slowest first."""
 
 
 def _busy(context: CaseContext) -> Judgement:
@@ -97,17 +99,14 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
         slow = [one for one in found if one.slower.low > transfers.SLOW_LINK]
         if not slow:
             return None
-        moving = context.phase(*phases)
-        ends = ["the host" if to_host else f"device {one.ends[0]}" for one in slow]
+        slow.sort(key=lambda one: -one.slower.value)
+        moving, shown = context.phase(*phases), slow[:SHOWN_LINKS]
+        more = [f"{count(len(slow) - len(shown), 'more link')} likewise"] if len(slow) > len(shown) else []
         return Evidence(
-            says="; ".join(
-                f"the link between {end} and device {one.ends[1]} is slow: {number(one.rate / 1e9)} GB/s, the others "
-                f"{number(one.others / 1e9)} GB/s"
-                for end, one in zip(ends, slow, strict=True)
-            ),
-            numbers=f"a copy takes {', '.join(times(one.slower) for one in slow)} as long as over the others; "
-            f"{', '.join(phases)} take {time(moving.value)} of the step",
-            size_s=share_of(moving, 1 - 1 / max(one.slower.value for one in slow)),
+            says="; ".join([*map(str, shown), *more]),
+            numbers=f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over the others; "
+            f"{', '.join(phases)} {verb(len(phases), 'takes', 'take')} {time(moving.value)} of the step",
+            size_s=share_of(moving, 1 - 1 / slow[0].slower.value),
         )
 
     return when

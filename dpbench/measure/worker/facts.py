@@ -123,25 +123,25 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
 def _links(devices: Sequence[Device]) -> Iterator[Link]:
     """Yield the links from the host's pinned memory to each device, and from each device to each other device."""
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    places = [device.put(buffer) for device in devices]
-    for device in devices:
-        yield Link(source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, device, buffer))
-    for source, target in permutations(range(len(devices)), 2):
-        seconds = _copy_times(devices[source], devices[target], places[source])
-        yield Link(source=devices[source].index, target=devices[target].index, bytes=LINK_BYTES, seconds=seconds)
+    places = [buffer.to(device.torch_device) for device in devices]
+    for device, place in zip(devices, places, strict=True):
+        yield Link(source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, place, buffer))
+    for (source, there), (target, here) in permutations(zip(devices, places, strict=True), 2):
+        source.synchronize()
+        yield Link(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=_copy_times(target, here, there))
 
 
-def _copy_times(source: Device, target: Device, tensor: torch.Tensor) -> tuple[float, ...]:
-    """Return the durations in seconds of copies of a tensor on `source`, or on the host, to `target`.
+def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor) -> tuple[float, ...]:
+    """Return the durations in seconds of copies of a tensor to `place`, which is on the device `target`.
 
-    The copies run one after the other. The first is left out: it also allocates memory, sets up the access to the other
-    device, and begins while the host is still queueing it.
+    The copies run one after the other, and allocate no memory. The first is left out: it sets up the access to the
+    other device, and begins while the host is still queueing it.
     """
-    source.synchronize()
     target.synchronize()
     events = [target.event()]
-    for _ in range(1 + LINK_COPIES):
-        target.put(tensor)
-        events.append(target.event())
+    with target.guard():
+        for _ in range(1 + LINK_COPIES):
+            place.copy_(tensor, non_blocking=True)
+            events.append(target.event())
     target.synchronize()
     return tuple(start.elapsed_time(end) / 1e3 for start, end in pairwise(events[1:]))
