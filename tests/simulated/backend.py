@@ -204,11 +204,16 @@ class Witness(clocks.CudaClock):
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        step = len(self.true_ends)
-        with super().mark(phase, device):
+        step, mark = len(self.true_ends), super().mark(phase, device)
+        with self.line.held():  # else a call of another thread may come between the event and its true time
+            mark.__enter__()
             start_s, ready_s = self._front(device), max(self._front(d.index) for d in self.sims)
+        try:
             yield
-            end_s = self._front(device)
+        finally:
+            with self.line.held():
+                mark.__exit__(None, None, None)
+                end_s = self._front(device)
         self.true_spans.append(TrueSpan(step, phase, device, start_s, end_s, ready_s))
 
     @contextmanager

@@ -24,7 +24,9 @@ import os
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -134,6 +136,10 @@ class Timeline:
     def now(self) -> float:
         """Return the host's time in true seconds; this is the clock that replaces time.perf_counter."""
         return self._now_s
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Return a context in which no other thread makes a call."""
+        return self._lock
 
     def spend(self, seconds: float) -> None:
         """Let the host compute for `seconds`; the devices continue meanwhile."""
