@@ -299,6 +299,29 @@ with sampling((), Path(sys.argv[1])) as series:
 
 
 @linux
+def test_process_ends_at_once_also_while_a_forked_process_keeps_its_stdin_open(tmp_path, monkeypatch):
+    late = []
+    wait = subprocess.Popen.wait
+
+    def waited(process, timeout=None):
+        try:
+            return wait(process, timeout)
+        except subprocess.TimeoutExpired:
+            late.append(process.pid)
+            raise
+
+    monkeypatch.setattr(package, "STOP_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(subprocess.Popen, "wait", waited)
+    with sampling((), tmp_path / "out"):
+        forked = os.fork()
+        if forked == 0:
+            signal.pause()
+    os.kill(forked, signal.SIGKILL)
+    os.waitpid(forked, 0)
+    assert not late
+
+
+@linux
 def test_process_dies_with_its_parent(tmp_path, child):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     parent = child(PARENT, str(tmp_path / "out"), stdout=subprocess.PIPE, env=environment)

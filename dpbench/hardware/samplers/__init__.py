@@ -225,14 +225,14 @@ def _closed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Close the stdin of the sampler process and wait for its end; if it does not end in time, terminate or kill it."""
+    """Ask the sampler process to end, and wait; if it does not end in time, kill it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    for insist in (process.terminate, process.kill):
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            insist()
+    process.terminate()  # a process that was forked meanwhile, such as a worker of a DataLoader, keeps the stdin open
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
     process.wait()
     process.stdout.close()
