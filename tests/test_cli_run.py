@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests import commands
+from tests.marked import patience
 from tests.test_cli_readers import WEAK
 
 
@@ -163,7 +164,7 @@ def test_a_closed_pipe_ends_a_run_cleanly_or_its_table_alone_and_both_are_said(f
         os.close(writer)
         assert os.read(reader, 1)
         os.close(reader)
-        assert process.wait(60) == 128 + signal.SIGPIPE
+        assert process.wait(patience(60)) == 128 + signal.SIGPIPE
     assert folder.query("SELECT status FROM run") == [("interrupted",)]
     assert folder.out == ""
 

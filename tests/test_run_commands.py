@@ -11,6 +11,7 @@ import pytest
 from dpbench.records import Status
 from dpbench.store import Store
 from tests import commands
+from tests.marked import patience
 from tests.test_run import slots
 
 PARENT = [
@@ -80,7 +81,7 @@ def test_however_it_is_ended_the_same_command_completes_the_run_once_without_rep
     last = folder.start(*command)
     assert folder.wait_for(last, len(kept)), folder.err
     refuses_a_second(folder, last, command)
-    assert last.wait(60) == 0, folder.err
+    assert last.wait(patience(60)) == 0, folder.err
     assert f"{len(kept)} of 5 trials are done" in folder.err
     assert folder.final()[: len(kept)] == kept
     assert list(folder.temporary.iterdir()) == [], "the next run removes what killed runs left, and leaves nothing"

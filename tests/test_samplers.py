@@ -16,20 +16,13 @@ from dpbench.hardware import samplers
 from dpbench.hardware.nvml import open_nvml
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.records import HOST, Sample, registry
+from tests.marked import poll
 from tests.recorded_nvml import DRIVER_NOT_LOADED, recorded
 
 pytestmark = pytest.mark.usefixtures("all_gpus_visible")
 
 PLUGS = registry.names("samplers")
 UNITS = re.compile(r".+_(ratio|bytes|bytes_per_s|w|j|hz|c|reasons|1m)$")
-
-
-def poll(condition, timeout_s=8.0):
-    """Wait until `condition()` holds, and return what it gave last."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (result := condition()) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    return result
 
 
 def times(samples):

@@ -21,7 +21,7 @@ from dpbench.hardware import samplers as package
 from dpbench.hardware.processes import Ticks, parse_ticks
 from dpbench.hardware.samplers import Series, host, sampling
 from dpbench.records import HOST, Sample
-from tests.test_samplers import poll
+from tests.marked import patience, poll
 
 pytestmark = pytest.mark.usefixtures("all_gpus_visible")
 
@@ -283,7 +283,7 @@ def test_process_says_ready_and_ends_in_order(tmp_path, way):
             process.terminate()
         else:
             process.stdin.close()
-        assert process.wait(5) == 0
+        assert process.wait(patience(5)) == 0
     assert written.endswith(b"\n")
     assert (tmp_path / "out").read_bytes().startswith(written)
 
@@ -361,7 +361,7 @@ def test_process_whose_parent_is_gone_already_ends_at_once(tmp_path, child):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = [*command(tmp_path / "out"), "--parent-pid", str(former.pid)]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        assert process.wait(8) == 1, "nobody is there to be told"
+        assert process.wait(patience(8)) == 1, "nobody is there to be told"
         assert process.stdout.read() == b""
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from dpbench.measure import scratch
 from tests.commands import ROOT
+from tests.marked import patience
 
 
 def started(code: str) -> subprocess.Popen[str]:
@@ -37,7 +38,7 @@ sys.meta_path.insert(0, Finder())
 __main__.main(["list", "models"])
 """
     process = started(code)
-    assert process.communicate(timeout=30) == ("", "interrupted\n")
+    assert process.communicate(timeout=patience(30)) == ("", "interrupted\n")
     assert process.returncode == 128 + number
 
 
@@ -55,7 +56,7 @@ try:
 except signals.Ended:
     print("ended")
 """
-    out, err = started(code).communicate(timeout=30)
+    out, err = started(code).communicate(timeout=patience(30))
     assert out.split() == [str(int(signal.SIGTERM)), "ended"], err
 
 
@@ -80,7 +81,7 @@ finally:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
+    assert process.wait(patience(5)) == 130
 
 
 def test_processes_of_a_worker_in_sessions_of_their_own_are_ended() -> None:
@@ -104,7 +105,7 @@ try:
 except ProcessLookupError:
     print("ended")
 """
-    assert started(code).communicate(timeout=30) == ("ended\n", "")
+    assert started(code).communicate(timeout=patience(30)) == ("ended\n", "")
 
 
 def test_folders_of_killed_processes_are_removed_by_their_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
