@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "run-measured",
         "a run that is being measured is not removed",
-        "if row and row[2] == RUNNING and _alive(*row[:2]):",
+        "if row and row[2] == RUNNING and alive(*row[:2]):",
         "if False:",
         ("tests/test_manage.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",),
     ),
@@ -537,7 +537,7 @@ FAULTS = (
     Fault(
         "gil",
         "threads that launch at once hand the interpreter over",
-        "spent * (1 + self._hand_off * others)",
+        "spent * (1 + self._host_costs.hand_off * others)",
         "spent",
         ("tests/test_predict.py::test_serial_workers_launch_one_after_the_other",),
     ),

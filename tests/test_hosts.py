@@ -262,7 +262,7 @@ def test_an_unknown_clock_fails_the_trial_and_a_poor_one_is_a_warning(
     monkeypatch.setattr(cluster._peers, "offset", lambda peer: Offset(0.0, float("inf")))
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
     assert trial.status.value == "failed"
-    assert "rank 1 on b is lost" in trial.reason
+    assert "lost: rank 1 on b" in trial.reason
 
 
 def test_memory_of_another_host_is_not_memory_of_a_device(cluster: Cluster) -> None:

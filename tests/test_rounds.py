@@ -167,7 +167,7 @@ def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() ->
     assert shortage(100.0, 52, 1.8) == ""
     assert shortage(float("inf"), 10_000, 5.0) == ""
     said = shortage(93.0, 52, 1.8)
-    assert "52 trials are left" in said
+    assert "52 more trials would take" in said
     assert "96.2 s" in said
-    assert "93.0 s are left" in said
+    assert "only 93.0 s of the budget remain" in said
     assert "--budget" in said

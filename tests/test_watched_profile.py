@@ -69,7 +69,7 @@ LACKING: dict[str, tuple[Callable[[], watched.Loop], str]] = {
     "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
     "processor": (lambda: loop_of(of=loops.case()), "kind cpu, but the machine rtx-3090-x8 has"),
-    "steps": (lambda: replace(loop_of(of=GPU), trials=()), "no step has a result"),
+    "steps": (lambda: replace(loop_of(of=GPU), trials=()), "it has no usable timed step"),
 }  # fmt: skip
 
 
