@@ -59,15 +59,6 @@ def test_interval_of_one_round_agrees_with_scipy() -> None:
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.1 * width)
 
 
-@hypothesis.given(st.lists(st.floats(1e-4, 10.0) | st.integers(1, 4), min_size=3, max_size=60))
-def test_a_trend_is_scipys(series: list[float]) -> None:
-    hypothesis.assume(min(series) < max(series))
-    found, theirs = stats.trend(series), scipy.stats.spearmanr(range(len(series)), series)
-    assert found.rho == pytest.approx(theirs.statistic, abs=1e-12)
-    assert found.p == pytest.approx(theirs.pvalue, rel=1e-6, abs=1e-12)
-    assert found.slope == pytest.approx(scipy.stats.theilslopes(series).slope, rel=1e-9, abs=1e-15)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("between", [0.0, 0.3])
 def test_interval_covers_the_truth_about_as_often_as_it_says(between: float) -> None:

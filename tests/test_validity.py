@@ -6,7 +6,10 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
+import scipy  # scipy.stats is imported at its first use: each process of the suite collects this file
 
 from dpbench.analysis import caveats, summary, validity
 from dpbench.hardware import foreign_load
@@ -232,3 +235,12 @@ def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() ->
     crowded = caveats.caveats(summary.rows(every), every, {"host": {"cores": 1}})
     assert [len(one.cases) for one in crowded if one.kind == "oversubscribed"] == [11]
     assert caveats.summary(crowded) == "3 kinds in 11 cases"
+
+
+@hypothesis.given(st.lists(st.floats(1e-4, 10.0) | st.integers(1, 4), min_size=3, max_size=60))
+def test_a_trend_is_scipys(series: list[float]) -> None:
+    hypothesis.assume(min(series) < max(series))
+    found, theirs = validity.trend(series), scipy.stats.spearmanr(range(len(series)), series)
+    assert found.rho == pytest.approx(theirs.statistic, abs=1e-12)
+    assert found.p == pytest.approx(theirs.pvalue, rel=1e-6, abs=1e-12)
+    assert found.slope == pytest.approx(scipy.stats.theilslopes(series).slope, rel=1e-9, abs=1e-15)

@@ -96,10 +96,13 @@ def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
         store.end_run(run_id)
 
 
-def measured(command: str, more: tuple[str, ...], store: Path) -> dict[str, float]:
-    """Return the CPU seconds and the peak memory in MB of a command in a fresh process on one core."""
+def measured(command: str, more: tuple[str, ...], store: Path, code: Path | None = None) -> dict[str, float]:
+    """Return the CPU seconds and the peak memory in MB of a command in a fresh process on one core.
+
+    `code` is the folder of the package dpbench; by default, it is the installed one.
+    """
     arguments = [sys.executable, "-m", "dpbench", *command.split(), "--store", str(store), *more]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    env = {**os.environ, **({"PYTHONPATH": str(code)} if code else {})}
     core = {max(os.sched_getaffinity(0))}
     pid = os.fork()
     if pid == 0:
@@ -131,7 +134,7 @@ def main() -> None:
         fill(store, asked.cases, asked.rounds, asked.steps, asked.samples)
     print(f"{store.stat().st_size / 1e6:.0f} MB")
     for command, (target_s, more) in TARGETS.items():
-        found = measured(command, more, store)
+        found = measured(command, more, store, Path(__file__).parents[2])
         page = store.parent / more[1] if more else None
         size = f", wrote {page.stat().st_size / 1e6:.1f} MB" if page and page.exists() else ""
         used = f"{found['cpu_s']:7.2f} CPU-s (target {target_s}), {found['peak_mb']:.0f} MB"

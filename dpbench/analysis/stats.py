@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,7 @@ from dpbench.records.work import middle_draws
 Rounds = Mapping[int, Sequence[float]]
 """The durations of one case's timed steps in seconds, by round."""
 Array = NDArray[np.float64]
+Places = NDArray[np.int32]
 Vectors = Mapping[int, Sequence[Sequence[float]]]
 """For each round and each of its steps, one number per device. A quantity read once per round has one step."""
 
@@ -59,33 +61,6 @@ class Percentile:
         return "too few steps" if self.low is None else ""
 
 
-@dataclass(frozen=True)
-class Trend:
-    """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the Theil-Sen `slope`.
-
-    The slope is in the unit of the series per value.
-    """
-
-    rho: float
-    p: float
-    slope: float
-
-
-def trend(series: Sequence[float]) -> Trend:
-    """Return the trend of a series of at least three values that are not all equal.
-
-    scipy.stats computes the same, but its import takes longer than any other of a run.
-    """
-    values, times = np.asarray(series, dtype=float), np.arange(len(series))
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # equal values share the mean of their ranks
-    rho = float(np.clip(np.corrcoef(times, ranks)[0, 1], -1, 1))
-    freedom = len(series) - 2
-    p = 2 * float(stdtr(freedom, -abs(rho) * math.sqrt(freedom / (1 - rho**2)))) if abs(rho) < 1 else 0.0
-    first, second = np.triu_indices(len(series), 1)
-    return Trend(rho, p, float(np.median((values[second] - values[first]) / (second - first))))
-
-
 def percentile(rounds: Rounds, share: float) -> Percentile:
     """Return the duration below which the given share of all steps lies, as numpy.percentile computes it.
 
@@ -104,7 +79,7 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
 
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
-    each, draws = _medians(rounds, np.random.default_rng(seed), scale=np.asarray)
+    ((each, draws),) = _medians([rounds], seed)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value, middles = float(np.median(each)), np.median(draws, axis=1)
     if min(value, middles.min()) <= 0:
@@ -122,14 +97,12 @@ def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: 
     `paired`, or if the series have no round in common, every round of one series is compared with every round of the
     other, and the estimate is the median of the ratios.
     """
-    generator = np.random.default_rng(seed)
     common = sorted(set(numerator) & set(denominator)) if paired else []
     if common:
         sides = [{key: side[key] for key in common} for side in (numerator, denominator)]
-        chosen = _choose(len(common), generator)
-        (top, tops), (bottom, bottoms) = (_medians(side, generator, chosen) for side in sides)
+        (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed, together=True))
         return _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(common))
-    (top, tops), (bottom, bottoms) = (_medians(side, generator) for side in (numerator, denominator))
+    (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians([numerator, denominator], seed))
     count = min(len(tops), len(bottoms))
     # resample each side's centre: computing all pairs of rounds in every resample would cost too much
     draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
@@ -158,14 +131,12 @@ def quotient(
 def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median of `first` minus the median of `second` in seconds, with its interval.
 
-    Only the rounds that both series have are used; if there are none, all rounds of both series are used.
+    Only rounds that both series have are used; if there are none, all rounds are used.
     """
-    generator = np.random.default_rng(seed)
     common = sorted(set(first) & set(second))
     if common:
         first, second = ({key: side[key] for key in common} for side in (first, second))
-    chosen = _choose(len(common), generator) if common else None
-    (one, ones), (other, others) = (_medians(side, generator, chosen, np.asarray) for side in (first, second))
+    (one, ones), (other, others) = _medians([first, second], seed, together=bool(common))
     value, n = float(np.median(one) - np.median(other)), min(len(one), len(other))
     count = min(len(ones), len(others))
     draws = np.median(ones[:count], axis=1) - np.median(others[:count], axis=1)
@@ -190,8 +161,13 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     A device's median is the median over rounds of each round's median. Each step is resampled with all its devices, so
     that disturbances common to all devices cancel.
     """
-    each, draws = _medians(vectors, np.random.default_rng(seed), scale=np.asarray)
-    values, resampled = np.median(each, axis=0), np.median(draws, axis=1)
+    pools = [np.asarray(vectors[key], dtype=float) for key in sorted(vectors)]
+    rounds, resamples = _drawn_steps(tuple(map(len, pools)), seed, RESAMPLES)
+    draws = np.empty((*rounds.shape, pools[0].shape[1]))
+    for number, (pool, (counts, picks)) in enumerate(zip(pools, resamples, strict=True)):
+        draws[rounds == number] = _of_devices(pool, counts)[picks]
+    values = np.median([np.median(pool, axis=0) for pool in pools], axis=0)
+    resampled = np.median(draws, axis=1)
 
     def estimate(function: Callable[[Array], Array]) -> Estimate:
         value = float(function(values))
@@ -203,72 +179,118 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     )
 
 
-def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
+def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> list[tuple[Array, Array]]:
+    """Return for each series the medians of its rounds, shape (rounds,), and resampled rounds, (resamples, rounds).
+
+    If `together`, each resample draws the same rounds of all series.
+    """
+    pools = [[np.sort(np.asarray(side[key], dtype=float)) for key in sorted(side)] for side in sides]
+    drawn = _drawn(tuple(tuple(map(len, pool)) for pool in pools), seed, RESAMPLES, together)
+    steps = [np.concatenate(pool) for pool in pools]
+    draws = [(one[low] + one[high]) / 2 for one, (low, high) in zip(steps, drawn, strict=True)]
+    return [(np.array([np.median(one) for one in pool]), drew) for pool, drew in zip(pools, draws, strict=True)]
+
+
+@lru_cache(maxsize=64)
+def _drawn(
+    sides: tuple[tuple[int, ...], ...], seed: int, resamples: int, together: bool
+) -> tuple[tuple[Places, Places], ...]:
+    """Draw resamples of several series; `sides` has, for each series, the number of steps of each round.
+
+    Return for each series the two middle steps of each resampled round, as two arrays of shape (resamples, rounds). A
+    step is an index into the sorted steps of all rounds, one round after the other. The draws depend on nothing else,
+    so that they are kept: all phases of a case have equal numbers of steps.
+    """
+    generator = np.random.default_rng(seed)
+    chosen, found = _choose(len(sides[0]), resamples, generator), []
+    for side, sizes in enumerate(sides):
+        if side and not together:
+            chosen = _choose(len(sizes), resamples, generator)
+        low, high = (np.empty(chosen.shape, dtype=np.int32) for _ in range(2))
+        for number, n in enumerate(sizes):
+            here, before = chosen == number, sum(sizes[:number])
+            first, second = _middles(n, int(here.sum()), generator)
+            low[here], high[here] = before + first, before + second
+        found.append((low, high))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4)
+def _drawn_steps(
+    sizes: tuple[int, ...], seed: int, resamples: int
+) -> tuple[NDArray[np.int64], tuple[tuple[Places, NDArray[np.int64]], ...]]:
+    """Draw resamples of the steps of several devices; `sizes` has the number of steps of each round.
+
+    Return the rounds of each resample, shape (resamples, rounds), and for each round the counts of its resamples and
+    the index of one of them for each time the round was drawn.
+    """
+    generator = np.random.default_rng(seed)
+    rounds = _choose(len(sizes), resamples, generator)
+    found = []
+    for number, n in enumerate(sizes):
+        count = int((rounds == number).sum())
+        if len(sizes) > 1 and count > WITHIN:
+            # resampling steps is costly, and the variation between rounds is larger
+            found.append((_counts(n, WITHIN, generator), generator.integers(WITHIN, size=count)))
+        else:
+            found.append((_counts(n, count, generator), np.arange(count)))
+    return rounds, tuple(found)
+
+
+def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
     """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples, rounds)."""
     pairs = rounds * (rounds + 1) // 2
-    return generator.integers(rounds, size=(max(200, min(RESAMPLES, CELLS // pairs)), rounds))
-
-
-def _medians(
-    rounds: Rounds | Vectors,
-    generator: np.random.Generator,
-    chosen: NDArray[np.int64] | None = None,
-    scale: Callable[[Array], Array] = np.log,
-) -> tuple[Array, Array]:
-    """Return the median of each round, shape (rounds,), and of each resampled round, shape (resamples, rounds).
-
-    `chosen` has the indices of the rounds in each resample; if None, they are drawn here. The function `scale` is
-    applied to both arrays. For `Vectors`, both have one more axis: the devices.
-    """
-    keys = sorted(rounds)
-    chosen = _choose(len(keys), generator) if chosen is None else chosen
-    pools = [np.asarray(rounds[key], dtype=float) for key in keys]
-    draws = np.empty((*chosen.shape, *pools[0].shape[1:]))
-    for number, pool in enumerate(pools):
-        here = chosen == number
-        count = int(here.sum())
-        if pool.ndim > 1 and len(keys) > 1 and count > WITHIN:
-            # steps of several devices are costly to resample, and the variation between rounds is larger
-            draws[here] = resampled_medians(pool, WITHIN, generator)[generator.integers(WITHIN, size=count)]
-        else:
-            draws[here] = resampled_medians(pool, count, generator)
-    return scale(np.array([np.median(pool, axis=0) for pool in pools])), scale(draws)
+    return generator.integers(rounds, size=(max(200, min(resamples, CELLS // pairs)), rounds))
 
 
 def resampled_medians(pool: Array, count: int, generator: np.random.Generator) -> Array:
     """Return the medians of `count` resamples of the steps in `pool`, whose first axis is the steps.
 
-    A resample draws as many steps as there are, with replacement; it draws each step with all its devices, if there is
-    an axis of devices. Such resamples are drawn as counts of the steps, because the median of a device is the step at
-    which the counts, added up in the order of the device's steps, reach half of the steps. For one number per step, the
-    steps themselves need not be drawn. The k-th smallest of n uniform numbers has the distribution Beta(k, n - k + 1),
-    and each of the larger ones is uniform above it. The step at the rank of such a number is distributed as the k-th
-    smallest step of a resample (David and Nagaraja, "Order Statistics", 2003, sections 2.1 and 2.5).
+    A resample draws as many steps as there are, with replacement, and each step with all its devices, if it has any.
     """
-    n = len(pool)
     if pool.ndim > 1:
-        counts = _counts(n, count, generator)
-        return np.stack([_counted_medians(column, counts) for column in pool.T], axis=1)
-    ordered, middle = np.sort(pool), (n + 1) // 2
+        return _of_devices(pool, _counts(len(pool), count, generator))
+    ordered = np.sort(pool)
+    low, high = _middles(len(pool), count, generator)
+    return np.asarray((ordered[low] + ordered[high]) / 2)
+
+
+def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places, Places]:
+    """Return the two middle steps of `count` resamples of `n` steps, as ranks among the steps in ascending order.
+
+    The steps themselves need not be drawn. The k-th smallest of n uniform numbers has the distribution
+    Beta(k, n - k + 1), and each of the larger ones is uniform above it. The step at the rank of such a number is
+    distributed as the k-th smallest step of a resample (David and Nagaraja, "Order Statistics", 2003, sections 2.1 and
+    2.5).
+    """
+    middle = (n + 1) // 2
     first = generator.beta(middle, n - middle + 1, size=count)
-    low = ordered[np.minimum((n * first).astype(int), n - 1)]
+    low = np.minimum((n * first).astype(np.int32), n - 1)
     if n % 2:
-        return np.asarray(low)
+        return low, low
     second = 1 - (1 - first) * generator.random(count) ** (1 / (n - middle))
-    return np.asarray((low + ordered[np.minimum((n * second).astype(int), n - 1)]) / 2)
+    return low, np.minimum((n * second).astype(np.int32), n - 1)
 
 
-def _counts(n: int, count: int, generator: np.random.Generator) -> NDArray[np.int32]:
-    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape (count, n)."""
+def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
+    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape (n, count).
+
+    The median of a device is the step at which the counts, added up in the order of its steps, reach half of the steps.
+    """
     picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
-    return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).astype(np.int32)
+    return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).T.astype(np.int32, order="C")
 
 
-def _counted_medians(steps: Array, counts: NDArray[np.int32]) -> Array:
-    """Return the median of each resample of `steps`; a row of `counts` has the number of times each step was drawn."""
+def _of_devices(pool: Array, counts: Places) -> Array:
+    """Return the medians of resamples of a round of several devices, shape (resamples, devices)."""
+    return np.stack([_counted_medians(column, counts) for column in pool.T], axis=1)
+
+
+def _counted_medians(steps: Array, counts: Places) -> Array:
+    """Return the median of each resample of `steps`; a column of `counts` has the number of times each was drawn."""
     order, n = np.argsort(steps), len(steps)
-    ordered, reached = steps[order], counts[:, order].cumsum(axis=1, dtype=np.int32)
-    low, high = ((reached > rank).argmax(axis=1) for rank in ((n - 1) // 2, n // 2))
+    ordered, reached = steps[order], counts[order].cumsum(axis=0, dtype=np.int32)
+    low, high = ((reached <= rank).sum(axis=0) for rank in ((n - 1) // 2, n // 2))
     return np.asarray((ordered[low] + ordered[high]) / 2)
 
 

@@ -6,6 +6,7 @@ The values are stored with the trial; the text of a warning is written only when
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -134,21 +135,49 @@ def _timed(trial: Trial) -> list[float]:
     return [step.seconds for step in trial.steps if not step.warmup]
 
 
+@dataclass(frozen=True)
+class Trend:
+    """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the Theil-Sen `slope`.
+
+    The slope is in the unit of the series per value.
+    """
+
+    rho: float
+    p: float
+    slope: float
+
+
+def trend(series: Sequence[float]) -> Trend:
+    """Return the trend of a series of at least three values that are not all equal.
+
+    scipy.stats computes the same, but its import takes longer than any other of a run.
+    """
+    import numpy as np  # neither before it is needed
+    from scipy.special import stdtr
+
+    values, times = np.asarray(series, dtype=float), np.arange(len(series))
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # equal values share the mean of their ranks
+    rho = float(np.clip(np.corrcoef(times, ranks)[0, 1], -1, 1))
+    freedom = len(series) - 2
+    p = 2 * float(stdtr(freedom, -abs(rho) * math.sqrt(freedom / (1 - rho**2)))) if abs(rho) < 1 else 0.0
+    first, second = np.triu_indices(len(series), 1)
+    return Trend(rho, p, float(np.median((values[second] - values[first]) / (second - first))))
+
+
 def _drift(trial: Trial, cores: int) -> Finding | None:
     """Return the change of the step time from the first to the last timed step, as a fraction of the median step.
 
     The change is computed from the Theil-Sen slope. Return None if the trial has too few timed steps.
     """
-    from dpbench.analysis import stats  # imports scipy: not before it is needed
-
     series = _timed(trial)
     if len(series) < TREND_FROM:
         return None
     if min(series) == max(series):
         return 0.0, {"rho": 0.0, "p": 1.0, "steps": len(series)}
-    trend = stats.trend(series)
-    change = trend.slope * (len(series) - 1) / statistics.median(series)
-    return change, {"rho": trend.rho, "p": trend.p, "steps": len(series)}
+    found = trend(series)
+    change = found.slope * (len(series) - 1) / statistics.median(series)
+    return change, {"rho": found.rho, "p": found.p, "steps": len(series)}
 
 
 def _throttled(trial: Trial, cores: int) -> Finding | None:

@@ -165,7 +165,12 @@ def own(kind: str) -> list[str]:
 
     A file whose name begins with `_` is not a plug-in.
     """
-    return sorted(m.name for m in pkgutil.iter_modules([str(folder_of(kind))]) if not m.name.startswith("_"))
+    return list(_modules(folder_of(kind)))
+
+
+@lru_cache(maxsize=16)
+def _modules(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")))
 
 
 def load(kind: str, name: str) -> Any:

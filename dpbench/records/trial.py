@@ -252,7 +252,7 @@ class Trial:
         """Return the machines of the trial's ranks, that of rank 0 first; empty if no launch measured the trial."""
         return tuple(Host.from_dict(one) for one in self.provenance.get(HOSTS, ()))
 
-    @property
+    @cached_property
     def timed(self) -> tuple[float, ...]:
         """Return the durations in seconds of the steps that are not warm-up, in order."""
         return tuple(step.seconds for step in self.steps if not step.warmup)

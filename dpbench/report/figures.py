@@ -202,7 +202,7 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
     for row, name, e, y in zip(facet.rows, facet.names, found, (top + 24 for top in tops), strict=True):
         colour = svg.colour(row.case)
         face = "none" if "PREDICTED" in row.labels else colour
-        (bar,) = axes.barh(y, e.value, height=11, facecolor=face, edgecolor=colour, linewidth=1.2)
+        bar = svg.bar(axes, (0, e.value), (y - 5.5, 11), facecolor=face, edgecolor=colour, linewidth=1.2)
         marks.explain(
             bar, f"{name}: {words.number(e.value)} samples per second ({words.interval(e)}), {naming.basis(row)}"
         )
@@ -257,11 +257,11 @@ def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, wi
     left = 0.0
     for name in present:
         width = row.phases.get(name, 0.0) * 1e3
-        look = svg.PHASES[name]
-        (bar,) = axes.barh(y, width, left=left, height=16, facecolor=look.fill, **svg.edge(name))
-        if width:
-            share = words.percent(width / 1e3 / sum(row.phases.values()))
-            marks.explain(bar, f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}")
+        if not width:
+            continue
+        look, share = svg.PHASES[name], words.percent(width / 1e3 / sum(row.phases.values()))
+        bar = svg.bar(axes, (left, width), (y - 8, 16), facecolor=look.fill, **svg.edge(name))
+        marks.explain(bar, f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}")
         letters = svg.room(width, widest * 1.02)
         if text := next((text for text in (name, look.short) if len(text) <= letters), ""):
             axes.text(left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL)

@@ -2,7 +2,8 @@
 "use strict";
 const $ = (selector, root = document) => [...root.querySelectorAll(selector)];
 const MARK = "svg [data-bar]";
-const numbers = JSON.parse(document.getElementById("numbers").textContent);
+const stored = JSON.parse(document.getElementById("numbers").textContent);
+const numbers = stored.rows.map((row) => Object.fromEntries(stored.columns.map((name, index) => [name, row[index]])));
 
 function button(text, act) {
   const made = document.createElement("button");

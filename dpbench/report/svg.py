@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dpbench.records import UNATTRIBUTED, Case, Phase, words
@@ -231,6 +231,16 @@ def whisker(
     if high > end:
         x, y = (place, end) if upright else (end, place)
         axes.plot([x], [y], "^" if upright else ">", color=colour, markersize=6)
+
+
+def bar(axes: Axes, across: tuple[float, float], down: tuple[float, float], **look: Any) -> Rectangle:
+    """Draw and return a bar; `across` has its left edge and its width, `down` its top edge and its height.
+
+    Axes.barh does the same in five times the time, because it also adapts the limits of the axes.
+    """
+    drawn = Rectangle((across[0], down[0]), across[1], down[1], **look)
+    axes.add_artist(drawn)
+    return drawn
 
 
 def room(width: float, whole: float, left: float = MARGIN) -> float:

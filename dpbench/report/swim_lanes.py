@@ -171,9 +171,7 @@ def _extent(start_s: float, end_s: float, step_s: float) -> str:
 def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> Rectangle:
     """Draw and return a box over an interval in seconds, with its top edge at the height `y`."""
     start, end = interval
-    box = Rectangle((start * 1e3, y), (end - start) * 1e3, height - 1, linewidth=0, **look)
-    axes.add_patch(box)
-    return box
+    return svg.bar(axes, (start * 1e3, (end - start) * 1e3), (y, height - 1), linewidth=0, **look)
 
 
 def _write(

@@ -176,8 +176,13 @@ def as_json(rows: Sequence[Row]) -> str:
 
 
 def embedded(records: Sequence[Mapping[Any, object]]) -> str:
-    """Return records as JSON text that is safe inside an HTML script element."""
-    text = words.dumps(records, default=str, separators=(",", ":"))
+    """Return records as JSON text that is safe inside an HTML script element: `columns` has their keys, `rows` values.
+
+    A record that lacks a key has null in its column.
+    """
+    columns = list(dict.fromkeys(key for record in records for key in record))
+    rows = [[record.get(key) for key in columns] for record in records]
+    text = words.dumps({"columns": columns, "rows": rows}, default=str, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

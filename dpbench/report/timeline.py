@@ -230,7 +230,7 @@ def _pairs(
         if rest:
             means.append(("mean of the others", sum(rest) / len(rest), top + 36, svg.BACKGROUND))
         for device, amount, y, face in means:
-            (bar,) = axes.barh(y, amount, height=9, facecolor=face, edgecolor=colour, linewidth=1.2)
+            bar = svg.bar(axes, (0, amount), (y - 4.5, 9), facecolor=face, edgecolor=colour, linewidth=1.2)
             marks.explain(bar, f"{name}, {device}: {words.number(amount)} {unit}, {naming.basis(row)}")
         if len(rest) > 1:
             axes.plot([min(rest), max(rest)], [top + 36] * 2, "|-", color=svg.FOREGROUND, linewidth=1.2, markersize=6)
@@ -251,14 +251,12 @@ def _pairs(
     return svg.render(figure, key=key, title=title, description=said)
 
 
-POINTS = 100
-"""The largest number of timed steps by which the curve of a round is drawn."""
 ROUNDS = 5
 """The largest number of rounds drawn per case."""
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
 """The line style of each round."""
 CURVE = 50
-"""The height of a curve in SVG units."""
+"""The height of a curve in SVG units, and the largest number of timed steps by which it is drawn."""
 LEFT = 46.0
 """The margin for the labels of the curves' axes, in SVG units."""
 OUTLIER = 3.0
@@ -348,7 +346,7 @@ def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], l
     shares = np.arange(1, len(times) + 1) / len(times)
     inside = times <= ends[1]
     # evenly chosen shares, always with the first and the last step
-    chosen = np.unique(np.linspace(0, inside.sum() - 1, min(POINTS, inside.sum())).round().astype(int))
+    chosen = np.unique(np.linspace(0, inside.sum() - 1, min(CURVE, inside.sum())).round().astype(int))
     heights = bottom - np.concatenate([[0.0], shares[chosen]]) * CURVE
     places = np.concatenate([times[:1], times[chosen]])
     (curve,) = axes.plot(places, heights, drawstyle="steps-post", linewidth=1.4, **look)
@@ -365,7 +363,8 @@ def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, fl
     """Draw the warm-up steps of a case as circles at the height `y`, or as arrows where they are beyond the axis."""
     low, high = ends
     warm = [step.seconds * 1e3 for trial in group for step in trial.steps if step.warmup]
-    inside = [x for x in warm if low <= x <= high]
+    places = {round(axes.transData.transform((x, y))[0]): x for x in warm if low <= x <= high}
+    inside = list(places.values())  # one of several circles at one SVG unit hides the others
     axes.plot(inside, [y] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5)
     for x, marker, beyond in ((low, "<", min(warm, default=low) < low), (high, ">", max(warm, default=high) > high)):
         if beyond:

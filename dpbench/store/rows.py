@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -162,8 +162,12 @@ def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
         return fingerprint, float(sum(_object(setup).values()))
 
 
+@lru_cache(maxsize=4096)
 def case(text: str, fingerprint: str) -> Case:
-    """Return the case that is stored as JSON. Raises ValueError if it is not the case of the fingerprint."""
+    """Return the case that is stored as JSON. Raises ValueError if it is not the case of the fingerprint.
+
+    The trials of all rounds of a case have the same text, so that each text is read once.
+    """
     data = _object(text)
     found = Case.from_dict(data)
     if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # else its texts were made visible
