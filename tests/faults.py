@@ -413,7 +413,7 @@ FAULTS = (
     ),
     Fault(
         "peer-copies",
-        "copies between GPUs are no busy time of the GPU that sends",
+        "copies between GPUs do not count as busy time of the GPU that sends",
         r"""\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)",""",
         r"""\w*(?:nccl|rccl)",""",
         ("tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",),
@@ -501,6 +501,20 @@ FAULTS = (
         "self._profiled_steps = PROFILED_STEPS",
         "self._profiled_steps = 1",
         ("tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[two]",),
+    ),
+    Fault(
+        "probed-access",
+        "a probe's file has peer access where every pair of GPUs has it",
+        'any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)',
+        'any(one.name == "peer_access_ratio" for one in self.figures)',
+        ("tests/test_probe.py::test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured",),
+    ),
+    Fault(
+        "probed-links",
+        "the probe measures the link of each pair of GPUs",
+        "permutations(zip(devices, places, strict=True), 2)",
+        "pairwise(zip(devices, places, strict=True))",
+        ("tests/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",),
     ),
     # -- hardware and store
     Fault(

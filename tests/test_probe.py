@@ -10,7 +10,9 @@ import time
 import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,9 @@ from dpbench.probe.figures import (  # fmt: skip
     typical,
 )
 from dpbench.records import UNATTRIBUTED, Case, Step, Trial, machine
+from tests.simulated.backend import running
+from tests.simulated.machine import Machine
+from tests.simulated.timeline import Gpu
 
 
 def test_a_call_takes_as_long_as_it_does() -> None:
@@ -235,6 +240,60 @@ def test_a_gpus_figures_are_those_of_a_gpu() -> None:
     assert 1e-7 < found["kernel_s"] < 1e-4
 
 
+class SentBytes:
+    """NVML's counter of a GPU whose copies to other GPUs all use NVLink, with `share` 1, or not."""
+
+    def __init__(self, machine: Machine, ordinal: int, share: float | None) -> None:
+        self.machine, self.ordinal, self.share = machine, ordinal, share
+
+    def read(self, metric: str) -> float | None:
+        assert metric == "nvlink_sent_bytes"
+        copies = [one for one in self.machine.timeline.work if (one.device, one.kind) == (self.ordinal, "peer")]
+        return None if self.share is None else 5.0 + self.share * len(copies) * 2**16
+
+
+def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = Machine([Gpu(i, offset_s=10.0 * i) for i in range(3)], slow_links={(0, 1): 0.25, (-1, 2): 0.5})
+    counters: dict[int, Any] = {i: SentBytes(simulated, i, share) for i, share in enumerate((1.0, None, 0.0))}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} == {0, 1})
+    with running(simulated) as devices:
+        found = {one.name: one for one in gpu.links(devices, counters)}
+    assert found.pop("peer_access_ratio").value == pytest.approx(2 / 6)
+    shares = {name: found.pop(name).value for name in list(found) if name.endswith("nvlink_ratio")}
+    assert shares == {f"link_{i}_{j}_nvlink_ratio": share for i, share in ((0, 1.0), (2, 0.0)) for j in {0, 1, 2} - {i}}
+    seconds = {("host", j): simulated.host_s(j, 2**16) for j in range(3)}
+    seconds |= {pair: simulated.link_s(*pair, 2**16) for pair in permutations(range(3), 2)}
+    true = {f"link_{i}_{j}_bytes_per_s": 2**16 / s for (i, j), s in seconds.items()}
+    assert {name: one.value for name, one in found.items()} == pytest.approx(true, rel=0.01)
+    assert all(one.low is not None and one.low <= one.value for one in found.values())
+
+
+@pytest.mark.parametrize(
+    ("count", "access", "share", "links", "said"),
+    [
+        (2, 1.0, 1.0, [("pcie", 2e-5), ("nvlink", 2e10)], False),
+        (2, 1.0, 0.0, [("pcie", 2e-5)], False),
+        (2, 0.5, None, [("pcie", 2e-5)], True),
+        (4, 1.0, 1.0, [("pcie", 2e-5)], True),
+    ],
+)
+def test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured(
+    count: int, access: float, share: float | None, links: list[tuple[str, float]], said: bool
+) -> None:
+    """Of more than two GPUs, pairs may share a link: the rates of pairs are in the file, but as no links."""
+    names = ("gpu_memory_bytes_per_s", "fp32_flop_per_s", "launch_s", "pinned_to_device_bytes_per_s")
+    more = [Figure(name, 0.00002, "how") for name in names] + [Figure("peer_access_ratio", access, "how")]
+    for i, j in permutations(range(count), 2):
+        more.append(Figure(f"link_{i}_{j}_bytes_per_s", 2e10 * (1 + i), "how"))
+        more += [Figure(f"link_{i}_{j}_nvlink_ratio", share, "how")] if share is not None else []
+    text = to_toml(replace(FAKE, gpus=("A100",) * count, gpu_memory_bytes=1, figures=(*FAKE.figures, *more)))
+    described = machine.read(tomllib.loads(text), "here")
+    assert described.peer_access is (access == 1)
+    assert sorted({(one.kind, one.bytes_per_s) for one in described.links}, key=lambda one: one[1]) == links
+    assert described.probe["link_1_0_bytes_per_s"] == 4e10
+    assert ("# Add the NVLinks" in text) is said
+
+
 def test_steps_run_at_once_and_count_from_the_first_to_begin_to_the_last_to_end() -> None:
     meeting = threading.Barrier(2, timeout=10)
 
@@ -298,7 +357,7 @@ def test_gpus_reduce_in_the_place_of_processes(monkeypatch: pytest.MonkeyPatch) 
     parts = dict(probe._on_the_host())
     list(parts["two processes"]())
     assert given == [()]
-    assert "all-reduce between GPUs" in dict(probe._on_gpus())
+    assert [*dict(probe._on_gpus())] == ["GPU 0", "links between GPUs", "all-reduce between GPUs"]
 
 
 def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(

@@ -56,6 +56,11 @@ _SLOW: dict[str, tuple[Reader, ...]] = {
     "pcie_rx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) * 1e3,),
     "pcie_tx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,),
 }
+# Counters that only the probe reads: a field in KiB, of which the scope is all links of the GPU
+_NVLINK_SENT, _ALL_LINKS = 138, 2**32 - 1
+_TOTALS: dict[str, tuple[Reader, ...]] = {
+    "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
+}
 # Facts that do not change during a run; for the PCIe link the maximum of GPU and slot, not the present state
 _FACTS: dict[str, Reader] = {
     "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
@@ -64,7 +69,7 @@ _FACTS: dict[str, Reader] = {
     "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
     "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
 }
-_READERS = {**_FAST, **_SLOW}
+_READERS = {**_FAST, **_SLOW, **_TOTALS}
 FAST_METRICS = tuple(_FAST)  # their calls return at once
 SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
 
@@ -329,6 +334,14 @@ def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
     return NvmlGpu(index=index, uuid=uuid, name=name, memory_bytes=memory, library=library, handle=handle)
+
+
+def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
+    """Return the value of a field that is a 64-bit counter. Raises NVMLError if the GPU does not have the field."""
+    (found,) = library.nvmlDeviceGetFieldValues(handle, [(field, scope)])
+    if found.nvmlReturn:
+        raise library.NVMLError(found.nvmlReturn)
+    return int(found.value.ullVal)
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -16,12 +16,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 
 import psutil
 import torch
 
 from dpbench.hardware import foreign_load, processes
+from dpbench.hardware.devices import open_devices
+from dpbench.hardware.nvml import open_nvml
 from dpbench.measure.server import environment
 from dpbench.probe import collective, engine, gpu, host
 from dpbench.probe.figures import Figure, over_passes
@@ -31,6 +34,8 @@ PASSES, BUDGET_S = 3, 58.0
 
 Another pass is started only if it would end within the budget, assuming that it takes as long as the last pass.
 """
+MOSTLY = 0.5
+"""The share of a copy's bytes above which NVLink counts as the link between two GPUs."""
 Say = Callable[[str], None]
 MODULE_S = 16e-6
 """The seconds to copy one module for a replica on a host whose factor is 1.
@@ -57,6 +62,11 @@ class Probe:
     seconds: float
     load: foreign_load.Measured
     """The highest load of other processes on the cores, among the measurements before the probe and in each pass."""
+
+    @property
+    def peer_access(self) -> bool:
+        """Return whether all GPUs can access each other's memory; False without several GPUs."""
+        return any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)
 
     def __getitem__(self, name: str) -> float:
         """Return the value of the figure with this name. Raises LookupError if no figure has it."""
@@ -206,7 +216,14 @@ def _on_gpus() -> Parts:
     if count:
         yield "GPU 0", gpu.figures
     if count > 1:
+        yield "links between GPUs", lambda: _links(count)
         yield "all-reduce between GPUs", lambda: collective.all_reduce(count, "nccl")
+
+
+def _links(count: int) -> Iterator[Figure]:
+    """Yield the figures of the links of this many GPUs."""
+    with open_nvml() as nvml:
+        yield from gpu.links(open_devices("cuda", count), {one.index: one for one in nvml.gpus} if nvml else {})
 
 
 def _processor() -> str:
@@ -222,8 +239,8 @@ def _processor() -> str:
 def to_toml(found: Probe) -> str:
     """Return the text of a machine file: the description of the machine, then a table for each figure.
 
-    The probe does not measure links between GPUs. If there are several GPUs, a comment in the file says how to add the
-    links.
+    Peer access is as measured. NVLink between two GPUs becomes a link of the file. Of more GPUs, copies between pairs
+    do not show which links the pairs share, so a comment in the file says how to add the links.
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s with torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
@@ -234,7 +251,7 @@ def to_toml(found: Probe) -> str:
     lines = [
         f"description = {_text(f'{found.name}, {found.cores} cores: {what}{noisy}')}",
         f"source = {_text(how)}",
-        "peer_access = false",
+        f"peer_access = {str(found.peer_access).lower()}",
         "",
         "[gpu]",
         f"name = {_text(found.name if logical else found.gpus[0])}",
@@ -257,9 +274,7 @@ def to_toml(found: Probe) -> str:
         f"kind = {_text('memory' if logical else 'pcie')}",
         f"bytes_per_s = {_number(found['copy_16384_kib_bytes_per_s' if logical else 'pinned_to_device_bytes_per_s'])}",
     ]
-    if not logical and len(found.gpus) > 1:
-        lines.append("# Add the links between GPUs, which `nvidia-smi topo -m` shows. Set peer_access to true if")
-        lines.append("# `nvidia-smi topo -p2p r` shows that the GPUs can access each other's memory.")
+    lines += _between(found)
     lines += [
         "",
         "[collective]",
@@ -267,6 +282,21 @@ def to_toml(found: Probe) -> str:
         f"start_s = {_number(found['all_reduce_start_s'])}",
     ]
     return "\n".join([*lines, *(line for one in found.figures for line in _table(one)), ""])
+
+
+def _between(found: Probe) -> Iterator[str]:
+    """Yield the lines about the links between the GPUs."""
+    values = {one.name: one.value for one in found.figures}
+    pairs = [
+        pair for pair in permutations(range(len(found.gpus)), 2) if "link_{}_{}_bytes_per_s".format(*pair) in values
+    ]
+    shares = [values.get("link_{}_{}_nvlink_ratio".format(*pair)) for pair in pairs]
+    if len(pairs) == 2 and all(share is not None and share > MOSTLY for share in shares):
+        rate = min(values["link_{}_{}_bytes_per_s".format(*pair)] for pair in pairs)
+        yield from ("", "[[link]]", 'between = ["gpu0", "gpu1"]', 'kind = "nvlink"', f"bytes_per_s = {_number(rate)}")
+    elif pairs and any(share is None or share > MOSTLY for share in shares):
+        yield "# Add the NVLinks between GPUs if `nvidia-smi topo -m` shows any. The figures link_*_bytes_per_s are the"
+        yield "# rates of copies between pairs of GPUs, one at a time: pairs may share a link."
 
 
 def _table(one: Figure) -> Iterator[str]:

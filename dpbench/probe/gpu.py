@@ -1,4 +1,4 @@
-"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and for the memory of its context.
+"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and of the links between GPUs.
 
 Times on the device are measured by CUDA events around many kernels in a row. The time that the host needs to launch a
 kernel is measured by the host's clock, without waiting for the device.
@@ -7,12 +7,17 @@ kernel is measured by the host's clock, without waiting for the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import permutations
 
 import torch
 
-from dpbench.probe.figures import Figure
+from dpbench.hardware.device import Device
+from dpbench.hardware.nvml import NvmlGpu
+from dpbench.measure.worker import facts
+from dpbench.probe.figures import Figure, spread, timing
 from dpbench.probe.host import line
+from dpbench.records import HOST
 
 KIB, MIB = 2**10, 2**20
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
@@ -109,3 +114,37 @@ def _transfers() -> Iterator[Figure]:
         down = _seconds(lambda h=here: h.copy_(there, non_blocking=True))  # type: ignore[misc]
         yield Figure(f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} host memory")
         yield Figure(f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} host memory")
+
+
+def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterator[Figure]:
+    """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one copy at a time.
+
+    The figures are the share of the pairs with peer access, the rate of each link, and, for each link between GPUs, the
+    share of its copies that NVLink carried. `counters` has NVML's GPUs by CUDA ordinal; the last figure is left out for
+    a GPU that is missing there or has no counter of NVLink.
+    """
+    pairs = list(permutations([device.torch_device.index for device in devices], 2))
+    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    how = "the share of the ordered pairs of GPUs in which the first can access the memory of the second"
+    yield Figure("peer_access_ratio", reached / len(pairs), how)
+    before = _sent(counters)
+    for link in facts.links(devices):
+        after, size = _sent(counters), f"{link.bytes // KIB} KiB"
+        source, target = (
+            f"GPU {end}" if end != HOST else "the host's pinned memory" for end in (link.source, link.target)
+        )
+        name = f"link_{'host' if link.source == HOST else link.source}_{link.target}"
+        spent = timing(link.seconds)
+        rates = [link.bytes / seconds for seconds in (spent.seconds, spent.low_s, spent.high_s)]
+        yield spread(f"{name}_bytes_per_s", rates, f"copies of {size} from {source} to {target}, one at a time")
+        if link.source in after and link.source in before:
+            share = (after[link.source] - before[link.source]) / (link.bytes * (1 + facts.LINK_COPIES))
+            how = f"the bytes that {source} sent over NVLink by NVML's counter, over those of the copies to {target}"
+            yield Figure(f"{name}_nvlink_ratio", share, how)
+        before = after
+
+
+def _sent(counters: Mapping[int, NvmlGpu]) -> dict[int, float]:
+    """Return the bytes that each GPU with a counter of NVLink has sent over NVLink so far, by CUDA ordinal."""
+    found = {ordinal: gpu.read("nvlink_sent_bytes") for ordinal, gpu in counters.items()}
+    return {ordinal: sent for ordinal, sent in found.items() if sent is not None}

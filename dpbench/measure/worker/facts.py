@@ -111,7 +111,7 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
         return trial
     at = time.perf_counter()
     try:
-        found = [asdict(link) for link in _links(devices)]
+        found = [asdict(link) for link in links(devices)]
     except torch.OutOfMemoryError:
         return trial
     return replace(
@@ -120,8 +120,11 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     )  # fmt: skip
 
 
-def _links(devices: Sequence[Device]) -> Iterator[Link]:
-    """Yield the links from the host's pinned memory to each device, and from each device to each other device."""
+def links(devices: Sequence[Device]) -> Iterator[Link]:
+    """Time copies from the host's pinned memory to each device, and from each device to each other device.
+
+    Yield each link as soon as its copies are done, so that a caller can read counters between two links.
+    """
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     places = [buffer.to(device.torch_device) for device in devices]
     for device, place in zip(devices, places, strict=True):
