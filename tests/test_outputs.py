@@ -231,6 +231,9 @@ def test_lines_have_milliseconds_and_the_time_left(dpbench, measured):
     assert lines[0] == f"[1/6] {SINGLE.label} round 1: ok, 2.00 ms; about 10.0 s left"
     assert lines[3] == f"[4/6] {DP.label} round 2: ok, 1.01 ms; about 4.00 s left"
     assert lines[5].endswith("ok, 1.02 ms")
+    plan = "2 cases in 3 rounds: 6 trials to measure\nexpected time: about "
+    assert plan in err.partition("[1/6]")[0], "said before the first trial"
+    assert plan not in out
     assert "a note" in err
     assert out == dpbench("run", *CASES[1:], "--quiet")[1] != ""
 
@@ -238,6 +241,7 @@ def test_lines_have_milliseconds_and_the_time_left(dpbench, measured):
 def test_quiet_prints_no_progress_and_verbose_more(dpbench, measured):
     _, _, quiet = dpbench(*CASES, "-q")
     assert "[1/6]" not in quiet
+    assert "expected time" not in quiet
     assert "a note" not in quiet
     assert "report: " in quiet
     _, _, verbose = dpbench(*CASES, "-v")

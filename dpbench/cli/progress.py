@@ -102,11 +102,12 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
 class Progress:
     """A context manager that prints one line per trial.
 
-    On a terminal it also shows a progress bar, speed-ups, and a bar for each device.
+    On a terminal it also shows a progress bar, speed-ups, and a bar for each device. `plan` is a text that is printed
+    when the run starts.
     """
 
-    def __init__(self, detail: Detail = Detail.USUAL, console: Console | None = None) -> None:
-        self._detail = detail
+    def __init__(self, detail: Detail = Detail.USUAL, console: Console | None = None, *, plan: str = "") -> None:
+        self._detail, self._plan = detail, plan
         self._console = console or _Console(stderr=True, highlight=False, soft_wrap=True)
         live = self._console.is_terminal and detail is not Detail.QUIET
         self._bar = _Live(
@@ -136,6 +137,8 @@ class Progress:
             self._ended(event)
         elif event.case is None:
             self._task = self._bar.add_task("starting", total=event.total, completed=event.done, left="")
+            if self._plan:
+                self._console.print(escape(self._plan))
             if event.done:
                 self._console.print(f"resuming run {event.run_id[:8]}: {event.done} of {event.total} trials are done")
         else:

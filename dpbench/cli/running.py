@@ -36,6 +36,7 @@ from dpbench.cli.options import (  # fmt: skip
 )
 from dpbench.cli.showing import (
     choose,
+    expectation,
     print_answers,
     print_notes,
     print_plan,
@@ -312,7 +313,7 @@ def _agent(placed: Launch, interface: str) -> int:
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Run the cases that the options select, and exit."""
     from dpbench.cli.progress import Progress
-    from dpbench.measure import selection
+    from dpbench.measure import forecast, selection
     from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
@@ -325,14 +326,12 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
         sys.exit(_find_max_batch(cases, naming, asked.limit, output))
     cases, budget_s = selection.cases_of(asked, cluster)
     if output.dry_run:
-        from dpbench.measure import forecast
-
-        known = forecast.Known.of(output.store, asked, cases, naming, cluster)
-        print_plan(forecast.forecast(asked, cases, known, budget_s), as_json=output.as_json)
+        print_plan(forecast.of(output.store, asked, cases, naming, cluster, budget_s), as_json=output.as_json)
         sys.exit(0)
     with Store.create(output.store, naming) as opened:
         try:
-            with Progress(output.detail) as progress:
+            planned = forecast.of(output.store, asked, cases, naming, cluster, budget_s)
+            with Progress(output.detail, plan=expectation(planned)) as progress:
                 outcome = selection.measure(
                     asked, cases, opened, budget_s=budget_s, cluster=cluster, listen=progress.listen
                 )

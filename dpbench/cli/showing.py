@@ -219,15 +219,21 @@ def print_plan(planned: Forecast, *, as_json: bool) -> None:
     if planned.resumes:
         done = len(planned.cases) * planned.rounds - planned.trials
         click.echo(f"resumes the run {planned.resumes[:8]}, which has {words.count(done, 'trial')} of this plan")
+    click.echo(expectation(planned))
+
+
+def expectation(planned: Forecast) -> str:
+    """Return the number of trials of a run, their expected time with its basis, and the time budget, as lines."""
     rounds = words.count(planned.rounds, "round")
-    click.echo(
-        f"{words.count(len(planned.cases), 'case')} in {'at least ' if planned.auto else ''}{rounds}: "
-        f"{words.count(planned.trials, 'trial')} to measure"
-    )
     about = "unknown" if planned.seconds is None else f"about {words.long_time(planned.seconds)}"
-    click.echo(f"expected time: {about} ({planned.basis})")
+    lines = [
+        f"{words.count(len(planned.cases), 'case')} in {'at least ' if planned.auto else ''}{rounds}: "
+        f"{words.count(planned.trials, 'trial')} to measure",
+        f"expected time: {about} ({planned.basis})",
+    ]
     if planned.budget_s:
-        click.echo(
+        lines.append(
             f"time budget: {words.long_time(planned.budget_s)}; steps are shortened to fit it, and trials that have "
             "not started by its end are skipped"
         )
+    return "\n".join(lines)

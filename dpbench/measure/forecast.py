@@ -112,11 +112,14 @@ class Known:
             return cls(durations=store.durations(keys["host"]), resumes=found or "", done=frozenset(done))
 
 
-def forecast(options: Options, cases: Sequence[Case], known: Known, budget_s: float | None) -> Forecast:
-    """Return the plan of a run; `cases` and `budget_s` are the results of `options.cases_of`.
+def of(
+    path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None, budget_s: float | None
+) -> Forecast:
+    """Return the plan of a run whose store is at `path`; `cases` and `budget_s` are the results of `cases_of`.
 
     Jobs have no time budget.
     """
+    known = Known.of(path, options, cases, naming, cluster)
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST
     done, planned = Counter(fingerprint for fingerprint, number in known.done if number < rounds), []
     for case in cases:
