@@ -340,7 +340,7 @@ def test_a_capture_has_its_own_stream_pool_and_error_mode(cuda: tuple[list[str],
     recorder = GraphRecorder(SimpleNamespace(ordinal=3))  # type: ignore[arg-type]
     recorder.warm_up(lambda: told.append("work"))
     assert told[:4] == ["side waits for current", *["work"] * 3]
-    assert told[4:] == ["current waits for side", "synchronize", "state of 3 is back"]
+    assert told[4:] == ["synchronize", "state of 3 is back"], "which waits for the side stream as well"
     told.clear()
     result, replay = recorder.record(lambda: "result")
     assert (result, told) == ("result", ["begin", "end"])

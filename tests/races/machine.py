@@ -3,8 +3,8 @@
 Inside the context, ordinary tensors of the host pretend to be on GPUs: `tensor.device`, `.to("cuda:1")`, factories with
 `device=`, `record_stream` and `torch.cuda`'s streams and events work as on a machine with GPUs, in all threads that get
 the caller's modes. Each operator is an access of the memory that it reads and writes, by the stream that is current on
-its tensors' device; an operator with tensors of several devices is an error. `clocks`, `recorder` and `backward`
-describe the rules for streams, memory and autograd. The rules for copies and collectives are:
+its tensors' device; an operator with tensors of several devices is an error. `clocks`, `recorder`, `backward` and
+`graphs` describe the rules for streams, memory, autograd and CUDA graphs. The rules for copies and collectives are:
 
 - A copy between two GPUs runs on the current stream of the source's device. Before it, this stream waits for the
   current stream of the target's device; afterwards the latter waits for the former (`copy_device_to_device` in
@@ -18,7 +18,7 @@ describe the rules for streams, memory and autograd. The rules for copies and co
   it gets data from: the root's for a broadcast, all for the others. A stream that only sends is ordered after no other.
 
 Not verified, because neither NCCL's nor cuDNN's documentation says it: whether kernels of NCCL order streams more than
-this, and whether libraries use memory other than their arguments on other streams. Left out: CUDA graphs, sparse
+this, and whether libraries use memory other than their arguments on other streams. Left out: sparse
 tensors, pinned sources, complex numbers, reentrant backward, and torch.nn.DataParallel, which copies in C++.
 """
 
@@ -39,8 +39,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from tests.races import graphs
 from tests.races.backward import Backward, annotate
 from tests.races.clocks import HOST, Event, Machine, Stream
+from tests.races.graphs import Capture, Operation
 from tests.races.nccl import coalesced_broadcast, collectives
 from tests.races.recorder import Race, Recorder
 
@@ -54,12 +56,18 @@ UNMARKED = ("running_mean", "running_var")
 
 
 class Detector:
-    """The simulated machine with its recorder; `races` are the races that were found."""
+    """The simulated machine with its recorder; `races` are the races that were found.
+
+    `capture` is the capture of a CUDA graph that is under way, and `recording_waits` counts the waits of the host that
+    recordings of graphs have needed.
+    """
 
     def __init__(self, *, has_nccl: bool = True) -> None:
         self.machine = Machine()
         self.recorder = Recorder(self.machine)
         self.has_nccl = has_nccl
+        self.capture: Capture | None = None
+        self.recording_waits = 0
         self.local = threading.local()
 
     @property
@@ -70,7 +78,10 @@ class Detector:
     def kernel(
         self, stream: Stream, work: str, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Queue an operation on `stream` that reads and writes these tensors."""
+        """Queue an operation on `stream` that reads and writes these tensors; the stream of a capture keeps it."""
+        if self.capture is not None and self.capture.stream is stream:
+            self.capture.graph.operations.append(Operation(stream.ordinal, work, list(reads), list(writes)))
+            return
         stream.tick()
         for tensor in reads:
             self.recorder.access(tensor, stream, writes=False, work=work)
@@ -174,6 +185,8 @@ class Pretending(TorchFunctionMode):
             return recorder.ordinal_of(args[0])
         if func is torch.Tensor.backward:
             return self._backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            return self._grad(*args, **kwargs)
         if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
             result = self._to(func, args, kwargs)
         else:
@@ -210,17 +223,33 @@ class Pretending(TorchFunctionMode):
     def _backward(
         self, loss: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, **_: Any
     ) -> None:
-        detector = self.detector
+        keep = create_graph if retain_graph is None else retain_graph
+        self._run(loss, gradient, keep, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+
+    def _grad(
+        self, outputs: Any, inputs: Any, *, grad_outputs: Any, allow_unused: bool, **_: Any
+    ) -> tuple[torch.Tensor | None, ...]:
+        (loss,), (gradient,) = outputs, grad_outputs
+        return self._run(
+            loss, gradient, False, False, tuple(inputs), allow_unreachable=allow_unused, accumulate_grad=False
+        )
+
+    def _run(
+        self, loss: torch.Tensor, gradient: Any, keep: bool, create: bool, inputs: Any, **options: bool
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Run a backward from `loss`; return the gradients of `inputs`."""
+        detector, found = self.detector, list[Any]()
         with self:
             one = torch.ones_like(loss) if gradient is None else gradient
             backward = Backward(detector.machine, detector.recorder, loss)
             before, detector.local.backward = getattr(detector.local, "backward", None), backward
-            keep = create_graph if retain_graph is None else retain_graph
-            options = {"allow_unreachable": True, "accumulate_grad": True}
             try:  # torch.autograd.backward would run the nodes without this mode
-                backward.run(lambda: _engine_run_backward((loss,), (one,), keep, create_graph, (), **options))
+                backward.run(
+                    lambda: found.extend(_engine_run_backward((loss,), (one,), keep, create, inputs, **options) or ())
+                )
             finally:
                 detector.local.backward = before
+        return tuple(found)
 
 
 class Accesses(TorchDispatchMode):
@@ -322,7 +351,7 @@ def detect(*, has_nccl: bool = True) -> Iterator[Detector]:
     detector = Detector(has_nccl=has_nccl)
     machine = detector.machine
     with ExitStack() as stack:
-        for name, part in _cuda(machine).items():
+        for name, part in {**_cuda(machine), **graphs.cuda(detector)}.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, part))
         for name, part in collectives(detector).items():
             stack.enter_context(mock.patch.object(nccl, name, part))

@@ -276,7 +276,6 @@ class GraphRecorder:
                 torch.clear_autocast_cache()  # the graph must contain the casts of weights
                 work()
         torch.clear_autocast_cache()
-        current.wait_stream(self._stream)
         torch.cuda.synchronize(self._ordinal)
         torch.cuda.set_rng_state(random, self._ordinal)
 
