@@ -89,7 +89,7 @@ def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop
 def really_watched(
     folder: Path, source: str, now: Callable[[], float] = time.perf_counter
 ) -> tuple[loop.Loop, Recorder]:
-    """Run a script under the seams, on the host's time; return its loop and the recorder."""
+    """Run a script under the seams, on the host's time or another clock; return its loop and the recorder."""
     file = folder / "train.py"
     file.write_text(HEAD + source)
     recorder = Recorder(now)
@@ -470,8 +470,9 @@ ACCELERATE = """
 from accelerate import Accelerator
 
 accelerator = Accelerator(cpu=True)
+net.layer = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 3))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-net.sleeps = 0.003
 net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, batches(20), scheduler)
 for x, y in loader:
     optimizer.zero_grad()
@@ -484,8 +485,8 @@ for x, y in loader:
 TRAINER = """
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-config = GPT2Config(n_layer=2, n_head=2, n_embd=64, vocab_size=128, n_positions=32, bos_token_id=0, eos_token_id=0)
-rows = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(160)]
+config = GPT2Config(n_layer=2, n_head=2, n_embd=128, vocab_size=128, n_positions=64, bos_token_id=0, eos_token_id=0)
+rows = [{"input_ids": torch.arange(64), "labels": torch.arange(64)} for _ in range(160)]
 arguments = TrainingArguments(
     __file__ + ".out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=20, report_to=[],
     use_cpu=True, save_strategy="no", disable_tqdm=True,
@@ -503,7 +504,7 @@ def test_the_loops_of_hugging_face_are_understood(
 ) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip(library)
-    found, _ = really_watched(tmp_path, source)
+    found, _ = really_watched(tmp_path, source, time.thread_time)  # other processes use the cores, too
     assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (19, updates, rows, 0)
     assert not found.unknown
     table = ledger.Ledger(found.steps, found.spans).phases
@@ -747,3 +748,148 @@ for i, (x, y) in enumerate(batches(24)):
     assert len(found.steps) == 24 - 3 - 1
     assert "3 steps include a batch that the script skipped before its backward" in problems(found)
     assert [one.steps for one in found.unknown] == [0]
+
+
+UNLOADED = {
+    "the model returns its own loss": (
+        """
+class Own(Net):
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(super().forward(x), y)
+
+
+net = Own()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+x, y = batch()
+for i in range(24):
+    loss = net(x, y) / 2
+    x, y = batch()
+    loss.backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        2,
+    ),
+    "accumulation": (
+        """
+for i in range(24):
+    x, y = batch()
+    nn.functional.cross_entropy(net(x), y).backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+        2,
+    ),
+    "an environment": (
+        """
+for i in range(12):
+    chosen = []
+    for _ in range(3):
+        x, y = batch()
+        chosen.append(net(x).log_softmax(1))
+        chosen[-1].argmax().item()
+    optimizer.zero_grad()
+    torch.cat(chosen).mean().backward()
+    optimizer.step()
+""",
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNLOADED)
+def test_batches_that_a_loop_without_a_loader_makes_within_a_step_are_data(kind: str, tmp_path: Path) -> None:
+    source, batches = UNLOADED[kind]
+    found, _ = watched(tmp_path, f"""
+def batch():
+    time.sleep(0.002)
+    return torch.ones(4, 8), torch.ones(4).long()
+
+{source}""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert len(rows) == 11
+    assert [row[Phase.DATA] for row in rows] == pytest.approx([0.002 * batches] * 11, abs=0.1e-3)
+    assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
+
+
+def test_time_in_no_phase_is_named_with_its_steps_and_its_place(tmp_path: Path) -> None:
+    source = """
+for i, (x, y) in enumerate(batches(24)):
+    time.sleep({} if i % 4 == 0 else 0.0)
+    step(x, y)
+"""
+    named = [watched(tmp_path, source.format(seconds))[0].unknown for seconds in (0.002, 0.0002)]
+    assert [[(one.problem, one.steps) for one in unknown] for unknown in named] == [
+        [("more than 5% of the time is in no phase, most of it after data and before optimizer", 4)], []
+    ]  # fmt: skip
+
+
+SHARPNESS = """
+class Sharpness(torch.optim.SGD):
+    @torch.no_grad()
+    def first_step(self):
+        time.sleep(0.002)
+        for p in net.parameters():
+            p.add_(p.grad, alpha=0.1)
+
+
+optimizer = Sharpness(net.parameters(), lr=0.1)
+for x, y in batches(12):
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.first_step()
+    step(x, y)
+"""
+BLOCKS = {
+    "sharpness": (SHARPNESS, Phase.OPTIMIZER),
+    "gradients": ("""
+for x, y in batches(12):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    with torch.no_grad():
+        time.sleep(0.002)
+        for p in net.parameters():
+            p.grad.clamp_(-1, 1)
+    optimizer.step()
+""", Phase.CLIP),
+    "gradients and a step": ("""
+for i, (x, y) in enumerate(batches(12)):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    with torch.no_grad():
+        time.sleep(0.002)
+        for p in net.parameters():
+            p.grad.clamp_(-1, 1)
+        if i > 2:
+            optimizer.step()
+    if i <= 2:
+        optimizer.step()
+""", Phase.CLIP),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_without_gradients_between_backward_and_the_step_has_a_phase(kind: str, tmp_path: Path) -> None:
+    source, phase = BLOCKS[kind]
+    found, _ = watched(tmp_path, source)
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert len(rows) == 11
+    assert all(0.002 < row[phase] < 0.0021 for row in rows)
+    assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
+
+
+def test_accumulation_on_several_devices_is_one_training_from_its_first_backward_on(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
+import dpbench
+
+wrapped = dpbench.DataParallel(net, device_ids=["cpu", "cpu"])
+for i, (x, y) in enumerate(batches(24)):
+    nn.functional.cross_entropy(wrapped(x), y).backward()
+    if i % 3 == 2:
+        optimizer.step()
+        optimizer.zero_grad()
+""")  # fmt: skip
+    assert len(found.steps) == 7
+    assert found.rows == 12
+    assert not found.unknown

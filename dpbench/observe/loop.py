@@ -8,7 +8,8 @@ Some phases have no seam at one of their ends, and are defined by their neighbou
 
 - `loss` is the time from the end of the forward to the beginning of backward, except for spans inside it.
 - `clip` begins when backward ends.
-- Without a DataLoader, `data` is the time from the end of a step to its first transfer or forward.
+- Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the next transfer or
+  forward. If the module returns its own loss, it is also the time from the forward to backward.
 - Without a module, `forward` is the time from the batch to the loss.
 - Without an optimizer, `optimizer` is the time from the end of backward to the end of the last block without gradients
   before the next batch, or to the next batch if there is none.
@@ -34,21 +35,26 @@ from dpbench.observe.recorder import (
     Interval,
     Raw,
     Recorder,
-    Seen,
 )
-from dpbench.records import HOST, Phase, Span, Step
+from dpbench.records import HOST, Phase, Span, Step, ledger
 from dpbench.records.observed import Unknown
 from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
 """The phases with which the training part of a step begins."""
 Fact = TypeVar("Fact")
+WARMUP = 5
+"""The least number of warm-up steps, in which dpbench looks for the modules of the loop."""
+GAP, GAP_S, SELDOM = 0.05, 0.3e-3, 0.1
+"""Time in no phase is noted above this share of a step and these seconds, and above this share of the steps."""
 APART = ASIDE | {FAILED}
 """The kinds after which a step begins."""
 BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
 """The phases of a batch, without the update."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
 """The phases that compute the gradients of a batch."""
+UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
+"""The phases that use the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +96,12 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     ended = [one for one in intervals if one.owner != BY_HAND]
     groups = list(trainings.groups(intervals, trainings.slowest(ended, unknown)))
     functional = not any(raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans)
-    spans_of = [[_spans(one, by_hand=not ended, functional=functional) for one in group] for group in groups]
-    inside = _in_step([[raw for part in parts for raw in part] for parts in spans_of], seen)
-    rows = [_judged([raw for part in parts for raw in part], inside) for parts in spans_of]
+    loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
+    own = frozenset[int]() if loaded else frozenset(seen.own_loss)
+    spans_of = [[_spans(one, own, by_hand=not ended, functional=functional) for one in group] for group in groups]
+    rows = trainings.with_teachers([[raw for part in parts for raw in part] for parts in spans_of], seen.trained)
     rows = _without_usual_failures(groups, rows, unknown)
     source, evaluated = _sources(rows)
-    loaded = any(raw.kind == Phase.DATA for raws in rows for raw in raws)
     steps: list[Step] = []
     spans: list[Span] = []
     reads: list[frozenset[str]] = []
@@ -104,6 +110,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     aside = [*recorder.asides, *(raw for raws in begun for raw in raws if raw.kind in ASIDE)]
     updates: Counter[int] = Counter()
     batches: Counter[int] = Counter()
+    gaps: list[dict[tuple[str, str], float]] = []
     whole: list[list[Raw]] = []
     for group, start, raws in _cut(groups, rows, evaluated, unknown):
         whole.append(raws)
@@ -115,17 +122,20 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
         number = len(steps)
         numbers.append(group[-1].number)
         steps.append(Step(end_s - start_s, False, end_s))
+        first_span = len(spans)
         for raw in raws:
             for device in local if raw.device == OWN else (raw.device,):
                 name, index = ("host", HOST) if device == HOST else (clock, first + device)
                 span = Span(number, Phase(raw.kind), index, name, place(raw.start, device), place(raw.end, device))
                 spans.append(span)
+        gaps.append(ledger.gaps(steps[-1], spans[first_span:]))
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
         updates[_calls(raws)] += 1
         batches[sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws)] += 1
     if steps:
         _define(unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates)
         _count_skips(unknown, whole, evaluated)
+        _count_gaps(unknown, steps, gaps)
     missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
     if missing and any(group[0].start is not None for group in groups):
         unknown["a step without a call of backward: dpbench cannot observe how its gradients are computed"] = missing
@@ -156,8 +166,8 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
         unknown["the loop calls no module: `forward` is the time from the batch, or without a DataLoader from the end "
                 "of a step, to the loss"] = 0  # fmt: skip
     elif not loaded:
-        unknown["the loop has no DataLoader: `data` is the time from the end of a step to its first transfer or "
-                "forward"] = 0  # fmt: skip
+        unknown["the loop has no DataLoader: `data` is the time from the end of a step, of a backward or of a read to "
+                "the next transfer or forward"] = 0  # fmt: skip
     ((usual, number),) = updates.most_common(1)
     if others := updates.total() - number:
         unknown[f"{count(others, 'step')} with a number of calls of backward other than {usual}, as in an incomplete "
@@ -176,6 +186,22 @@ def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluat
     if 0 < number <= len(rows) / 2:
         unknown[f"{count(number, 'step')} {verb(number, 'includes', 'include')} a batch that the script skipped before "
                 "its backward"] = 0  # fmt: skip
+
+
+def _count_gaps(
+    unknown: dict[str, int], steps: Sequence[Step], gaps: Sequence[Mapping[tuple[str, str], float]]
+) -> None:
+    """Add the number of steps after warm-up of which a notable part is in no phase to `unknown`.
+
+    A few steps, or steps with such a part at different places, are disturbances.
+    """
+    timed = [*zip(steps, gaps, strict=True)][WARMUP:]
+    found = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
+    places = Counter(max(sorted(gap), key=lambda place: gap[place]) for gap in found)
+    if places and max(places.values()) > max(2, SELDOM * len(timed)):
+        ((before, after), _), *_ = places.most_common()
+        where = f"after {before or 'the last step'} and before {after or 'the end of the step'}"
+        unknown[f"more than {GAP:.0%} of the time is in no phase, most of it {where}"] = len(found)
 
 
 def _together(calls: int, batches: Counter[int]) -> int:
@@ -200,8 +226,11 @@ def _rows(counted: Sequence[Counter[int]]) -> int:
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
-def _spans(interval: Interval, *, by_hand: bool, functional: bool) -> list[Raw]:
-    """Return the spans of an interval, with those added that are defined by their neighbours; in order of time."""
+def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool) -> list[Raw]:
+    """Return the spans of an interval, with those added that are defined by their neighbours; in order of time.
+
+    `own` has the ids of the modules after whose forward no loss follows.
+    """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
         starting = Raw(Phase.DATA, interval.start, interval.start, HOST)
@@ -209,7 +238,9 @@ def _spans(interval: Interval, *, by_hand: bool, functional: bool) -> list[Raw]:
     found: list[Raw] = []
     for at, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
-            found += _between(ordered, _last(ordered, at, Phase.FORWARD), at, Phase.LOSS)
+            since = _last(ordered, at, Phase.FORWARD)
+            whole = since is not None and ordered[since].note in own
+            found += _between(ordered, since, at, Phase.DATA if whole else Phase.LOSS)
         elif raw.kind == Phase.CLIP:
             found += _between(ordered, _last(ordered, at, Phase.BACKWARD, Phase.CLIP), at, Phase.CLIP)
         elif raw.kind == Phase.FORWARD:
@@ -259,7 +290,7 @@ def _between(ordered: Sequence[Raw], since: int | None, until: int, kind: str) -
     reach = ordered[since].end
     for raw in ordered[since + 1 : until + 1]:
         if raw.start > reach:
-            yield Raw(kind, reach, raw.start)
+            yield Raw(kind, reach, raw.start, HOST if kind == Phase.DATA else OWN)
         reach = max(reach, raw.end)
 
 
@@ -319,20 +350,6 @@ def _cut(
         unknown[f"{leave}, because an exception ended a part of {verb(torn, 'its', 'their')} work"] = 0
 
 
-def _in_step(rows: Sequence[Sequence[Raw]], seen: Seen) -> frozenset[int]:
-    """Return the ids of the modules whose forwards without gradients belong to the steps, such as a teacher's.
-
-    Such a module is never trained, and more than half of the steps call it.
-    """
-    calls = Counter(note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION})
-    return frozenset(note for note, number in calls.items() if note not in seen.trained and number > len(rows) / 2)
-
-
-def _judged(raws: Sequence[Raw], inside: frozenset[int]) -> list[Raw]:
-    """Return the spans, with the evaluations of the modules `inside` as forward."""
-    return [raw._replace(kind=Phase.FORWARD) if raw.kind == EVALUATION and raw.note in inside else raw for raw in raws]
-
-
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
     """Return the number of the training dataset, and the numbers of the datasets that only evaluations read."""
     trained: Counter[int] = Counter()
@@ -365,11 +382,15 @@ def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> floa
 
 
 def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
-    """Yield spans of `data` for the gaps from the start of a step to its first transfer or forward."""
-    reach = start
+    """Yield spans of `data` for the gaps from the start, a backward or a read to the next transfer or forward."""
+    reach, counts, computed, gaps = start, True, False, list[Raw]()
     for raw in raws:
-        if raw.start > reach:
-            yield Raw(Phase.DATA, reach, raw.start, HOST)
-        if raw.kind in (Phase.SCATTER, Phase.FORWARD, Phase.REPLICATE):
-            return
+        if raw.start > reach and counts:
+            gaps.append(Raw(Phase.DATA, reach, raw.start, HOST))
         reach = max(reach, raw.end)
+        if raw.kind in TRAINING:
+            yield from gaps
+        if raw.kind in TRAINING or raw.kind in COMPUTED or (raw.kind in UPDATES and computed):
+            gaps.clear()
+            counts, computed = raw.kind == Phase.BACKWARD or raw.kind in UPDATES, raw.kind == Phase.BACKWARD
+        counts = counts or raw.kind == Phase.READ

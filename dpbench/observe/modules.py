@@ -179,6 +179,10 @@ def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: An
         recorder.end()
         if id(module) in recorder.seen.trained and id(module) not in recorder.seen.models:
             recorder.seen.models[id(module)] = facts(module, args, kwargs, output)
+            if any(
+                isinstance(one, torch.Tensor) and one.requires_grad and not one.dim() for one in tree_leaves(output)
+            ):
+                recorder.seen.own_loss.add(id(module))
 
 
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
@@ -296,30 +300,33 @@ def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
 
 @dataclass(frozen=True)
 class _Block:
-    """A block without gradients after an update: its context, its place in the script, its start.
+    """A block without gradients after a backward or an update: its context, its place in the script, its start.
 
-    `versions` has the tensors of the weights' shapes, with their versions; None if the block is known to write weights.
+    `updates` is the number of updates before it. `versions` has the tensors of the weights' shapes, with their
+    versions; None if the phase of the block is known.
     """
 
     context: Any
     place: tuple[types.CodeType, int]
     start: Any
+    updates: int
     versions: Sequence[tuple[torch.Tensor, int]] | None
 
 
 class Averages:
-    """The blocks without gradients that follow an update and write to weights, such as those of a moving average.
+    """The blocks without gradients that write weights, such as those of a moving average, or that clip gradients.
 
-    torch counts the writes to each tensor. When the script first enters the block at a place, the tensors that have the
-    shapes of the trained weights are looked up among all objects of Python. If at least two of them, and at least half
-    as many as there are weights, have been written to when it leaves, each block at this place belongs to the
-    optimizer. A block that counts hits, for example, writes to fewer. In a loop without an optimizer, the script may
-    have updated the weights in each block without gradients.
+    torch counts the writes to each tensor. When the script first enters the block at a place after a backward or an
+    update, the tensors that have the shapes of the trained weights are looked up among all objects of Python. If at
+    least two of them, and at least half as many as there are weights, have been written to when it leaves, each block
+    at this place belongs to the optimizer; or to `clip`, if the tensors are the gradients of the weights. A block that
+    counts hits, for example, writes to fewer. In a loop without an optimizer, the script may have updated the weights
+    in each block without gradients.
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
         self._recorder, self._outermost = recorder, outermost
-        self._places: dict[tuple[types.CodeType, int], bool] = {}
+        self._places: dict[tuple[types.CodeType, int], Phase | None] = {}
         self._block: _Block | None = None
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,7 +336,7 @@ class Averages:
         def enter(context: Any) -> Any:
             found = was(context)
             # the first test is the cheapest: torch itself enters several such blocks in each step
-            if not self._recorder.open and not torch.compiler.is_compiling() and self._recorder.updated:
+            if not self._recorder.open and not torch.compiler.is_compiling() and self._recorder.updating_weights:
                 self._enter(context, calling_frame(sys._getframe(1)))
             return found
 
@@ -352,23 +359,33 @@ class Averages:
     def _enter(self, context: Any, frame: types.FrameType | None) -> None:
         if frame is None:
             return
-        place = frame.f_code, frame.f_lineno
-        writes = self._places.get(place)
-        if writes is None and len(self._places) < PLACES:
-            versions = self._versions()
-            self._block = _Block(context, place, self._recorder.now(), versions)  # without the time of the look-up
-        elif writes and self._recorder.begin(Phase.OPTIMIZER):
-            self._block = _Block(context, place, None, None)
+        place, updates = (frame.f_code, frame.f_lineno), len(self._recorder.ends)
+        if place not in self._places:
+            if len(self._places) < PLACES:
+                versions = self._versions()
+                start = self._recorder.now()  # without the time of the look-up
+                self._block = _Block(context, place, start, updates, versions)
+        elif (phase := self._places[place]) and self._recorder.begin(phase):
+            self._block = _Block(context, place, None, updates, None)
+
+    def leave_before_step(self) -> None:
+        """End the block that has a span: the step of an optimizer begins inside it, and has its own."""
+        if self._block is not None and self._block.versions is None:
+            self._leave(self._block)
 
     def _leave(self, block: _Block) -> None:
         self._block = None
         if block.versions is None:
             self._recorder.end()
             return
-        written = sum(one._version != version for one, version in block.versions)
-        self._places[block.place] = writes = 2 * written >= max(4, len(self._weights()))
-        if writes and self._recorder.updated:
-            self._recorder.add(Phase.OPTIMIZER, block.start, self._recorder.now())
+        weights, written = self._weights(), {id(one) for one, version in block.versions if one._version != version}
+        clipped = written & {id(one.grad) for one in weights}
+        phase, number = (Phase.CLIP, len(clipped)) if clipped == written else (Phase.OPTIMIZER, len(written - clipped))
+        stepped = block.updates != len(self._recorder.ends)
+        writes = 2 * number >= max(4, len(weights)) and not stepped
+        self._places[block.place] = phase if writes else None
+        if writes and self._recorder.updating_weights:
+            self._recorder.add(phase, block.start, self._recorder.now())
 
     def _weights(self) -> list[nn.Parameter]:
         """Return the parameters of the trained modules."""
@@ -377,6 +394,7 @@ class Averages:
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
         """Return all tensors that have the shape of a weight, with their versions."""
-        shapes = {one.shape for one in self._weights()}
-        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if shapes else []
+        weights = self._weights()
+        shapes, kept = {one.shape for one in weights}, [one.grad for one in weights]  # else they have no object yet
+        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if kept else []
         return [(one, one._version) for one in tensors if not one.is_inference() and one.shape in shapes]

@@ -71,7 +71,9 @@ _OTHERS = frozenset({Phase.DATA, EVALUATION, WITHIN})
 _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
 _AFTER = frozenset({Phase.OPTIMIZER, Phase.READ})
-"""The kinds of spans that may follow an update and belong to it."""
+"""The kinds of spans between which the script may write gradients and weights."""
+_WRITES = frozenset({Phase.BACKWARD, Phase.CLIP})
+"""The kinds of spans after which the script may write gradients and weights."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 
 
@@ -126,6 +128,8 @@ class Seen:
     """The sizes of the trained modules."""
     precisions: dict[int, str] = field(default_factory=dict)
     """The precisions of the trained modules."""
+    own_loss: set[int] = field(default_factory=set)
+    """The trained modules that return their own loss."""
     compiled: set[int] = field(default_factory=set)
     """The modules that torch.compile has made."""
     device_kind: str = "cpu"
@@ -267,11 +271,11 @@ class Recorder:
         return self.active and get_ident() == self._thread
 
     @property
-    def updated(self) -> bool:
-        """Return whether an optimizer has updated the weights, and no work on the next step has been recorded since."""
+    def updating_weights(self) -> bool:
+        """Return whether backward or an update was the last work of a loop with an optimizer, apart from reads."""
         if self.open or not self.seen.optimizers or not self.kept or not self.mine:
             return False
-        return all(raw.kind in _AFTER for raw in self._spans)
+        return next((raw.kind for raw in reversed(self._spans) if raw.kind not in _AFTER), _BACKWARD) in _WRITES
 
     @property
     def inside(self) -> str:

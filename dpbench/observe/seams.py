@@ -57,8 +57,8 @@ def installed(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
-        _optimizers(recorder, replace, stack)
         averages = Averages(recorder, outermost)
+        _optimizers(recorder, averages, replace, stack)
         replace(torch.no_grad, "__enter__", averages.entering)
         replace(torch.no_grad, "__exit__", averages.leaving)
         _data(recorder, replace, outermost)
@@ -133,8 +133,10 @@ def _around_step(frame: types.FrameType | None) -> Iterator[type]:
 class _Steps:
     """The steps of optimizers: each ends an interval, unless a GradScaler or an engine ends it."""
 
-    def __init__(self, recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
-        self._recorder, self._replace, self._stack = recorder, replace, stack
+    def __init__(
+        self, recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack
+    ) -> None:  # fmt: skip
+        self._recorder, self._averages, self._replace, self._stack = recorder, averages, replace, stack
         self._running: list[_Running] = []
         self._called: Any = None
         """The moment at which the script has called a step that has not begun yet."""
@@ -187,6 +189,7 @@ class _Steps:
             if recorder.active:
                 recorder.elsewhere()
             return
+        self._averages.leave_before_step()
         frame = sys._getframe(1)
         while running and not _runs(running[-1].frame, frame):  # the first step of a class has raised
             self._leave(len(running) - 1)
@@ -220,9 +223,9 @@ class _Steps:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
 
-def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
+def _optimizers(recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack) -> None:
     """Install the seams of optimizers and of the classes around them."""
-    steps = _Steps(recorder, replace, stack)
+    steps = _Steps(recorder, averages, replace, stack)
     stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
     stack.callback(register_optimizer_step_post_hook(steps.after).remove)
     zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731

@@ -7,9 +7,9 @@ is the one that steps most rarely, and of several such optimizers the one that f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
-from dpbench.observe.recorder import BY_HAND, Interval
+from dpbench.observe.recorder import BY_HAND, EVALUATION, Interval, Raw
 from dpbench.records import Phase
 from dpbench.records.words import count
 
@@ -23,7 +23,11 @@ def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[
     Two trainings share neither an optimizer nor a trained module. Trainings that are left out are added to `unknown`,
     which has the number of steps by problem.
     """
-    found = _apart(intervals, keys)
+    # until its first step an optimizer is not known, so that each accumulated backward may have been an update by hand
+    calls = [sum(raw.kind == Phase.BACKWARD for raw in one.spans) for one in intervals if one.owner != BY_HAND]
+    unclear = [one for one in intervals if keys(one) == {BY_HAND}]
+    accumulated = {one.number for one in unclear if len(unclear) < max(calls, default=0)}
+    found = _apart(intervals, lambda one: frozenset() if one.number in accumulated else keys(one))
     chosen = max(found, key=_updates, default=[])
     if len(found) < 2 or len(chosen) < 2:
         return intervals
@@ -53,7 +57,7 @@ def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[i
     reach = -1
     for at, one in enumerate(intervals):
         found[-1].append(one)
-        reach = max(reach, *(last[key] for key in keys(one)))
+        reach = max([reach, *(last[key] for key in keys(one))])
         if at == reach:
             found.append([])
     return found[:-1]
@@ -92,3 +96,17 @@ def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[l
         if not slowest or one.owner in slowest:
             yield group
             group = []
+
+
+def with_teachers(rows: Sequence[Sequence[Raw]], trained: Collection[int]) -> list[list[Raw]]:
+    """Return the spans of each step, with forwards without gradients that belong to the step as forward.
+
+    These are the forwards of modules that are never trained and that more than half of the steps call, such as a
+    teacher. `trained` has the ids of the trained modules.
+    """
+    calls = Counter(note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION})
+    inside = {note for note, number in calls.items() if note not in trained and number > len(rows) / 2}
+    return [
+        [raw._replace(kind=Phase.FORWARD) if raw.kind == EVALUATION and raw.note in inside else raw for raw in raws]
+        for raws in rows
+    ]

@@ -18,14 +18,15 @@ from dpbench.measure import stopping
 from dpbench.measure.worker.facts import gpu_uuids, torch_facts
 from dpbench.observe import parts
 from dpbench.observe.joining import Part
+from dpbench.observe.loop import WARMUP
 from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
 from dpbench.records.observed import OBSERVED, SCRIPT, Held, Observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
-LEAST, WARMUP = 8, 5
-"""The least number of timed steps in a part of a loop, and the least number of warm-up steps."""
+LEAST = 8
+"""The least number of timed steps in a part of a loop."""
 
 
 @dataclass(frozen=True, kw_only=True)

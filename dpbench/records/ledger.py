@@ -300,3 +300,18 @@ def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
     """
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]
+
+
+def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
+    """Return the seconds of a step without a span, by the phases before and after; an end of the step is empty."""
+    found: dict[tuple[str, str], float] = {}
+    reach, before = step.start_s, ""
+    for start_s, end_s, phase in [
+        *sorted((s.start_s, s.end_s, s.phase.value) for s in spans),
+        (step.end_s, step.end_s, ""),
+    ]:
+        if start_s > reach:
+            found[before, phase] = found.get((before, phase), 0.0) + start_s - reach
+        if end_s > reach:
+            reach, before = end_s, phase
+    return found
