@@ -75,13 +75,12 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def written(folder: Path, *names: str) -> dict[str, Path]:
-    """Write pages into a folder, by default all and the list of runs; return the files by the pages' names."""
+def written(folder: Path) -> dict[str, Path]:
+    """Write all pages and the list of runs into a folder; return the files by the pages' names."""
     found = {}
-    for name in names or PAGES:
+    for name, page_of in PAGES.items():
         found[name] = folder / f"{name}.html"
-        found[name].write_text(PAGES[name](), encoding="utf-8")
-    if not names:
-        archive.keep(replace(run_of(), answers=gpu_run().answers), folder)
-        found["runs"] = folder / "runs" / "index.html"
+        found[name].write_text(page_of(), encoding="utf-8")
+    archive.keep(replace(run_of(), answers=gpu_run().answers), folder)
+    found["runs"] = folder / "runs" / "index.html"
     return found

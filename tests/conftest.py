@@ -10,9 +10,10 @@ import fcntl
 import gc
 import importlib
 import os
+import pickle
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
@@ -115,6 +116,29 @@ def lock(path: Path, kind: int) -> Iterator[IO[str]]:
     with path.open("a") as file:
         fcntl.flock(file, kind)
         yield file
+
+
+Once = Callable[[str, Callable[[Path], Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Call a function with a new folder of a name, once for all processes of this run; return what it returned.
+
+    Each process gets a copy by pickle. The tests of all processes read the folder, so that none may write there.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if hasattr(request.config, "workerinput") else base
+
+    def call(name: str, make: Callable[[Path], Any]) -> Any:
+        folder, result = base / name, base / f"{name}.pickle"
+        with lock(base / f"{name}.lock", fcntl.LOCK_EX):
+            if not result.exists():
+                folder.mkdir(exist_ok=True)
+                result.write_bytes(pickle.dumps(make(folder)))
+            return pickle.loads(result.read_bytes())
+
+    return call
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -38,8 +38,8 @@ return found;
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return browsing.written(tmp_path_factory.mktemp("pages"))
+def files(once: Any) -> dict[str, Path]:
+    return once("pages", browsing.written)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -24,10 +24,16 @@ WEAK = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2
 
 
 @pytest.fixture(scope="module")
-def weak(tmp_path_factory):
+def weak(once):
     """A finished weak-scaling run, and the output of the command."""
-    with commands.folder(tmp_path_factory.mktemp("weak")) as folder:
-        yield folder, folder.do(*WEAK, "--rounds", "2", "--budget", "120")
+
+    def run(path):
+        with commands.folder(path) as folder:
+            return path, folder.do(*WEAK, "--rounds", "2", "--budget", "120")
+
+    path, done = once("weak", run)
+    with commands.folder(path) as folder:
+        yield folder, done
 
 
 # -- run

@@ -15,8 +15,8 @@ pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return browsing.written(tmp_path_factory.mktemp("pages"), "gpu", "cpu", "ladder", "compared")
+def files(once: Any) -> dict[str, Path]:
+    return once("pages", browsing.written)
 
 
 def test_the_printed_page_has_two_drawings_a_row_and_no_lonely_heading(browser: Any, files: dict[str, Path]) -> None:
