@@ -265,6 +265,25 @@ def test_clocks_that_run_at_other_rates_meet_on_the_hosts(time: Time) -> None:
         assert s.end_s == pytest.approx(steps[s.step].end_s, abs=2e-4)
 
 
+def test_spans_last_as_long_as_on_the_hosts_clock(time: Time) -> None:
+    devices = gpus(time, 1.0, 0.9, 1.2)
+    clock, asked = CudaClock(devices, time.now), list[Any]()
+    with clock.block():
+        for _ in range(3):
+            with clock.step(warmup=False):
+                for device in devices:
+                    device.launch(2.0)
+                    with clock.mark(F, device.index):
+                        device.launch(4.0)
+                    asked.append(device.event())
+                    device.launch(1.0)
+    places = clock.placing()
+    for number, (s, event) in enumerate(zip(clock.spans(), asked, strict=True)):
+        assert (s.step, s.device) == divmod(number, 3)
+        assert (s.start_s, s.end_s) == pytest.approx((1002 + 7 * s.step, 1006 + 7 * s.step), abs=1e-6)
+        assert places(s.step, s.device, event) == pytest.approx(s.end_s, abs=1e-6)
+
+
 class SlowGpu(FakeGpu):
     """A device on which recording an event takes the host a second; the event is of the middle of that second."""
 

@@ -357,10 +357,13 @@ class CudaClock:
         block.
         """
         begins = [seconds for _, seconds in self._begins()]
+        host_s_per_ms = [(1 + drift) / 1e3 for drift in self.drift]
         spans = [span for span in self._added if span.step < len(begins)]
         for step, phase, device, after_ms, lasts_ms in self._read:
-            start_s = begins[step][self._position[device]] + after_ms / 1e3
-            spans.append(Span(step, phase, device, "cuda_event", start_s, start_s + lasts_ms / 1e3))
+            position = self._position[device]
+            start_s = begins[step][position] + after_ms * host_s_per_ms[position]
+            end_s = start_s + lasts_ms * host_s_per_ms[position]
+            spans.append(Span(step, phase, device, "cuda_event", start_s, end_s))
         return tuple(spans)
 
     def events(self) -> dict[int, Any]:
@@ -376,7 +379,7 @@ class CudaClock:
 
         def place(step: int, device: int, event: Any) -> float:
             (events, seconds), i = begins[step], self._position[device]
-            return float(seconds[i] + events[i].elapsed_time(event) / 1e3)
+            return float(seconds[i] + events[i].elapsed_time(event) / 1e3 * (1 + self.drift[i]))
 
         return place
 
