@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dpbench.measure.worker import bench
 from dpbench.records import HOST, Phase, Trial
 from dpbench.records.words import number
 from tests.simulated.machine import Machine
-from tests.simulated.scenario import Truth, as_rounds, case_of, report_of, run
+from tests.simulated.scenario import EFFORT, Truth, as_rounds, case_of, report_of, run
 from tests.simulated.timeline import Gpu
 
 SLOW_GPU = {2: [(0.0, 0.5)]}
@@ -93,6 +94,26 @@ def test_waiting_for_other_devices_is_no_part_of_gather_and_reduce(ran: Ran) -> 
     for phase in (Phase.GATHER, Phase.REDUCE) if trial.case.devices > 1 else ():
         _, works_s = truth.waits_and_works_s(phase)
         assert row.phases[phase.value] == pytest.approx(works_s, abs=0.01 * truth.step_s())
+
+
+SHARDED = "workers=pool,replicas=persistent,loss=local,backward=local,reduce=overlap,update=sharded"
+
+
+@pytest.mark.parametrize(
+    ("count", "changed"),
+    [
+        (1, {"strategy": "single"}),
+        (4, {"strategy": "data_parallel_block"}),
+        (8, {"schedule": SHARDED}),
+    ],
+    ids=str,
+)
+def test_other_strategies_and_schedules_have_their_true_times(count: int, changed: dict[str, Any]) -> None:
+    simulated = machine(count, drift=1e-3, speeds={0: [(0.0, 0.5)]})
+    trial, truth = run(simulated, case_of(count, **changed), replace(EFFORT, budget_s=1.0))
+    ran = simulated, trial, truth, report_of(as_rounds(trial))
+    test_steps_and_phases_and_occupied_times_are_the_true_ones(ran)
+    test_busy_times_and_their_imbalance_are_the_true_ones(ran)
 
 
 def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> None:
