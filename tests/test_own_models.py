@@ -287,6 +287,13 @@ def doubled(n: int, seed: int, size: str) -> Any:
     return rows(n, seed, size)[0], rows(2 * n, seed, size)[1]
 
 
+def holding(value: Any) -> nn.Module:
+    """Return a net with a value, which was computed before its weights."""
+    net = Net()
+    net.value = value
+    return net
+
+
 def odd(do: Callable[..., Any]) -> dict[str, Any]:
     return {"build": lambda size: Odd(do)}
 
@@ -349,6 +356,30 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "own loss is missing": ({"loss": None}, "must return its loss, but it returned a tensor of shape (2, 4)"),
     "optimizer is no function": ({"optimizer": 3}, "optimizer must be a function"),
     "clip_norm is no number": ({"clip_norm": "1"}, "clip_norm must be a number above 0, got '1'"),
+    "build takes no size": ({"build": lambda: None}, "was given; raised in build('small') of mine:net"),
+    "batch takes no size": ({"batch": lambda n, seed: 0}, "were given; raised in batch(2, 0, 'small') of mine:net"),
+    "lazy layers": ({"build": lambda size: nn.LazyLinear(4)}, "build() returned a module with lazy parameters"),
+    "no values": ({"build": lambda size: Net().to("meta")}, "build() left parameters on the meta device"),
+    "wrapped": ({"build": lambda size: nn.DataParallel(Net())}, "build() returned a DataParallel: return the module"),
+    "cannot be copied": (
+        {"build": lambda size: holding(i for i in range(3))},
+        "build() returned a module that copy.deepcopy cannot copy, as verification does: TypeError",
+    ),
+    "inputs are NaN": (
+        {"batch": lambda *a: (rows(*a)[0] * float("nan"), rows(*a)[1])},
+        "loss() returned nan on a batch of 2: check the inputs of batch()",
+    ),
+    "loss is a class": ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss: give an instance"),
+    "optimizer returns nothing": ({"optimizer": lambda p: None}, "optimizer() returned a NoneType: return a torch"),
+    "optimizer raises": ({"optimizer": lambda p: torch.optim.SGD(p, lr=-1)}, "raised in optimizer() of mine:net"),
+    "optimizer of other parameters": (
+        {"optimizer": lambda p: torch.optim.SGD(Net().parameters(), lr=0.1)},
+        "optimizer() returned an optimizer of other parameters",
+    ),
+    "scheduler returns nothing": (
+        {"optimizer": torch.optim.SGD, "scheduler": lambda optimizer: None},
+        "scheduler() returned a NoneType, which has no step()",
+    ),
     "accumulate": ({"accumulate": 4}, "accumulate is not measured: a step is one batch and one update"),
 }
 
@@ -408,9 +439,11 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "draws from Python": (odd(lambda forward, x: forward(x) * random.random()), "draws from Python's random"),
     "another batch for one seed": ({"batch": lambda n, *_: (torch.randn(n, 8), torch.zeros(n).long())}, "same seed"),
+    "other weights for one seed": ({"build": lambda size: holding(torch.seed())}, "the same seed gave other weights"),
     "one row for all": (odd(lambda forward, x: (forward(x), x.sum(0, keepdim=True))), "one row per sample"),
     "unused parameters": ({"build": lambda size: Unused()}, "2 of 6 parameters get no gradient (first: idle.weight)"),
     "replicas return numbers": (odd(lambda forward, x: (forward(x), 3)), "a step on two devices failed: TypeError"),
+    "layers in a list": ({"build": lambda size: Listed()}, "depends on 2 tensors with a gradient that the module does"),
     "registered twice": ({"build": lambda size: Twice()}, "registered under two names"),
 }
 
@@ -419,6 +452,15 @@ class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
         self.idle = nn.Linear(2, 2)
+
+
+class Listed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(4, 4)]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers[0](super().forward(x))
 
 
 class Twice(Net):

@@ -16,6 +16,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,10 +129,11 @@ def load(name: str, size: str, seed: int) -> Model:
     plug = _own.plug(name) if ":" in name else registry.load("models", name)
     with torch.random.fork_rng(devices=[]):  # build() runs on the CPU; forking CUDA's generator would initialise CUDA
         torch.manual_seed(seed)
-        module = plug.build(size)
+        with _inside(f"build({size!r})", name):
+            module = plug.build(size)
     if not isinstance(module, nn.Module):
         raise TypeError(f"model {name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _inside(f"batch({_FEW}, {seed}, {size!r})", name):
         keywords = ":" in name and isinstance(_inputs_of(plug.batch(_FEW, seed, size)), Mapping)
     if keywords:
         _own.take_keywords(module)
@@ -140,6 +142,16 @@ def load(name: str, size: str, seed: int) -> Model:
     return Model(
         name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), loss, owns_loss, _own.loop(plug, name)
     )
+
+
+@contextmanager
+def _inside(call: str, name: str) -> Iterator[None]:
+    """Add a note to an error that is raised in the context: the call of a function of the model."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"raised in {call} of {name}")
+        raise
 
 
 def _inputs_of(made: Any) -> Any:

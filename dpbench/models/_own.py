@@ -51,6 +51,8 @@ def plug(name: str) -> Any:
             "loss(output, target), or loss = None if forward returns the loss; functions that are missing: "
             f"{', '.join(missing)}"
         )
+    if isinstance(found.loss, type):
+        raise TypeError(f"--model {name}: loss is the class {found.loss.__name__}: give an instance, or a function")
     return found
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dpbench import models, strategies
+from dpbench.engine import DataParallel
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
@@ -28,6 +29,7 @@ from dpbench.models import Model
 from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import REFERENCE
+from dpbench.records.words import count
 from dpbench.records.words import size as in_bytes
 from dpbench.strategies import precision_of
 
@@ -39,6 +41,9 @@ COPIES = 3
 
 OTHER_SOURCES = (("Python's random", random.getstate), ("numpy.random", np.random.get_state))
 """Sources of random numbers that verification does not replay, each with the function that returns its state."""
+
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DataParallel)
 
 
 class ModelFault(ValueError):
@@ -61,7 +66,10 @@ def check(case: Case) -> Trial:
     facts.parameters()
     facts.batch(model.batch(case.batch_size, case.seed))
     facts.forward()
-    _step(case, models.load(case.model, case.size, case.seed))
+    facts.loop()
+    again = models.load(case.model, case.size, case.seed)
+    facts.built_again(again.module)
+    _step(case, again)
     if case.devices > 1:
         facts.two_devices()
     facts.seen["memory"] = (
@@ -93,7 +101,13 @@ class _Facts:
     def parameters(self) -> None:
         """Check the parameters of the module. Raises ModelFault if there is nothing to train, or too much."""
         module = self._model.module
+        if isinstance(module, WRAPPERS):
+            raise self._fault("build", f"returned a {type(module).__name__}: return the module inside it, because each "
+                              "strategy wraps the module itself")  # fmt: skip
         found = list(module.parameters())
+        if any(map(nn.parameter.is_lazy, found)):
+            raise self._fault("build", "returned a module with lazy parameters, which have no shape yet: call its "
+                              "forward once in build(), or give the sizes of its layers")  # fmt: skip
         if not found:
             raise self._fault("build", "returned a module without parameters, so there is nothing to train")
         if not any(one.requires_grad for one in found):
@@ -107,10 +121,13 @@ class _Facts:
             raise self._fault("build", f"returned a module that needs at least {in_bytes(needed)} for weights, "
                               f"gradients and momentum, and this machine has {in_bytes(there)} free: build a smaller "
                               "model for this size")  # fmt: skip
-        count = sum(one.numel() for one in found)
+        if any(one.is_meta for one in found):
+            raise self._fault("build", "left parameters on the meta device, which have no values: build on the CPU")
+        numbers = sum(one.numel() for one in found)
         frozen = sum(not one.requires_grad for one in found)
-        self.seen["parameters"] = f"{count:,} in {len(found)} tensors, {in_bytes(sum(one.nbytes for one in found))}" + (
-            f"; {frozen} tensors are frozen" if frozen else ""
+        self.seen["parameters"] = (
+            f"{numbers:,} in {len(found)} tensors, {in_bytes(sum(one.nbytes for one in found))}"
+            + (f"; {frozen} tensors are frozen" if frozen else "")
         )
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         if len(names) > len(found):
@@ -141,7 +158,11 @@ class _Facts:
     def forward(self) -> None:
         """Run forward, loss and backward on a copy of the module, and check each result. Raises ModelFault."""
         model, device = self._model, open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
-        module = copy.deepcopy(model.module).to(device.torch_device).train()
+        try:
+            module = copy.deepcopy(model.module).to(device.torch_device).train()
+        except Exception as error:
+            raise self._fault("build", "returned a module that copy.deepcopy cannot copy, as verification does: "
+                              f"{type(error).__name__}: {error}") from error  # fmt: skip
         inputs, target = _moved(model.batch(ROWS, self._case.seed), device.torch_device)
         before = [tensor.clone() for tensor in all_tensors((inputs, target))]
         state = torch.get_rng_state()
@@ -167,6 +188,7 @@ class _Facts:
         with self._inside("the backward of loss()", output):
             loss.backward()
         self._gradients(module)
+        self._registered(module, loss)
         self.seen["loss"] = f"{loss.item():.4g}"
 
     def _output(self, output: Any) -> None:
@@ -216,6 +238,53 @@ class _Facts:
         if infinite:
             raise self._fault("loss", f"has gradients that are not finite, first in {infinite[0]}")
 
+    def _registered(self, module: nn.Module, loss: torch.Tensor) -> None:
+        """Note tensors that get a gradient from the loss and are no parameters of the module."""
+        known, found = {id(one) for one in module.parameters()}, dict[int, torch.Tensor]()
+        nodes, seen = [loss.grad_fn], set[Any]()
+        while nodes:
+            node = nodes.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                nodes += [one for one, _ in node.next_functions]
+                leaf = getattr(node, "variable", None)
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
+                    found[id(leaf)] = leaf
+        if found:
+            shapes = ", ".join(str(tuple(one.shape)) for one in [*found.values()][:2])
+            self.notes.append(
+                f"the loss depends on {count(len(found), 'tensor')} with a gradient that the module does not register "
+                f"(of shape {shapes}): no strategy trains, copies or reduces them; keep layers in nn.ModuleList or "
+                "nn.ModuleDict, and weights in nn.Parameter"
+            )
+
+    def loop(self) -> None:
+        """Make the model's own optimizer and scheduler, if it has them. Raises ModelFault for others than torch's."""
+        loop = self._model.loop
+        if loop.optimizer is None:
+            return
+        parameters = list(self._model.module.parameters())
+        with self._inside("optimizer()", None):
+            optimizer = loop.optimizer(parameters)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise self._fault("optimizer", f"returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
+        held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        if not held <= {*map(id, parameters)}:
+            raise self._fault("optimizer", "returned an optimizer of other parameters: give it those of its argument")
+        with self._inside("scheduler()", None):
+            scheduler = None if loop.scheduler is None else loop.scheduler(optimizer)
+        if loop.scheduler is not None and not callable(getattr(scheduler, "step", None)):
+            raise self._fault("scheduler", f"returned a {type(scheduler).__name__}, which has no step(): return a "
+                              "scheduler of torch.optim.lr_scheduler")  # fmt: skip
+
+    def built_again(self, module: nn.Module) -> None:
+        """Note whether `module`, which build() returned for the same seed, has other weights."""
+        if not _equal(list(self._model.module.state_dict().values()), list(module.state_dict().values())):
+            self.notes.append(
+                "build(): the same seed gave other weights; draw them from torch's default generator, which has the "
+                "seed, and do not seed it again, because each rank builds the model itself"
+            )
+
     def two_devices(self) -> None:
         """Verify a step of the engine on two devices, and record the result; a failure becomes a note."""
         two = replace(
@@ -256,7 +325,7 @@ class _Facts:
             yield
         except Exception as error:
             tensors = "; ".join(f"{name} {_told(one)}" for name, one in tensors_by_name(given, "given").items())
-            error.add_note(f"raised in {part} of {self._case.model}: {tensors}")
+            error.add_note(f"raised in {part} of {self._case.model}{tensors and ': '}{tensors}")
             raise
 
 
@@ -279,4 +348,8 @@ def _available_bytes() -> int:
 
 
 def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+    """Return whether the tensors are equal, where NaN is equal to NaN."""
+    return len(ours) == len(theirs) and all(
+        a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        for a, b in zip(ours, theirs, strict=True)
+    )
