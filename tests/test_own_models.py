@@ -508,6 +508,19 @@ def test_a_dict_with_another_constructor_is_taken_apart_and_made_again() -> None
     assert made["a"].shape == (3, 2)
 
 
+class Output(dict[str, Tensor]):
+    """A dict that takes single items only, as a ModelOutput of transformers 5."""
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("You cannot use update")
+
+
+def test_a_dict_that_refuses_update_is_taken_apart_and_made_again() -> None:
+    made = structures.joined([Output(a=torch.ones(n, 2)) for n in (1, 2)])
+    assert isinstance(made, Output)
+    assert made["a"].shape == (3, 2)
+
+
 # -- the template, the examples and the libraries
 
 

@@ -30,7 +30,8 @@ def _made(value: Any, parts: Sequence[Any]) -> Any:
     names = [name for name, _ in _parts(value)]
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a subclass of dict may have another constructor
-        made.update(zip(names, parts, strict=True))
+        for name, part in zip(names, parts, strict=True):
+            made[name] = part  # a ModelOutput of transformers refuses `update`
         return made
     if isinstance(value, Mapping):
         return type(value)(zip(names, parts, strict=True))  # type: ignore[call-arg]
