@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterable
 
@@ -114,6 +115,12 @@ def replayed(case: Case, traces: Traces) -> list[int]:
     return [replay(tape, device, rounding_bytes=1).allocated_bytes for device in range(len(case.rows))]
 
 
+@functools.cache
+def traced(model: str, optimizer: str) -> Traces:
+    """Return the traces of a model on emulated devices, which all schedules and numbers of devices share."""
+    return traces_of(emulated(model, 1, optimizer))
+
+
 def emulated(model: str, devices: int, optimizer: str, schedule: str = "reference") -> Case:
     return Case(
         model=model, strategy="dp", schedule=schedule, batch_size=BATCH, devices=devices, device_kind="emulated",
@@ -126,7 +133,7 @@ def emulated(model: str, devices: int, optimizer: str, schedule: str = "referenc
     ("model", "optimizer"), [("mlp", "sgd"), ("mlp", "adam"), ("resnet18", "adam"), ("transformer", "sgd")]
 )
 def test_the_reference_is_right_to_the_byte(model: str, optimizer: str) -> None:
-    traces = traces_of(emulated(model, 1, optimizer))
+    traces = traced(model, optimizer)
     for devices in (1, 2, 3) if model == "mlp" else (3,):
         case = emulated(model, devices, optimizer)
         assert replayed(case, traces) == measured(case), f"{devices} devices"
@@ -149,16 +156,15 @@ def test_one_device_is_right_to_the_byte(optimizer: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize(("optimizer", "devices"), [("sgd", 2), ("adam", 3)])
 def test_schedules_are_right_to_the_byte(schedule: str, optimizer: str, devices: int) -> None:
-    traces = traces_of(emulated("mlp", 1, optimizer))
     case = emulated("mlp", devices, optimizer, schedule)
-    assert replayed(case, traces) == measured(case)
+    assert replayed(case, traced("mlp", optimizer)) == measured(case)
 
 
 @pytest.mark.parametrize("schedule", ["loss=local", "replicas=persistent,loss=local,backward=local"])
 def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
     """Each device's weight (an int64) and its quotient, and on the first device the others' copies, are left out."""
     case = emulated("mlp", 2, "adam", schedule)
-    found, right = replayed(case, traces_of(case)), measured(case)
+    found, right = replayed(case, traced("mlp", "adam")), measured(case)
     for device, (mine, real) in enumerate(zip(found, right, strict=True)):
         assert 0 <= real - mine <= (32 if device == 0 else 12)
 
@@ -166,7 +172,7 @@ def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
 def test_a_fault_in_the_splice_is_seen() -> None:
     """The check can fail: leave out that device 0 keeps its gradients for the sum, and the bytes differ."""
     case = emulated("mlp", 2, "sgd")
-    tape = tape_of(case, traces_of(case))
+    tape = tape_of(case, traced("mlp", "sgd"))
     tape.changes = [change for change in tape.changes if change.kind != "gradients"]
     assert replay(tape, 0, rounding_bytes=1).allocated_bytes < measured(case)[0]
 
