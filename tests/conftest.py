@@ -30,7 +30,8 @@ from dpbench.store import Store
 from tests import commands, exported, standing_in
 
 gc.disable()  # until all tests are collected: see pytest_collection_finish
-os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # before torch is loaded: later has no effect
+# before torch is loaded: later has no effect; the threads of a strategy that uses all cores would spin while they wait
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
 
 hypothesis.settings.register_profile("dpbench", deadline=None, derandomize=True, print_blob=True)
