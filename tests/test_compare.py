@@ -116,7 +116,7 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
             0,
             of(1.05, 0.2),
             "undecided",
-            r"includes 1 and exceeds the margin of 1.0%; about \d+ rounds each should decide",
+            r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds each should decide",
         ),
         (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly decide"),
         (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03 is above the limit of 0.01$"),
@@ -165,7 +165,7 @@ def test_after_a_case_that_stays_undecided_no_case_is_decided_and_the_reason_say
 )
 def test_unlike_machines_are_refused_and_labelled_if_asked_for(changed: dict[str, Any], said: str) -> None:
     before, after = report(BEFORE), report(AFTER, FACTS | changed)
-    with pytest.raises(ValueError, match=rf"are unlike \({said}\): give --unlike"):
+    with pytest.raises(ValueError, match=rf"runs differ \({said}\): give --unlike"):
         comparison.between(before, after)
     found = comparison.between(before, after, unlike=True)
     assert "; ".join(map(str, found.unlike)) == said

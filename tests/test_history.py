@@ -109,13 +109,13 @@ def test_a_step_within_the_intervals_does_not_count(tmp_path: Path) -> None:
     found = report(tmp_path / "s.db", last)
     assert [(one.first, one.end) for one in found.histories[0].levels] == [(0, 5)]
     (section,) = [one for one in figures.sections(found) if one.id == "history"]
-    assert section.panels[0].caption == "5 commits. No step is detected."
+    assert section.panels[0].caption == "5 commits. No change is detected."
 
 
 def test_without_asv_the_section_has_no_steps_and_says_so(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asv.step_detect", None)
     (section,) = [one for one in figures.sections(newest(kept)) if one.id == "history"]
-    assert section.note == "Steps are not detected, because asv is not installed."
+    assert section.note == "Changes are not detected, because asv is not installed."
     assert section.panels[0].caption == "6 commits."
     assert section.panels[0].svg.count("data-bar") == 6
 

@@ -380,7 +380,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": torch.optim.SGD, "scheduler": lambda optimizer: None},
         "scheduler() returned a NoneType, which has no step()",
     ),
-    "accumulate": ({"accumulate": 4}, "accumulate is not measured: a step is one batch and one update"),
+    "accumulate": ({"accumulate": 4}, "accumulate is not measured, because a step is one batch and one update"),
 }
 
 

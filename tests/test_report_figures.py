@@ -190,7 +190,7 @@ def test_the_sentence_on_device_0_has_the_time_the_interval_and_the_memory() -> 
     assert "dp ×2: device 0 9.00, device 1 6.00 milliseconds of one step" in said
     (same, _) = part(of_rows([ddp]), "imbalance").panels
     assert same.caption.startswith(
-        "With ddp ×2 (the highest ratio), device 0 shows no difference from the others: 1.01× (0.98"
+        "With ddp ×2, which has the highest ratio, device 0 shows no difference from the others: 1.01× (0.98"
     )
     doubtful = dataclasses.replace(ddp, imbalance=Estimate(2.0, 1.9, 2.1, 2))
     assert "device 0 works" not in part(of_rows([doubtful]), "imbalance").panels[0].caption

@@ -93,13 +93,13 @@ class Comparisons:
 def between(before: Report, after: Report, *, margin: float = stats.MARGIN, unlike: bool = False) -> Comparisons:
     """Return the comparison of two runs; `margin` is the relative difference up to which two cases count as the same.
 
-    Raises ValueError if the machines or the software of the runs are unlike, unless `unlike` is True, and if they have
-    no measured case in common.
+    Raises ValueError if the machines or the software of the runs differ, unless `unlike` is True, and if they have no
+    measured case in common.
     """
     differing = unlikes(before, after)
     if differing and not unlike:
         said = "; ".join(map(str, differing))
-        raise ValueError(f"the two runs are unlike ({said}): give --unlike to compare them nevertheless")
+        raise ValueError(f"the two runs differ ({said}): give --unlike to compare them nevertheless")
     lines = compare(before.trials, after.trials, margin=margin, unlike=unlike)
     lost = uncompared(before.trials, after.trials)
     if not lines:
@@ -195,7 +195,7 @@ def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: floa
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
     more = "more rounds will hardly decide" if hopeless else f"about {words.count(rounds, 'round')} each should decide"
-    return f"the interval includes 1 and exceeds the margin of {words.percent(margin)}; {more}"
+    return f"the interval includes 1 and extends beyond the margin of {words.percent(margin)}; {more}"
 
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:

@@ -1,4 +1,4 @@
-"""Hosts: compare the machines of a launch: which are unlike, which hosts are the same machine, and which one is slow.
+"""Hosts: find the machines of a launch that differ from the others, the hosts on one machine, and the slow machine.
 
 In every round, each machine runs the baseline's step alone, at the same time as the others. A machine whose step takes
 longer delays every rank at each collective.

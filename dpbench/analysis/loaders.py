@@ -191,7 +191,7 @@ class Curve:
 
 
 def curves(readings: Iterable[Reading], step: Rounds | float | None = None) -> list[Curve]:
-    """Return the curves of a sweep, compared with a step: its seconds by round, or one number of seconds.
+    """Return the curves of a sweep, compared with `step`: the seconds of a step by round, or one number of seconds.
 
     A measurement without workers belongs to each curve with the same `pin_memory`.
     """
@@ -209,7 +209,7 @@ def curves(readings: Iterable[Reading], step: Rounds | float | None = None) -> l
 
 
 def curve(measured: Mapping[Setting, Sequence[Reading]], step: Rounds | float | None = None) -> Curve:
-    """Return one curve from the readings of its settings, which are in order of their numbers of workers."""
+    """Return one curve from the readings of each setting; the settings are in order of their numbers of workers."""
     series = {one: rounds for one, readings in measured.items() if (rounds := _series(readings))}
     of_best = _of_best(series)
     demand = {one: _demand(rounds, step) for one, rounds in series.items()} if step is not None else {}

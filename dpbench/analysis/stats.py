@@ -115,8 +115,9 @@ def quotient(
 ) -> Estimate:
     """Return `numerator` divided by `denominator`.
 
-    `above` and `below` are paired draws of the logarithms of their errors: errors that both share then cancel in the
-    interval. Without draws, the interval combines those of both, assuming independent errors.
+    `above` and `below` are paired draws of the logarithm of the error of the numerator and of the denominator, so that
+    errors that both share cancel in the interval. Without draws, the interval combines the intervals of both, assuming
+    independent errors.
     """
     if above and len(above) == len(below):
         value = numerator.value / denominator.value
@@ -221,8 +222,8 @@ def _drawn_steps(
 ) -> tuple[NDArray[np.int64], tuple[tuple[Places, NDArray[np.int64]], ...]]:
     """Draw resamples of the steps of several devices; `sizes` has the number of steps of each round.
 
-    Return the rounds of each resample, shape (resamples, rounds), and for each round the counts of its resamples and
-    the index of one of them for each time the round was drawn.
+    Return the rounds of each resample, shape (resamples, rounds). For each round, also return resamples of its steps
+    (see `_counts`), and the index of one of these resamples for each time that the round was drawn.
     """
     generator = np.random.default_rng(seed)
     rounds = _choose(len(sizes), resamples, generator)

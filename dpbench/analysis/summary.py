@@ -141,7 +141,7 @@ def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return the series for estimates of a case: its rounds or, for an observed loop with few of them, its steps."""
+    """Return the series for estimates of a case: its rounds or, for an observed loop with few rounds, its steps."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))

@@ -159,7 +159,7 @@ def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | N
 def share(cost: Estimate) -> str:
     """Return a fraction of a step as a percentage with its interval, such as "41% (38–44%)".
 
-    Of an interval that is too wide for a number, return only the ends.
+    If the interval is too wide for a single number, return only its ends.
     """
     if cost.high > Estimate.WIDEST * cost.low:
         return between(cost)

@@ -47,7 +47,7 @@ class Documented(click.Command):
         self.exits = exits
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the defaults from a file and the exit codes to the help."""
+        """Add to the help the defaults that a file gives, and the exit codes."""
         found = ctx.find_root().obj
         if isinstance(found, Defaults) and (words := found.words.get(self.name or "")):
             with formatter.section(f"Defaults from {found.path.name}"):

@@ -112,7 +112,9 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
             "give --machine and --models, such as --machine dgx-a100 --models resnet50; or give --score FILE"
         )
     if run and not loop:
-        raise click.UsageError("--models takes its measured steps from a whole file: give --from FILE without a run")
+        raise click.UsageError(
+            "with --models, --from reads measured steps from a whole file: give --from FILE without a run"
+        )
     described = machine.load(options["machine_name"])
     if options["bus"]:
         described = _with_bus(described, options["bus"])
@@ -170,7 +172,7 @@ def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any]
 
 
 def _given() -> list[str]:
-    """Return the parameters of the command that the command line gives."""
+    """Return the names of the parameters that are given on the command line."""
     context = click.get_current_context()
     return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 

@@ -91,7 +91,7 @@ def report_of(
     """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
 
     With the file `store`, in which the run is, the report also has the history of its cases and their predictions.
-    `unreadable` has the rows that could not be read until now; the report lists them, and those of the history.
+    `unreadable` has the rows that could not be read so far; the report lists them, and those of the history.
     """
     from dpbench.analysis.report import Report
     from dpbench.measure import checks

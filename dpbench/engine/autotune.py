@@ -112,7 +112,7 @@ class Autotuner:
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Inside the context, time one call as part of its update; yield the mark to use in the call."""
+        """Add the time of the call inside the context to that of the current update; yield the mark for the call."""
         if self.settled:
             yield mark
             return

@@ -59,11 +59,11 @@ def shifted(part: Trial, seconds: float) -> Trial:
 
 
 def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]) -> list[Span]:
-    """Return the spans of the `reduce` phase that the profiled steps of ranks give to each timed step.
+    """Return a span of the phase `reduce` for each timed step and device, calculated from the profiled steps of ranks.
 
-    They are the exposed seconds of all-reduce on the device, the median over the profiled steps, at the end of the last
-    backward of the step. The list is empty for strategies that add gradients in other ways, and if the phase was
-    recorded.
+    Its length is the time in which the device's all-reduces are exposed, the median over the profiled steps. It ends
+    with the last backward of the timed step. The list is empty if `spans` already has the phase, and for strategies
+    that do not reduce gradients during backward.
     """
     traits, last = case.traits, dict[tuple[int, int], Span]()
     if not traits.ranks or traits.reduction is not Reduction.OVERLAPPED:
@@ -74,7 +74,7 @@ def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Act
         if span.phase is Phase.BACKWARD:
             last[span.step, span.device] = max(span, last.get((span.step, span.device), span), key=lambda s: s.end_s)
     each = [
-        # a broadcast of buffers is no reduction
+        # a broadcast of buffers is not a reduction
         busy(a for a in step if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE)
         for step in profile
     ]

@@ -131,7 +131,7 @@ def _check_gradients(module: nn.Module) -> None:
         if kind := _not_finite(gradient):
             raise ValueError(
                 f"the gradient of {name} has {kind} in the first step, also without data parallelism: correct the "
-                "model, its batch or its loss; a division by zero, log(0) and too large inputs give such numbers"
+                "model, its batch or its loss; a division by zero, log(0) or a too large input gives such numbers"
             )
 
 
@@ -157,7 +157,7 @@ def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
 
 
 def check_weights(module: nn.Module) -> None:
-    """Raise ValueError if a trained weight is not finite: the gradients of the last step have no effect on any loss."""
+    """Raise ValueError if a trained weight is not finite; no loss depends on the gradients of the last step."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and (has := _not_finite(parameter.detach().cpu())):  # a device may be full
             raise ValueError(f"after the timed steps, the weight {name} has {has}; {DIVERGES}")
@@ -237,10 +237,10 @@ def check_outputs(
 def _trained(
     start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[nn.Module, int, float]:
-    """Take one step and return the trained module and 1; in fp16, repeat with one step more until gradients are finite.
+    """Take one step; return the trained module, the number of steps, and the seconds of the steps of all attempts.
 
-    The number that is returned is the number of steps; all of them but the last have overflowed. The last value is the
-    time of all steps in seconds. The first repetition trains `model`, and each other one a copy of it.
+    In fp16, each attempt takes one step more than the previous one, until the gradients are finite: all steps of the
+    last attempt except its last one have overflowed. The first attempt trains `model`, the others train copies of it.
     """
     pristine, steps_s = copy.deepcopy(model.module), 0.0
     for steps in range(1, len(SCALES) + 1):
@@ -288,7 +288,7 @@ def _finite(module: nn.Module) -> bool:
 
 
 def _small(case: Case, split: Callable[[Case], Split]) -> Case:
-    """Return the case with a small batch for as many replicas and forward passes, of unequal sizes if possible."""
+    """Return the case with a smaller batch for the same number of replicas and passes, of unequal sizes if possible."""
     counts: Callable[[Case], tuple[int, int]] = lambda one: (len(one.rows), len(split(one).rows))  # noqa: E731
     expected = counts(case)
     most = max(4 * case.devices - 1 if case.devices > 1 else 4, 3 * expected[1] - 1)

@@ -94,8 +94,8 @@ def loop(plug: Any, name: str) -> Loop:
         raise TypeError(f"model {name}: clip_norm must be a number above 0, got {found.clip_norm!r}")
     if getattr(plug, "accumulate", 1) != 1:
         raise TypeError(
-            f"model {name}: accumulate is not measured: a step is one batch and one update; leave it out, and give the "
-            "rows of one update in --batch-sizes"
+            f"model {name}: accumulate is not measured, because a step is one batch and one update: leave out "
+            "accumulate, and give the rows of one update in --batch-sizes"
         )
     return found
 

@@ -270,7 +270,7 @@ def _spans(found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], ze
 def _host_spans(
     timeline: Iterable[Stretch], busy: Sequence[Interval], steps: Sequence[NamedStep], zero_us: float, device: int
 ) -> Iterator[Span]:
-    """Yield the spans of the host: waiting for data as a whole, and other phases while no device is in a phase.
+    """Yield the spans of the host: all waits for data, and the parts of other phases in which no device is in a phase.
 
     A host that has launched a phase continues before the device has finished it, so the device's spans show the
     duration of the phase, and the host's spans the work that the devices waited for. `busy` is the union of the

@@ -1,8 +1,9 @@
 """Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
 
 A step consists of the intervals up to the one that the slowest optimizer ended (`trainings`). Evaluation and
-checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them. So
-does a step after an iteration that an exception ended. If a part of its work came before, the step is left out.
+checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them. In
+the same way, a step in whose interval an exception ended an iteration begins after the exception. If a part of its work
+came before the exception, the step is left out.
 
 Some phases have no seam at one of their ends, and are defined by their neighbours:
 
@@ -175,9 +176,9 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
 
 
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
-    """Add the number of steps in which a further batch follows a forward without its backward to `unknown`.
+    """Add to `unknown` the number of steps with a skipped batch: no backward follows its forward, but a further batch.
 
-    If most steps have one, as with several DataLoaders, it is a part of the loop.
+    If most steps seem to skip a batch, as in a loop with several DataLoaders, this is the usual course of the loop.
     """
     number = 0
     for raws in rows:
@@ -308,13 +309,16 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return the rows; if most have a failure, as where a hook ends a forward early, without the marks of failures."""
+    """Return the rows; if most of them have a failure, return them without the marks of failures.
+
+    This happens, for example, if a hook ends each forward early by an exception.
+    """
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]
-    unknown["an exception ends a part of the work in most steps, and the script goes on: the phases include it"] = sum(
-        one and group[0].start is not None for one, group in zip(failed, groups, strict=True)
-    )
+    unknown[
+        "an exception ends a part of the work in most steps, and the script goes on: the phases include this work"
+    ] = sum(one and group[0].start is not None for one, group in zip(failed, groups, strict=True))
     return [[raw for raw in raws if raw.kind != FAILED] for raws in rows]
 
 
@@ -323,7 +327,7 @@ def _cut(
 ) -> Iterator[tuple[Sequence[Interval], float, list[Raw]]]:
     """Yield the intervals, the start and the spans of each step, without the work that belongs to no step.
 
-    The numbers of steps after a failure, and of those that are left out for one, are added to `unknown`.
+    The number of steps after a failure, and of steps that are left out because of one, are added to `unknown`.
     """
     usual, followed, torn = _usual_calls(rows), 0, 0
     for group, recorded in zip(groups, rows, strict=True):
@@ -371,7 +375,7 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
 
 
 def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:
-    """Return the start of a step that began with work apart from it: the first work of training after that."""
+    """Return the start of a step in whose interval other work (`APART`) ran: the first work of training after it."""
     last: float = max(raw.end for raw in raws if raw.kind in APART)
     training: list[float] = [
         raw.start

@@ -144,7 +144,7 @@ class Outermost:
         self._known.clear()
 
     def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` so that no module has a hook of dpbench while it runs: hooks would be pickled."""
+        """Return `function`, wrapped to run while no module has hooks of dpbench, which it would otherwise pickle."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -189,9 +189,9 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
     A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs. A call
-    without gradients is an evaluation if the module is in eval mode or has been trained. A call with gradients is one
-    if the module is in eval mode and was trained in training mode. Loops that make such a call in most steps, for
-    example to find adversarial inputs, are recognised later.
+    without gradients is an evaluation if the module is in eval mode or has been trained. A call with gradients is an
+    evaluation if the module is in eval mode and was trained in training mode. Loops that make such a call in most
+    steps, for example to find adversarial inputs, are recognised later.
     """
     grad, seen, number = torch.is_grad_enabled(), recorder.seen, id(module)
     trained = number in seen.trained
@@ -302,7 +302,7 @@ def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
 class _Block:
     """A block without gradients after a backward or an update: its context, its place in the script, its start.
 
-    `updates` is the number of updates before it. `versions` has the tensors of the weights' shapes, with their
+    `updates` is the number of updates before it. `versions` has the tensors with the shape of a weight, with their
     versions; None if the phase of the block is known.
     """
 
@@ -316,12 +316,12 @@ class _Block:
 class Averages:
     """The blocks without gradients that write weights, such as those of a moving average, or that clip gradients.
 
-    torch counts the writes to each tensor. When the script first enters the block at a place after a backward or an
-    update, the tensors that have the shapes of the trained weights are looked up among all objects of Python. If at
-    least two of them, and at least half as many as there are weights, have been written to when it leaves, each block
-    at this place belongs to the optimizer; or to `clip`, if the tensors are the gradients of the weights. A block that
-    counts hits, for example, writes to fewer. In a loop without an optimizer, the script may have updated the weights
-    in each block without gradients.
+    torch counts the writes to each tensor. When the script first enters the block at a place in its code, dpbench looks
+    up all tensors of the process that have the shape of a trained weight. If the block writes to at least two of them,
+    and to at least half as many as there are weights, each block at this place belongs to the optimizer; or to `clip`,
+    if all of these tensors are gradients of the weights. A block that computes an accuracy, for example, writes to
+    fewer tensors. In a loop without an optimizer, the script may have updated the weights in each block without
+    gradients.
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:

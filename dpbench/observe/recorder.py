@@ -215,7 +215,7 @@ class Recorder:
             self._backward(start, now)
 
     def _backward(self, began: Any, now: Any) -> None:
-        """Record the reduction of a backward that has ended; without an optimizer, an update by hand may follow."""
+        """Record the reduction in a backward that has ended; without an optimizer, note that an update may follow."""
         if self.reduction is not None:
             for phase, device, start, end in self.reduction(now):
                 if began < start < end:  # a backward that does not reduce leaves the time of an earlier one
@@ -243,7 +243,7 @@ class Recorder:
         return _Mark(self, phase, device)
 
     def waits(self, tensor: Any) -> bool:
-        """Return whether reading a tensor may wait for a device: on a machine with GPUs, only for a tensor on one."""
+        """Return whether reading a tensor may wait for a device: on a machine with GPUs, only for a tensor on a GPU."""
         return bool(self.seen.device_kind == "cpu" or tensor.is_cuda)
 
     def copied(self, tensor: Any, start: Any) -> None:
@@ -300,7 +300,7 @@ class Recorder:
     def owner(self, one: Any) -> int:
         """Return the number of an optimizer, a dataset or an engine.
 
-        Unlike its id, no later object gets the same number, except in place of a list or a dict.
+        Unlike an id, a number is never used again for a later object, except for the number of a list or a dict.
         """
         number = self._owners.get(id(one))
         if number is None:
@@ -354,9 +354,10 @@ class Recorder:
             listen(self.ends)
 
     def _keeps(self, number: int) -> bool:
-        """Return whether the interval `number` is kept: all at first, then blocks that become rarer, without a period.
+        """Return whether the interval `number` is kept: at first all, then blocks of intervals at growing distances.
 
-        The number of kept blocks grows with the logarithm of the number of all blocks.
+        The distances are irregular, so that they match no period of the loop. The number of kept blocks grows with the
+        logarithm of the number of all blocks.
         """
         block = number // BLOCK
         if not self._full:

@@ -143,14 +143,14 @@ class _Steps:
         self._classes: set[type] = set()
 
     def _leave(self, number: int) -> None:
-        """Forget the steps after the first `number`, which have raised."""
+        """Record that all running steps after the first `number` have failed, and forget them."""
         while len(self._running) > number:
             if self._running.pop().recorded:
                 self._recorder.fail()
                 self._recorder.end()
 
     def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the step of a class, which notes when it is called and whether it raises."""
+        """Return a replacement for the `step` of a class, which notes when `step` is called and whether it raises."""
         recorder, running = self._recorder, self._running
 
         @functools.wraps(was)
@@ -172,7 +172,7 @@ class _Steps:
         return step
 
     def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace the step of an instance; a scheduler gives its optimizer one, which may call an original step."""
+        """Replace the `step` that an instance has, such as that from a scheduler, which calls the original `step`."""
         given, alive = self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)), weakref.ref(optimizer)
 
         @functools.wraps(own)

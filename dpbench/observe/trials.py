@@ -73,7 +73,7 @@ def trials_of(watched: Watched) -> list[Trial]:
 
 
 def _observed(watched: Watched, warm: int) -> Observed:
-    """Return the facts about the loop; reads count the timed steps, which begin at the index `warm`."""
+    """Return the facts about the loop; reads are counted in timed steps only, which begin at the index `warm`."""
     loop, seen = watched.part.loop, watched.seen
     reads: dict[str, int] = {}
     for places in loop.reads[warm:]:

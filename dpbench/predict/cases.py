@@ -214,7 +214,7 @@ class Predictor:
         return _prediction(case, seconds, drawn(seconds, evaluate, priors, doubt), profile, spans, self.machine)
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Return a sentence on how much a measured bus would narrow the interval with the most doubt about the bus.
+        """Return a sentence on the interval that a measured bus would narrow most, with its length before and after.
 
         Only cases whose devices exchange gradients between processes count. Return "" if there is no such case, if the
         bus is measured, or if its measurement would narrow no interval by a tenth or more.

@@ -130,9 +130,9 @@ class _Run:
             self._ready(number)
 
     def _served(self, number: int) -> None:
-        """Start the flow of the job with this index, because its `seconds` have passed.
+        """Start the flow of the job with this index, whose `seconds` have passed.
 
-        If the job has no flow, its work is done.
+        A job without a flow has then done its work.
         """
         job = self._jobs[number]
         if job.amount > 0 and job.way:

@@ -26,12 +26,12 @@ def section(report: Report) -> Section | None:
         panels = [_panel(one, f"history{i}") for i, one in enumerate(drawn)]
     left_out = len(cases) - len(panels)
     more = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn." if left_out else ""
-    blind = "Steps are not detected, because asv is not installed." if drawn[0].levels is None else ""
+    blind = "Changes are not detected, because asv is not installed." if drawn[0].levels is None else ""
     return Section(
         "history", "History",
         "The step time over the commits in the store, in the order of their first runs, on this machine and version of "
-        "torch. Whiskers are 95% intervals. A horizontal line is a level: between two levels, asv detects a step, and "
-        "the intervals on both sides of it do not overlap. Runs at different times also differ in the state of the "
+        "torch. Whiskers are 95% intervals. A horizontal line is a level: between two levels, asv detects a change, "
+        "and the intervals on both sides of it do not overlap. Runs at different times also differ in the state of the "
         "machine. Runs with uncommitted changes, and step times of too few rounds, are left out.",
         panels, " ".join(filter(None, (more, blind))),
     )  # fmt: skip
@@ -68,7 +68,7 @@ def _panel(history: History, key: str) -> Panel:
 
 
 def _caption(history: History) -> str:
-    """Return the caption of a panel: the number of commits, and each detected step with its change and its commit."""
+    """Return the caption of a panel: the number of commits, and each detected change with its size and its commit."""
     said = [f"{words.count(len(history.points), 'commit')}."]
     levels = history.levels or ()
     for before, after in pairwise(levels):
@@ -76,5 +76,5 @@ def _caption(history: History) -> str:
         way = "longer" if change > 0 else "shorter"
         said.append(f"At {history.points[after.first].commit} the step is {words.percent(abs(change))} {way}.")
     if history.levels is not None and len(levels) == 1:
-        said.append("No step is detected.")
+        said.append("No change is detected.")
     return naming.plain(" ".join(said))

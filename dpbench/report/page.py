@@ -55,7 +55,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A table below the drawings of a section, which can be folded; `cases` has the id of each line's case, if any."""
+    """A table that can be folded, below the drawings of a section; `cases` has the id of each line's case, if any."""
 
     content: table.Table
     cases: Sequence[str]

@@ -192,7 +192,8 @@ def _sentence(facet: small_multiples.Facet) -> str:
         return ""
     ratio, memory, name = max(known, key=lambda one: one[0].value)
     if ratio.low <= 1 <= ratio.high:
-        return f"With {name} (the highest ratio), device 0 shows no difference from the others: {words.times(ratio)}."
+        same = "device 0 shows no difference from the others"
+        return f"With {name}, which has the highest ratio, {same}: {words.times(ratio)}."
     longer = "longer" if ratio.value > 1 else "shorter"
     holds = f", and holds {words.number(memory)}× their memory" if memory is not None else ""
     share = words.percent(abs(ratio.value - 1))

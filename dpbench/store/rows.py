@@ -117,8 +117,8 @@ def trial(db: file.Connection, row: int) -> Trial:
 def summary(db: file.Connection, row: int) -> Trial:
     """Return `Trial.summary` of the trial in a row, without reading its spans. Raises UnreadableRow.
 
-    The row has the summary since the trial ended. Without it, for example because another version of dpbench has
-    written it, or if it is damaged, the summary is computed from the spans.
+    The summary was stored when the trial ended. If it is missing or damaged, or if another version of dpbench wrote it,
+    the summary is computed from the spans.
     """
     with _reading(db, "trial", row):
         head, packed = _row(db, "trial", TRIAL, row), _row(db, "trial", "summary", row)[0]

@@ -56,7 +56,7 @@ def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of the outputs to device 0, and of the outputs' gradients back in the phase `backward`."""
+    """Yield the transfers of outputs to device 0 in `gather`, and of their gradients from device 0 in `backward`."""
     for device, rows in enumerate(case.rows[1:], start=1):
         yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)

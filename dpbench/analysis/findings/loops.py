@@ -169,8 +169,7 @@ def _ddp(context: CaseContext, loop: Observed) -> Judgement:
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
-    Return `Missing` if NVML did not list every rank on a GPU on which it trains, and shows no such memory of the
-    others.
+    Return `Missing` if no such memory is known, but NVML did not list every rank on a GPU on which it trains.
     """
     if not context.case.traits.ranks or context.case.device_kind != "cuda" or context.row.source is Source.IMPORTED:
         return None
@@ -186,7 +185,7 @@ def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     places = (f"GPU {held[0].gpu}: {', '.join(map(_amount, held))}" for held in most[:PLACES])
     return Evidence(
         says=f"{_strays(most[0], loop)}{others}",
-        numbers=f"{'; '.join(places)}; by NVML at the end of the loop: contexts of CUDA, or tensors",
+        numbers=f"{'; '.join(places)} (CUDA contexts or tensors, from NVML at the end of the loop)",
         size_s=None, code=BIND,
     )  # fmt: skip
 
@@ -255,7 +254,7 @@ RULES = (
     ),
     FindingRule(
         name="reads", when=_observing(_reads),
-        remedy="read values such as the loss every 10 steps, and keep tensors on the device between",
+        remedy="read values such as the loss every 10 steps, and keep tensors on the device in between",
     ),
     FindingRule(
         name="pageable", when=_observing(_pageable),

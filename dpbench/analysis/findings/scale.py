@@ -355,7 +355,8 @@ RULES = (
     ),
     FindingRule(
         name="slow link", when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
-        remedy="look at nvidia-smi topo -m and nvidia-smi nvlink -s, or use fewer devices, without it (--device-ids)",
+        remedy="look at nvidia-smi topo -m and nvidia-smi nvlink -s, or use fewer devices, without the slow link "
+        "(--device-ids)",
         others=_fewer,
     ),
     FindingRule(

@@ -195,7 +195,7 @@ class ExportedTrial(msgspec.Struct):
     setup: dict[str, float] = {}
 
     def trial(self) -> Trial:
-        """Return the trial with its ledger, but without spans and samples, and with steps that follow each other."""
+        """Return the trial with its ledger, without spans and samples; each step begins when the previous one ends."""
         seconds = [math.nan if step.seconds is None else step.seconds for step in self.steps]
         found = Trial(
             case=Case.from_dict(self.case), source=self.source, status=self.status,
