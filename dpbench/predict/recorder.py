@@ -154,7 +154,7 @@ Autocast on the CPU computes most of them in 16 bits.
 
 
 class AsOnGpus(TorchFunctionMode):
-    """A mode under which functions on CPU tensors call the operators that GPUs use, which keep other tensors.
+    """A mode under which functions on CPU tensors call the operators that GPUs use, which save other tensors.
 
     Dropout keeps a mask of one byte per element. Fused attention with dropout keeps a seed instead of a mask. Autocast
     computes the functions of `FULL_PRECISION` in fp32.

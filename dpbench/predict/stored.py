@@ -100,9 +100,9 @@ class Stored:
 
 
 def alike(wanted: str, device: str) -> bool:
-    """Return whether the name of a device contains the first word with a digit, such as 3090, A100 or T4, of `wanted`.
+    """Return whether the name of a device contains the first word of `wanted` that has a digit.
 
-    This word identifies a GPU.
+    Such a word identifies a GPU, for example 3090, A100 or T4.
     """
     mark = next((word for word in wanted.split() if any(c.isdigit() for c in word)), wanted)
     return mark.lower() in device.lower()

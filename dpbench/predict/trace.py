@@ -116,8 +116,8 @@ def trace(
 
     `device` is the device of the fake tensors, which determines the operators that torch selects: "cpu" works
     everywhere, "lazy:0" selects the same operators as emulated devices (unfused attention), and "cuda:0" needs a CUDA
-    build of torch and a GPU. Forward and loss run in the context `precision()`, and together with the backward of the
-    module in the context `mode()`.
+    build of torch and a GPU. Forward and loss run in the context `precision()`. They and the backward of the module run
+    in the context `mode()`.
 
     A model that fails on fake tensors, because it reads values or hides tensors from torch, is traced on real tensors
     on the CPU; with `fake_only`, the error propagates instead. An error on real tensors always propagates.

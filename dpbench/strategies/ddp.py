@@ -74,7 +74,7 @@ class DistributedDataParallel(Strategy):
         return Split(tuple(part for rows in case.rows for part in chunk_sizes(rows, self.parts)))
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False with several micro-batches: each one updates the buffers, in the reference only the first."""
+        """Return False with several micro-batches: all of them update the buffers, but the reference does so once."""
         return self.parts == 1
 
     def wrap(self, module: nn.Module, device: Device) -> nn.Module:
