@@ -121,7 +121,7 @@ def test_a_step_that_no_number_of_workers_feeds_is_said_to_be_so() -> None:
     found = curve(KNEE, step=0.01)
     assert found.enough == analysis.Least(None, (), open=True)
     (_, said, use) = analysis.said([found], analysis.step_time(0.01))
-    assert said.endswith("not enough with up to 8 workers: it is slower than the step")
+    assert said.endswith("not enough with up to 8 workers: loading is slower than the step")
     assert use.endswith("num_workers=4)")
 
 
@@ -375,7 +375,7 @@ def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: C
     assert code == 0, err
     assert out.startswith("setting ")
     assert "num_workers=2" in out
-    assert "not enough with up to 2 workers: it is slower than the step" in out
+    assert "not enough with up to 2 workers: loading is slower than the step" in out
     page = Path("out/page.html").read_text()
     assert "<svg" in page
     assert "the step needs 400,000 examples/s" in page

@@ -286,8 +286,8 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
     ("change", "words"),
     [
         ("UPDATE run SET code='other', checksum=NULL", "has the code 'c' here and 'other' there"),
-        ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 here and trial 1 there have other results"),
-        ("UPDATE trial SET verified='no', checksum=NULL", "have other results"),
+        ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 here and trial 1 there differ in their results"),
+        ("UPDATE trial SET verified='no', checksum=NULL", "differ in their results"),
     ],
 )
 def test_a_copy_that_was_changed_is_an_error_that_names_the_rows(copies, change, words):

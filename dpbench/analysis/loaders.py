@@ -342,7 +342,7 @@ def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
     parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
     verdict = f"against the step ({_ms(step)}): {'; '.join(parts)}"
     if not enough.possible:
-        return f"{verdict}; not enough with up to {workers_said([one.counts[-1]])}: it is slower than the step"
+        return f"{verdict}; not enough with up to {workers_said([one.counts[-1]])}: loading is slower than the step"
     more = " or more" if enough.open else ""
     if enough.workers is None:
         return f"{verdict}; cannot tell whether {workers_said(enough.possible)}{more} are enough"

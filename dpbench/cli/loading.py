@@ -89,7 +89,7 @@ def _loaders_plan(options: dict[str, Any]) -> Plan:
     given = [f"--{name.replace('_', '-')}" for name in costs if options[name] is not None]
     if options["dataset"] is not None:
         if given:
-            raise click.UsageError(f"{', '.join(given)}: for the synthetic dataset only; leave out --dataset, or these")
+            raise click.UsageError(f"{', '.join(given)}: for the synthetic dataset only; leave them out, or --dataset")
         registry.check_module(options["dataset"], "--dataset")
     cpu_ms, wait_ms, example_bytes, rate = (options[name] for name in costs)
     synthetic = Synthetic(

@@ -127,7 +127,7 @@ class Sweep:
         reasons = dict.fromkeys(f"{one.setting}: {one.reason}" for one in self.readings if one.reason)
         step = [f"the step was not measured: {self.step_reason}"] if self.step_reason else []
         cpu = isinstance(self.plan.step, Case) and self.plan.step.device_kind == "cpu" and not self.step_reason
-        shared = ["the step and the workers were measured apart; in training they share the cores"] if cpu else []
+        shared = ["the step and the workers were measured separately; in training they share the cores"] if cpu else []
         return [*reasons, *step, *shared, *([f"NOISY: {self.noisy}"] if self.noisy else [])]
 
     @property

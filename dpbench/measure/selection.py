@@ -105,7 +105,7 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
     for name in apart if options.together else ():
         if getattr(options, name):
             raise ValueError(
-                f"--together measures its two models, each in a process: leave out --{name.replace('_', '-')}"
+                f"--together measures its two models in separate processes: leave out --{name.replace('_', '-')}"
             )
     for name in ("loader", "compile", "read_loss") if options.together else ():
         if getattr(options, name) != getattr(Options, name):

@@ -75,7 +75,8 @@ def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int
         first = list(updates)  # in the order of their first steps
         slowest = min(reversed(first), key=lambda owner: updates[owner])
         if len(part) > LONGEST * updates[slowest]:
-            unknown[f"{count(len(updates), 'optimizer')} step in no short period: every update counts as a step"] = len(
+            optimizers = count(len(updates), "optimizer")
+            unknown[f"one of {optimizers} steps too rarely to end the steps: every update counts as a step"] = len(
                 ended
             )
             return frozenset()

@@ -366,10 +366,10 @@ class Store:
         return rows.readable(self._db, read, ids, self._unreadable)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
-        """Return the runs on the hardware of a run, and the predicted runs, which have cases of this run.
+        """Return the runs that have cases of a run: those on the same hardware, and the predicted ones.
 
-        The runs are in the order of their start, and the run itself, which has `trials`, is one of them. Only trials of
-        status `ok` count.
+        The runs are in the order of their start. The run itself is one of them, with the trials `trials`. Only trials
+        of status `ok` count.
         """
         runs = self._db.execute(
             "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "

@@ -154,7 +154,7 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
         for started in both:
             one, other = here[slot][started], there[slot][started]
             if _content(target, one) != _content(source, other):
-                yield f"{where}: trial {one} here and trial {other} there have other results"
+                yield f"{where}: trial {one} here and trial {other} there differ in their results"
 
 
 def _label(db: file.Connection, trial_id: int) -> str:

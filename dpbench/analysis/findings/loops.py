@@ -217,7 +217,7 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
         return Evidence(
             says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
             numbers=f"{percent(aside_s / (aside_s + steps_s))} of the sum of both, between the first and the last "
-            "step; the times of the steps do not include it",
+            "step; the times of the steps do not include this time",
             size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
         )  # fmt: skip
 

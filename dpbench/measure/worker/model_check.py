@@ -151,8 +151,8 @@ class _Facts:
         again = self._model.batch(self._case.batch_size, self._case.seed)
         if not _equal(all_tensors(batch), all_tensors(again)):
             self.notes.append(
-                "batch(): the same seed gave other values; draw from torch.Generator().manual_seed(seed), because each "
-                "rank draws the batch itself"
+                "batch(): the same seed gave different values; draw from torch.Generator().manual_seed(seed), because "
+                "each rank draws the batch itself"
             )
 
     def forward(self) -> None:
@@ -311,8 +311,9 @@ class _Facts:
         apart = verification.dependence(even, devices[0], precision_of)
         if apart > verification.TOLERANCE["fp32"]:
             self.notes.append(
-                f"two devices compute another gradient than one device (by {apart:.2g} of its norm), in dpbench as in "
-                "torch: the loss is not a mean over samples, or samples depend on each other, as in BatchNorm"
+                f"the gradient of two devices differs from that of one device (by {apart:.2g} of its norm), in "
+                "dpbench as in torch: the loss is not a mean over samples, or samples depend on each other, as with "
+                "BatchNorm"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:
