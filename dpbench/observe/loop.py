@@ -47,7 +47,7 @@ Fact = TypeVar("Fact")
 WARMUP = 5
 """The least number of warm-up steps, in which dpbench looks for the modules of the loop."""
 GAP, GAP_S, SELDOM = 0.05, 0.3e-3, 0.1
-"""Time in no phase is noted above this share of a step and these seconds, and above this share of the steps."""
+"""Time in no phase is noted if it exceeds this share of a step and these seconds, in more than this share of steps."""
 APART = ASIDE | {FAILED}
 """The kinds after which a step begins."""
 BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
@@ -192,7 +192,7 @@ def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluat
 def _count_gaps(
     unknown: dict[str, int], steps: Sequence[Step], gaps: Sequence[Mapping[tuple[str, str], float]]
 ) -> None:
-    """Add the number of steps after warm-up of which a notable part is in no phase to `unknown`.
+    """Add to `unknown` the number of steps after warm-up that have a notable part in no phase.
 
     A few steps, or steps with such a part at different places, are disturbances.
     """
@@ -309,10 +309,7 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return the rows; if most of them have a failure, return them without the marks of failures.
-
-    This happens, for example, if a hook ends each forward early by an exception.
-    """
+    """Return the rows; without the marks of failures if most rows have one, as when a hook ends each forward early."""
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]

@@ -369,7 +369,7 @@ class Averages:
             self._block = _Block(context, place, None, updates, None)
 
     def leave_before_step(self) -> None:
-        """End the block that has a span: the step of an optimizer begins inside it, and has its own."""
+        """End the block that has a span, because an optimizer's step, which gets a separate span, begins inside it."""
         if self._block is not None and self._block.versions is None:
             self._leave(self._block)
 

@@ -100,7 +100,7 @@ def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[l
 
 
 def with_teachers(rows: Sequence[Sequence[Raw]], trained: Collection[int]) -> list[list[Raw]]:
-    """Return the spans of each step, with forwards without gradients that belong to the step as forward.
+    """Return the spans of each step; forwards without gradients that belong to the step get the kind `forward`.
 
     These are the forwards of modules that are never trained and that more than half of the steps call, such as a
     teacher. `trained` has the ids of the trained modules.

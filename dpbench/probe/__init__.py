@@ -239,8 +239,8 @@ def _processor() -> str:
 def to_toml(found: Probe) -> str:
     """Return the text of a machine file: the description of the machine, then a table for each figure.
 
-    Peer access is as measured. NVLink between two GPUs becomes a link of the file. Of more GPUs, copies between pairs
-    do not show which links the pairs share, so a comment in the file says how to add the links.
+    Peer access is as measured. NVLink between two GPUs becomes a link of the file. With more than two GPUs, copies
+    between pairs do not show which links the pairs share, so a comment in the file says how to add the links.
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s with torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])

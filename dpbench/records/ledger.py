@@ -303,7 +303,7 @@ def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
 
 
 def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
-    """Return the seconds of a step without a span, by the phases before and after; an end of the step is empty."""
+    """Return a step's seconds without a span by the phases before and after them, which are "" at the step's ends."""
     found: dict[tuple[str, str], float] = {}
     reach, before = step.start_s, ""
     for start_s, end_s, phase in [
