@@ -101,3 +101,24 @@ def test_a_faster_bus_makes_ddp_faster() -> None:
         found = json.loads(CliRunner().invoke(cli, [*PREDICT, "--bus", rate, "--json"], catch_exceptions=False).stdout)
         steps.append(next(one["step_s"]["value"] for one in found["cases"] if one["case"]["devices"] == 8))
     assert steps[1] < steps[0]
+
+
+def test_strategies_of_one_process_are_left_out_of_several_nodes_and_said_to_be() -> None:
+    asked = ["predict", "--machine", "dgx-1-v100-x128", "--models", "resnet50", "--quick", "--json"]
+    found = CliRunner().invoke(cli, [*asked, "--strategies", "ddp,torch_dp", "--devices", "8,16"])
+    assert found.exit_code == 0
+    cases = [(one["case"]["strategy"], one["case"]["devices"]) for one in json.loads(found.stdout)["cases"]]
+    assert cases == [("ddp", 8), ("ddp", 16), ("torch_dp", 8)]
+    reason = "left out, because one process cannot use the GPUs of several nodes: "
+    assert found.stderr == f"{reason}resnet50 full torch_dp x16 cuda batch 512\n"
+
+
+def test_the_prediction_to_ask_for_next_is_of_the_same_machine() -> None:
+    asked = ["predict", "--machine", "dgx-station-v100", "--models", "resnet50", "--quick", "--json"]
+    found = CliRunner().invoke(cli, [*asked, "--strategies", "ddp", "--devices", "2"])
+    (answer,) = json.loads(found.stdout)["answers"]
+    _, *command = answer["command"].split()
+    assert command[:3] == ["predict", "--machine", "dgx-station-v100"]
+    again = CliRunner().invoke(cli, [*command, "--quick", "--json"])
+    assert again.exit_code == 0, again.stderr
+    assert {one["case"]["devices"] for one in json.loads(again.stdout)["cases"]} == {1, 2, 4}

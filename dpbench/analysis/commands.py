@@ -54,18 +54,21 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
 
 
-def predict(case: Case, machine: str = GPUS) -> str:
+def predict(case: Case, described: str = "") -> str:
     """Return the `dpbench predict` command for the work of `case` on one and more GPUs of a described machine.
 
+    `described` is the name or the file of the machine; if it is empty, the machine is `GPUS`.
     Return "" if `dpbench predict` does not know the precision or a habit of the training loop of the case.
     """
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
     precision = ["--precision", case.precision] if case.precision != Case.precision else []
     model = ["--model" if ":" in case.model else "--models", case.model]
+    # a model that is known by name is "full", the default, and refuses the option
+    size = ["--size", case.size] if case.size != "full" else []
     return shlex.join(
-        ["dpbench", "predict", "--machine", machine, *model, "--size", case.size, "--batch-sizes",
-         str(case.batch_size), "--devices", "1,2,4,8", *precision]
+        ["dpbench", "predict", "--machine", described or GPUS, *model, *size, "--batch-sizes",
+         str(case.batch_size), *([] if described else ["--devices", "1,2,4,8"]), *precision]
     )  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     if question.source is Source.PREDICTED and basis is Basis.OPEN:
         return measure([home, best_of(decision.open).case], machine=Resources())
     if basis is Basis.EMULATED or question.source is Source.PREDICTED or (basis in ELSEWHERE and few):
-        return predict(home)
+        return predict(home, machine.described)
     if basis in ELSEWHERE:
         spread = replace(home, device_ids=())
         roles = (Role.ENGINE, Role.CONTROL)

@@ -139,7 +139,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if held:
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
     changes = [] if options["quick"] or described.logical else what_if.what_ifs(predictor, asked)
-    answered = answers(rows([one.trial() for one in found]), Resources())
+    answered = answers(rows([one.trial() for one in found]), Resources(described=options["machine_name"]))
     if as_json:
         shapes.show(Predictions(
             machine=described.name, description=described.description, what_ifs=changes,
@@ -167,8 +167,11 @@ def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any]
         size=options["size"], **axes,
     )  # fmt: skip
     found = [replace(case, optimizer=options["optimizer"]) for case in found]
-    # only ddp runs on more than one node; if no case is left, keep all, because the predictor gives the reason
-    return [case for case in found if case.traits.ranks or case.devices <= described.gpu.count] or found
+    within = [case for case in found if case.traits.ranks or case.devices <= described.gpu.count]
+    if within and (beyond := [case for case in found if case not in within]):
+        labels = ", ".join(dict.fromkeys(case.label for case in beyond))
+        click.echo(f"left out, because one process cannot use the GPUs of several nodes: {labels}", err=True)
+    return within or found  # if no case is left, the predictor gives the reason
 
 
 def _given() -> list[str]:

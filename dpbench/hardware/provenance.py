@@ -32,9 +32,11 @@ VARIABLES = (
 class Resources:
     """The resources of a run's machine: the number of cores that the run may use, and the bytes of memory of each GPU.
 
-    A number is 0 if it is unknown.
+    A number is 0 if it is unknown. `described` is the name or the file of the machine for which a run is predicted; it
+    is empty for a machine that is measured.
     """
 
+    described: str = ""
     cores: int = 0
     gpu_memory_bytes: tuple[int, ...] = ()
 
