@@ -416,7 +416,10 @@ FAULTS = (
         "copies between GPUs do not count as busy time of the GPU that sends",
         r"""\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)",""",
         r"""\w*(?:nccl|rccl)",""",
-        ("tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",),
+        (
+            "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
+            "tests/test_import_profiled.py::test_busy_times_of_real_traces_are_the_counted_microseconds",
+        ),
     ),
     Fault(
         "collectives",
@@ -501,6 +504,20 @@ FAULTS = (
         "self._profiled_steps = PROFILED_STEPS",
         "self._profiled_steps = 1",
         ("tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[two]",),
+    ),
+    Fault(
+        "device-drift",
+        "spans of GPUs last as long as on the host's clock",
+        "host_s_per_ms = [(1 + drift) / 1e3 for drift in self.drift]",
+        "host_s_per_ms = [1 / 1e3 for _ in self.drift]",
+        ("tests/test_clock.py::test_spans_last_as_long_as_on_the_hosts_clock",),
+    ),
+    Fault(
+        "expected-time",
+        "a run says at its start how long it is expected to take",
+        "if self._plan:",
+        "if False:",
+        ("tests/test_outputs.py::test_lines_have_milliseconds_and_the_time_left",),
     ),
     Fault(
         "probed-access",

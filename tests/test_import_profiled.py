@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from torch._C._autograd import DeviceType
 
@@ -47,6 +50,28 @@ def test_events_of_a_profiler_are_the_activities_of_the_trace(profile) -> None:
     assert [one.metric for one in bench._busy_samples([found])] == [
         "kernel_busy_s", "collective_busy_s", "exposed_communication_s",
     ]  # fmt: skip
+
+
+COMMUNICATION, MOVED = re.compile("nccl|Memcpy PtoP"), re.compile("Memcpy|Memset")
+
+
+@pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.json.gz")), ids=lambda path: path.name)
+def test_busy_times_of_real_traces_are_the_counted_microseconds(path: Path) -> None:
+    """The path of a run's profiled step, compared with counts of the tenths of a microsecond in which a GPU works."""
+    trace = kineto.read(path)
+    (device,) = {one.device for one in trace.device}
+    found = busy(bench.activities_of(events(trace), {device: 0}))[0]
+    start_us, end_us = min(one.start_us for one in trace.device), max(one.end_us for one in trace.device)
+    works = {kind: np.zeros(round((end_us - start_us) * 10) + 1, dtype=bool) for kind in ("sent", "copied", "computed")}
+    for one in trace.device:
+        kind = "sent" if COMMUNICATION.match(one.name) else "copied" if MOVED.match(one.name) else "computed"
+        works[kind][round((one.start_us - start_us) * 10) : round((one.end_us - start_us) * 10)] = True
+    counted_s = {
+        "compute_s": works["computed"], "communication_s": works["sent"], "copies_s": works["copied"],
+        "exposed_communication_s": works["sent"] & ~works["computed"], "kernels_s": works["computed"] | works["copied"],
+    }  # fmt: skip
+    for name, counted in counted_s.items():
+        assert getattr(found, name) == pytest.approx(counted.sum() / 1e7, rel=0.01, abs=1e-5), name
 
 
 def test_annotations_hosts_and_gpus_of_others_are_no_activities(profile) -> None:
