@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
 from dpbench.hardware.devices import open_devices
-from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder
+from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder, Seen
 from dpbench.records import Phase
 from dpbench.strategies.ddp import ExposedReduction
 
@@ -109,20 +109,35 @@ class Outermost:
 
     def _hook(self, module: nn.Module) -> None:
         """Record the calls of a module from now on."""
+        recorder, opened, seen = self._recorder, self._opened, self._recorder.seen
 
         # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
         def before(module: Any, args: Any, kwargs: Any) -> None:
-            _before(self, module, args, kwargs)
+            # torch.compile traces the hooks of a module inside a compiled function, and would break the graph at them
+            if torch.compiler.is_compiling() or not recorder.mine:
+                return
+            start = recorder.now()  # the look at the module and its arguments is a part of the call
+            kind = _kind(recorder, module, args, kwargs)
+            hidden = kind == EVALUATION and (module.training or torch.is_grad_enabled())
+            recorded = recorder.begin(kind, -id(module) if hidden else id(module), start)
+            opened.append((recorded, sys.exc_info()[1]))
 
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            _after(self, module, args, kwargs, output)
+            if torch.compiler.is_compiling() or not recorder.mine or not opened:
+                return
+            recorded, handled = opened.pop()
+            if recorded:
+                if sys.exc_info()[1] is not handled:  # this hook also runs if the call has raised
+                    recorder.fail()
+                recorder.end()
+                if id(module) in seen.trained and id(module) not in seen.models:
+                    _note_facts(seen, module, args, kwargs, output)
 
         hooks: list[Any] = [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
         self._known[id(module)] = (module, hooks)
-        seen = self._recorder.seen
         if type(module).__name__ == "OptimizedModule":
             seen.compiled.add(id(module))
         if isinstance(module, nn.DataParallel):
@@ -154,35 +169,6 @@ class Outermost:
             return function(*args, **kwargs)
 
         return call
-
-
-def _before(outermost: Outermost, module: Any, args: Any, kwargs: Any) -> None:
-    recorder = outermost._recorder
-    # torch.compile traces the hooks of a module inside a compiled function, and would break the graph at them
-    if torch.compiler.is_compiling() or not recorder.mine:
-        return
-    start = recorder.now()  # the look at the module and its arguments is a part of the call
-    kind = _kind(recorder, module, args, kwargs)
-    hidden = kind == EVALUATION and (module.training or torch.is_grad_enabled())
-    recorded = recorder.begin(kind, -id(module) if hidden else id(module), start)
-    outermost._opened.append((recorded, sys.exc_info()[1]))
-
-
-def _after(outermost: Outermost, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-    recorder = outermost._recorder
-    if torch.compiler.is_compiling() or not recorder.mine or not outermost._opened:
-        return
-    recorded, handled = outermost._opened.pop()
-    if recorded:
-        if sys.exc_info()[1] is not handled:  # this hook also runs if the call has raised
-            recorder.fail()
-        recorder.end()
-        if id(module) in recorder.seen.trained and id(module) not in recorder.seen.models:
-            recorder.seen.models[id(module)] = facts(module, args, kwargs, output)
-            if any(
-                isinstance(one, torch.Tensor) and one.requires_grad and not one.dim() for one in tree_leaves(output)
-            ):
-                recorder.seen.own_loss.add(id(module))
 
 
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
@@ -239,6 +225,13 @@ def _settings(recorder: Recorder, module: nn.Module) -> None:
     if torch.is_autocast_enabled(kind):
         precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(kind), "fp32")
     seen.precisions[id(module)] = precision
+
+
+def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Note the sizes of a module that is trained for the first time, and whether it returns its own loss."""
+    seen.models[id(module)] = facts(module, args, kwargs, output)
+    if any(isinstance(one, torch.Tensor) and one.requires_grad and not one.dim() for one in tree_leaves(output)):
+        seen.own_loss.add(id(module))
 
 
 def facts(module: nn.Module, args: Any, kwargs: Any, output: Any) -> dict[str, float]:
@@ -331,28 +324,28 @@ class Averages:
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.no_grad.__enter__`, which begins such a block."""
+        recorder, open_spans = self._recorder, self._recorder.open
 
         @functools.wraps(was)
-        def enter(context: Any) -> Any:
-            found = was(context)
+        def enter(context: Any) -> None:
+            was(context)
             # the first test is the cheapest: torch itself enters several such blocks in each step
-            if not self._recorder.open and not torch.compiler.is_compiling() and self._recorder.updating_weights:
+            if not open_spans and not torch.compiler.is_compiling() and recorder.updating_weights:
                 self._enter(context, calling_frame(sys._getframe(1)))
-            return found
 
         return enter
 
     def leaving(self, was: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.no_grad.__exit__`, which ends such a block."""
+        recorder = self._recorder
 
         @functools.wraps(was)
-        def leave(context: Any, *args: Any) -> Any:
-            found = was(context, *args)
+        def leave(context: Any, kind: Any, error: Any, place: Any) -> None:
+            was(context, kind, error, place)
             if self._block is not None and self._block.context is context:
                 self._leave(self._block)
-            elif self._recorder.updating is not None and not torch.compiler.is_compiling():
-                self._recorder.updated_by_hand()
-            return found
+            elif recorder.updating is not None and not torch.compiler.is_compiling():
+                recorder.updated_by_hand()
 
         return leave
 
