@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import defaultdict
@@ -20,7 +21,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
-        self._owned: dict[int, tuple[torch.device, int]] = {}
+        self._owned: dict[int, tuple[torch.device, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._now: dict[torch.device, int] = defaultdict(int)
         self._peak: dict[torch.device, int] = defaultdict(int)
         self._bound: dict[torch.device, int] = {}
@@ -33,7 +34,8 @@ class Ledger:
         """
         key, size = id(storage), storage.nbytes()
         with self._lock:
-            _, before = self._owned.get(key, (device, None))
+            known = self._owned.get(key)
+            before = None if known is None else known[1]
             bound = self._bound.get(device)
             if bound is not None and self._now[device] + size - (before or 0) > bound:
                 full = DeviceFull(
@@ -42,17 +44,16 @@ class Ledger:
                 )
                 full.ordinal = device.index
                 raise full
-            if before is None:
-                weakref.finalize(storage, self._free, key).atexit = False
             if before != size:
-                self._owned[key] = (device, size)
+                kept = known[2] if known else weakref.ref(storage, functools.partial(self._free, key))
+                self._owned[key] = (device, size, kept)
                 self._now[device] += size - (before or 0)
                 self._peak[device] = max(self._peak[device], self._now[device])
 
-    def _free(self, key: int) -> None:
+    def _free(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         """Subtract the bytes of a storage that was freed; `key` is the id of the storage."""
         with self._lock:
-            device, size = self._owned.pop(key)
+            device, size, _ = self._owned.pop(key)
             self._now[device] -= size
 
     def now(self, device: torch.device) -> int:

@@ -246,9 +246,10 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Check the devices of the arguments, run `func` on the wrapped tensors, and wrap the tensors that it returns."""
-    for counter in _counters if func.namespace != "prim" else ():  # prim's functions read a tensor's properties
-        counter.append(_copied_bytes(func, args, kwargs))
-    tensors = list(_tensors((*args, *kwargs.values())))
+    if _counters and func.namespace != "prim":  # prim's functions read a tensor's properties
+        for counter in _counters:
+            counter.append(_copied_bytes(func, args, kwargs))
+    tensors = _tensors((*args, *kwargs.values()))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")
     if not by_position:
@@ -257,21 +258,24 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _check_positions(func, args)
     target = emulated[0].device
     if kwargs.get("device") is not None:
-        target = torch.device(kwargs["device"])
+        target = _numbered(kwargs["device"])
         kwargs = {**kwargs, "device": emulated[0].held.device if target.type == LAZY else target}
     inner = {name: _map(_held, value) for name, value in kwargs.items()}
-    result = func(*(_map(_held, value) for value in args), **inner)
+    result = func(*[_map(_held, value) for value in args], **inner)
     if result is None or target.type != LAZY:
         return result
-    known = {id(t.held): t for t in emulated} | {id(t): t for t in tensors}
+    known: dict[int, torch.Tensor] = {id(t.held): t for t in emulated}
+    if len(emulated) < len(tensors):
+        known |= {id(t): t for t in tensors}
     if by_position:
         return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
     if func is aten._pack_padded_sequence.default:  # batch sizes stay on the host
         return _outside(result[0], known, target), result[1]
     # a view made in inference mode is an inference tensor only if its base is
-    keeps_history = not torch.is_inference_mode_enabled() or (func.is_view and not emulated[0].is_inference())
-    with torch.inference_mode(not keeps_history):
-        return _map(lambda tensor: _outside(tensor, known, _numbered(target)), result)
+    if torch.is_inference_mode_enabled() and func.is_view and not emulated[0].is_inference():
+        with torch.inference_mode(False):
+            return _map(lambda tensor: _outside(tensor, known, target), result)
+    return _map(lambda tensor: _outside(tensor, known, target), result)
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -280,11 +284,11 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
     0-dim tensors on the host are allowed with any device, as are host tensors in the ops of `HOST_ARGUMENTS`. The
     copying ops of `ANY_DEVICE` are not checked.
     """
-    if func in ANY_DEVICE:
-        return
     for tensor in tensors:
+        if tensor.device == device or func in ANY_DEVICE:
+            continue
         of_host = tensor.device.type == "cpu" and (tensor.dim() == 0 or func in HOST_ARGUMENTS)
-        if tensor.device != device and not of_host:
+        if not of_host:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{device} and {tensor.device}! (when checking arguments of {func})"
@@ -329,10 +333,15 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`, the arguments of an op, including those in nested lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+def _tensors(values: Sequence[Any], found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Return the tensors in `values`, the arguments of an op, including those in nested lists and tuples.
+
+    They are appended to `found`, if it is given.
+    """
+    found = [] if found is None else found
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            _tensors(value, found)
+    return found
