@@ -893,3 +893,33 @@ for i, (x, y) in enumerate(batches(24)):
     assert len(found.steps) == 7
     assert found.rows == 12
     assert not found.unknown
+
+
+def test_a_reduction_that_the_script_calls_is_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda gradient: time.sleep(0.001))
+    found, _ = watched(tmp_path, """
+import torch.distributed as dist
+
+for x, y in batches(12):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+    with torch.no_grad():
+        time.sleep(0.003)
+        for p in net.parameters():
+            p.grad.clamp_(-1, 1)
+    optimizer.step()
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert len(rows) == 11
+    assert all(0.002 < row[Phase.REDUCE] < 0.0021 and 0.003 < row[Phase.CLIP] < 0.0031 for row in rows)
+
+
+def test_processes_that_the_script_starts_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(torch.multiprocessing, "spawn", lambda function, nprocs: started.append(nprocs))
+    found, _ = watched(tmp_path, "torch.multiprocessing.spawn(step, nprocs=2)")
+    assert started == [2]
+    assert not found.steps
+    assert [one.problem for one in found.unknown] == [seams.SPAWNED]

@@ -72,7 +72,7 @@ _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
 _AFTER = frozenset({Phase.OPTIMIZER, Phase.READ})
 """The kinds of spans between which the script may write gradients and weights."""
-_WRITES = frozenset({Phase.BACKWARD, Phase.CLIP})
+_WRITES = frozenset({Phase.BACKWARD, Phase.REDUCE, Phase.CLIP})
 """The kinds of spans after which the script may write gradients and weights."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+import torch.multiprocessing
 import torch.utils.data
 from torch import nn
 from torch.optim import lr_scheduler, swa_utils
@@ -48,6 +49,7 @@ SCHEDULERS = (
     lr_scheduler.ReduceLROnPlateau, lr_scheduler.SequentialLR,
 )  # fmt: skip
 """The schedulers of learning rates that define the step which others inherit."""
+SPAWNED = "the processes that torch.multiprocessing.spawn starts are not watched: start the script with torchrun"
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 
 
@@ -71,6 +73,9 @@ def installed(recorder: Recorder) -> Iterator[None]:
                 replace(owner, name, lambda was: _around(recorder, was, Phase.CLIP))
         for name in ("backward", "grad"):
             replace(torch.autograd, name, lambda was: _around(recorder, was, Phase.BACKWARD))
+        if torch.distributed.is_available():
+            replace(torch.distributed, "all_reduce", lambda was: _around(recorder, was, Phase.REDUCE))
+        replace(torch.multiprocessing, "spawn", lambda was: _noting(recorder, was, SPAWNED))
         replace(torch, "save", lambda was: outermost.without_hooks(_around(recorder, was, CHECKPOINT)))
         yield
 
@@ -105,6 +110,17 @@ def _around(
     return call
 
 
+def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callable[..., Any]:
+    """Return a function that adds a problem to those of the loop, and calls `was`."""
+
+    @functools.wraps(was)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder.seen.unknown[problem] = 0
+        return was(*args, **kwargs)
+
+    return call
+
+
 class _Running(NamedTuple):
     """A step that has begun: the id of its optimizer, the frame that calls its hooks, and whether it has a span."""
 
@@ -133,9 +149,7 @@ def _around_step(frame: types.FrameType | None) -> Iterator[type]:
 class _Steps:
     """The steps of optimizers: each ends an interval, unless a GradScaler or an engine ends it."""
 
-    def __init__(
-        self, recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack
-    ) -> None:  # fmt: skip
+    def __init__(self, recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack) -> None:
         self._recorder, self._averages, self._replace, self._stack = recorder, averages, replace, stack
         self._running: list[_Running] = []
         self._called: Any = None
