@@ -152,6 +152,7 @@ TOOLS = {"git", "uname", "fc-list"}
 FAST_PARAMETERS = 6
 """Sets of parameters of one test that `--fast` runs, at most."""
 in_test = False
+kept_from_a_process = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -162,7 +163,22 @@ def pytest_configure(config: pytest.Config) -> None:
 def _skip_at_a_process(event: str, arguments: tuple[Any, ...]) -> None:
     """Skip the test, or the tests of the fixture, that is about to start a process; Python calls this hook."""
     if event in STARTS and in_test and not (event == "subprocess.Popen" and Path(str(arguments[0])).name in TOOLS):
+        global kept_from_a_process
+        kept_from_a_process = True
         pytest.skip("starts a process")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test that fails because dpbench has caught the exception of `_skip_at_a_process`, as a trial does."""
+    global kept_from_a_process
+    kept_from_a_process = False
+    try:
+        return (yield)
+    except Exception:
+        if kept_from_a_process:
+            pytest.skip("starts a process")
+        raise
 
 
 @contextmanager
