@@ -97,9 +97,10 @@ class Recorded:
         return self._output, self._total
 
     def backward(self, slope: torch.Tensor, *, owned: bool) -> None:
-        """Replay the backward, and set `.grad` of every parameter; `slope` is the gradient of the loss sum.
+        """Replay the backward, and set `.grad` of every parameter.
 
-        With `owned`, the gradients are copies. Without it, the next backward overwrites their memory.
+        `slope` is the gradient with respect to the sum of the loss, with which the backward begins. With `owned`, the
+        gradients are copies. Without it, the next backward overwrites their memory.
         """
         self._slope.copy_(slope)
         self._backward()

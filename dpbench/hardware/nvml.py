@@ -278,9 +278,9 @@ def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence
     """Return the index of the replica on each GPU, by the ordinal under which the samplers number the GPU.
 
     `ordinals` are the CUDA ordinals that the case names, and `uuids` are the UUIDs of its GPUs in CUDA, both by index
-    of the replica; `visible` are the facts of the GPUs from `describe`. The UUIDs decide if they are known and several
-    GPUs are visible; a GPU whose UUID is not among `visible` is left out. If the case names no ordinals and the UUIDs
-    are unknown, the ordinals are the indices.
+    of the replica; `visible` are the facts of the GPUs from `describe`. If the UUIDs are known and several GPUs are
+    visible, the UUIDs determine the result, and a GPU whose UUID is not in `visible` is left out. Otherwise
+    `ordinals` determine the result; if the case names none, the replicas are on the visible GPUs in order.
     """
     if uuids and len(visible) > 1:
         known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}

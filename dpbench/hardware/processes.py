@@ -198,8 +198,8 @@ def ending(exit_status: int | None) -> str:
 def killed_for_memory(root: Path = Path("/")) -> int | None:
     """Return the number of processes that the kernel has killed because memory ran out; None if unknown.
 
-    The number is that of this process's cgroup or, without one that counts, of the system. `root` is the folder with
-    the kernel's file systems `proc` and `sys`.
+    The number is that of this process's cgroup or, if no counter of a cgroup can be read, of the whole system. `root`
+    is the folder with the kernel's file systems `proc` and `sys`.
     """
     for file in (*_of_cgroup(root, "memory.events", "memory.oom_control"), root / "proc/vmstat"):
         with suppress(OSError, ValueError):

@@ -273,8 +273,8 @@ def _ddp_of(case: Case) -> DistributedDataParallel:
             return strategy
     known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
     raise ValueError(
-        f"the memory of the strategy {case.strategy!r} is not known; use one of these strategies, or a form of ddp "
-        f"without a communication hook: {known}"
+        f"the memory of the strategy {case.strategy!r} is not known; use one of {known}, or a form of ddp without a "
+        "communication hook"
     )
 
 

@@ -154,10 +154,11 @@ Autocast on the CPU computes most of them in 16 bits.
 
 
 class AsOnGpus(TorchFunctionMode):
-    """A mode under which functions on CPU tensors call the operators that GPUs use, which save other tensors.
+    """A mode under which functions on CPU tensors call the operators that GPUs use.
 
-    Dropout keeps a mask of one byte per element. Fused attention with dropout keeps a seed instead of a mask. Autocast
-    computes the functions of `FULL_PRECISION` in fp32.
+    These operators save other tensors for the backward than those of the CPU. Dropout keeps a mask of one byte per
+    element. Fused attention with dropout keeps a seed instead of a mask. Autocast computes the functions of
+    `FULL_PRECISION` in fp32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -27,7 +27,7 @@ class Phase(StrEnum):
     """The phases of one training step, in the order in which DataParallel runs them.
 
     `data` is the host's wait for a batch from a DataLoader. `clip` is the clipping of gradients, and `read` the host's
-    wait for values of a device, such as that of the loss. Only observed training loops have these two phases.
+    wait for values from a device, such as that of the loss. Only observed training loops have these two phases.
     Host-to-device copies count as `scatter`, and `zero_grad` counts as `optimizer`. All-reduce and reduce-scatter count
     as `reduce`. All-gather, weight refresh and buffer synchronisation count as `replicate`.
     """

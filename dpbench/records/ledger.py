@@ -60,7 +60,7 @@ class Ledger:
 
     @cached_property
     def middle(self) -> Mapping[str, float]:
-        """Return the seconds of each phase in total over the steps of the function `middle`."""
+        """Return the total seconds of each phase over the middle half of the timed steps, sorted by their duration."""
         total: dict[str, float] = {}
         for phases in _middle(self._steps, self.phases):
             for name, seconds in phases.items():

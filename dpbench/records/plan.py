@@ -48,7 +48,8 @@ def sweep(
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
     loops = {name: habits.pop(name, (getattr(Case, name),)) for name in HABITS}
     if habits:
-        raise TypeError(f"a sweep has no axis {', '.join(habits)}; the habits of a loop are {', '.join(HABITS)}")
+        known = ", ".join(HABITS)
+        raise TypeError(f"a sweep has no axis {', '.join(habits)}; its axes for the training loop are {known}")
     options.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text, device_kind) for text in schedules]
     options.check_placement(devices, device_kind, device_ids, placement)

@@ -77,9 +77,10 @@ ALONE = "step_alone_s"
 
 @dataclass(frozen=True)
 class Host:
-    """One machine of a trial: its name and the ranks that run on it; `machine` identifies the running system.
+    """One machine of a trial: its name and the ranks that run on it.
 
-    `cores` is the number of cores that these ranks may use together; 0 means unknown.
+    `machine` is the id of the machine's current boot, or the host name if there is no such id. `cores` is the number of
+    cores that these ranks may use together; 0 means unknown.
     """
 
     name: str

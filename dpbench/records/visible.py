@@ -39,7 +39,10 @@ def everywhere(data: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values of a long column, with every text made visible; the column has few different texts, or none."""
+    """Return the values of a column, after making every text in it visible.
+
+    Either all values are texts or none is. Each distinct text is converted once, because a long column has few of them.
+    """
     if not values or not isinstance(values[0], str):
         return values
     shown = {value: everywhere(value) for value in {*values}}

@@ -3,7 +3,8 @@
 `_layers` describes how the layers are divided. The phase `scatter` of the accelerator is the copy of the activations
 from the host, and the phase `gather` of the host is the copy of their gradients back. The host waits for the
 accelerator before that copy, so that `gather` contains the copy alone; the copy would wait for the accelerator in any
-case. The input of the first layer stays on the host. The phases of the host's layers are those of the device HOST.
+case. The input of the first layer stays on the host. The phases of the layers on the host are recorded for the
+device HOST.
 """
 
 from __future__ import annotations

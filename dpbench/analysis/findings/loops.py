@@ -91,7 +91,7 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
     said = ", ".join(f"{place} in {number} of {count(steps, 'step')}" for place, number in places[:PLACES])
     more = f" and {count(len(places) - PLACES, 'more place')}" if len(places) > PLACES else ""
     return Evidence(
-        says="the host waits for values of a device",
+        says="the host waits for values from a device",
         numbers=f"{duration(seconds)} per step; read at {said or 'an unknown place'}{more}; on a GPU, part of this "
         "time is computation that the host would have to wait for later",
         size_s=seconds, share=context.share(Phase.READ.value), code=SELDOM,
@@ -216,8 +216,8 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
             return None
         return Evidence(
             says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
-            numbers=f"{percent(aside_s / (aside_s + steps_s))} of the sum of both, between the first and the last "
-            "step; the times of the steps do not include this time",
+            numbers=f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the time that it and the steps take "
+            "together, from the first to the last step; the step times do not include it",
             size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Neighbour: another model that takes steps on other devices, in another process, while a case is timed.
 
-The other model runs under the same strategy, settings and number of devices as the case, on the next devices. It takes
-its steps from before the case's verification until after its last step. A trial whose neighbour has failed, or has
-taken no step during this time, fails.
+The other model runs under the same strategy, settings and number of devices as the case, on the next devices. It
+starts before the case is verified, and stops after the last step of the case. A trial whose neighbour has failed, or
+has taken no step while the case was measured, fails.
 """
 
 from __future__ import annotations
