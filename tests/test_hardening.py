@@ -24,6 +24,7 @@ def change(path: Path, sql: str, *values: object) -> None:
         db.execute(sql, values)
 
 
+@pytest.mark.slow
 def test_damaged_stores_show_no_traceback_and_lose_no_intact_trial() -> None:
     assert hardening.damage_stores(20) == []
 

@@ -136,6 +136,7 @@ def test_kept_gradients_are_right_to_the_byte(strategy: str, devices: int, zero_
         assert found == [(one.memory() or 0) - held for one, held in zip(emulated, before, strict=True)]
 
 
+@pytest.mark.slow
 def test_published_figures_are_within_a_tenth() -> None:
     """Four figures that were committed before they were predicted: the allocator's, and the total of a device."""
     rows = {row["id"]: row for row in csv.DictReader(FIGURES.read_text(encoding="utf-8").splitlines())}
