@@ -222,13 +222,15 @@ def _fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests that need more GPUs than this machine has, with the reason; start with the slow ones.
+    """Skip tests that need more GPUs than this machine has, with the reason; order the tests.
 
-    A slow test at the end would run alone while the other process has nothing left to do.
+    Tests marked `alone` come first: each waits for the tests that are running, and the tests after it wait for it,
+    which takes longest beside a slow test. Slow tests follow: a slow test at the end would run while the other
+    processes have nothing left to do.
     """
     import torch
 
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    items.sort(key=lambda item: (item.get_closest_marker("alone") is None, item.get_closest_marker("slow") is None))
     if config.getoption("fast"):
         kept = set(_fast(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

@@ -211,7 +211,9 @@ def test_ranks_that_hold_memory_on_the_gpu_of_another_rank_are_found_with_their_
     one = finding(made.loop(of=ranks, held=(*homes, *strays)), "memory of other ranks", made.GPU_FACTS)
     assert one
     assert one.evidence.says == "ranks 1, 2 and 3 hold 1.29 GiB on GPU 0, on which rank 0 trains"
-    assert one.evidence.numbers.startswith("GPU 0: rank 1 512 MiB, rank 2 512 MiB, rank 3 300 MiB (CUDA contexts or tensors, from NVML")
+    assert one.evidence.numbers.startswith(
+        "GPU 0: rank 1 512 MiB, rank 2 512 MiB, rank 3 300 MiB (CUDA contexts or tensors, from NVML"
+    )
     assert "torch.cuda.set_device(local_rank)" in one.rule.remedy
     with mock.patch("torch.cuda.set_device") as bound, mock.patch("torch.load") as loaded:
         exec(one.code, {"os": mock.Mock(environ={"LOCAL_RANK": "2"}), "torch": torch, "path": tmp_path})
@@ -220,7 +222,9 @@ def test_ranks_that_hold_memory_on_the_gpu_of_another_rank_are_found_with_their_
     two = finding(made.loop(of=ranks, held=(*homes, held(3, 0, 2), held(0, 7, 1))), one.rule.name, made.GPU_FACTS)
     assert two
     assert two.evidence.says == "rank 3 holds 2.00 MiB on GPU 0, on which rank 0 trains, and on 1 more GPU"
-    assert two.evidence.numbers.startswith("GPU 0: rank 3 2.00 MiB; GPU 7: rank 0 1.00 MiB (CUDA contexts or tensors, from NVML")
+    assert two.evidence.numbers.startswith(
+        "GPU 0: rank 3 2.00 MiB; GPU 7: rank 0 1.00 MiB (CUDA contexts or tensors, from NVML"
+    )
 
 
 def test_memory_of_other_ranks_is_no_finding_without_the_processes_of_the_ranks() -> None:
