@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import statistics
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -159,65 +158,72 @@ def test_a_trial_has_a_ledger_for_every_step_and_strays_are_dropped() -> None:
     assert second == pytest.approx({"loss": 2, UNATTRIBUTED: 3})
 
 
-# ---------------------------------------------------------------- planted sleeps in real steps
+# ---------------------------------------------------------------- planted pauses in real steps
 
-PLANTED_S = 0.005
-STEPS = 40
+PAUSE_S = 0.005
+TICK_S = 1e-7
+STEPS = 4
+
+
+class Time:
+    """A time that only a reading and a pause move on, so that the load of the machine has no part in a result."""
+
+    def __init__(self) -> None:
+        self.lock, self.at_s = threading.Lock(), 0.0
+
+    def now(self) -> float:
+        self.pause(TICK_S)
+        return self.at_s
+
+    def pause(self, seconds: float) -> None:
+        with self.lock:
+            self.at_s += seconds
 
 
 class Net(nn.Module):
-    """A small net that may pause where its chunk is marked."""
+    """A small net that calls `pause` where its second chunk is marked."""
 
-    def __init__(self) -> None:
+    def __init__(self, pause: Callable[[], None]) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-        self.pause: Callable[[], None] | None = None
+        self.pause = pause
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.pause and x[0, 0] == 1:
+        if x[0, 0] == 1:
             self.pause()
-        return self.layers(x)
+        out: Tensor = self.layers(x)
+        return out
 
 
-def parts_of(plant: str) -> tuple[dict[tuple[str, int], float], float]:
-    """Return the median seconds of each part over many steps, and the real duration of a planted sleep."""
-    clock, slept = HostClock(), []
+@pytest.mark.parametrize(("plant", "where"), [("between", REST), ("forward", ("forward", 1))], ids=str)
+def test_a_planted_pause_shows_where_it_was_planted(plant: str, where: tuple[str, int]) -> None:
+    time, others = Time(), threading.Semaphore(0)
+    clock = HostClock(now=time.now)
 
     def pause() -> None:
-        began = time.perf_counter()
-        time.sleep(PLANTED_S)
-        slept.append(time.perf_counter() - began)
+        if plant == "forward":
+            for _ in range(2):  # the pause holds up device 1 alone
+                assert others.acquire(timeout=60), "the forward of device 0 or the start of the threads did not end"
+            time.pause(PAUSE_S)
 
     @contextmanager
     def mark(phase: Phase, device: int) -> Iterator[None]:
         with clock.mark(phase, device):
             yield
-        if plant == "between" and phase is Phase.LOSS:
-            pause()
+        if phase is Phase.FORWARD and device != 1:
+            others.release()
+        if phase is Phase.LOSS and plant == "between":
+            time.pause(PAUSE_S)
 
     torch.manual_seed(0)
-    net, x, y = Net(), torch.randn(32, 16), torch.randint(4, (32,))
-    net.pause = pause if plant == "forward" else None
+    net, x, y = Net(pause), torch.randn(32, 16), torch.randint(4, (32,))
     x[:16, 0], x[16:, 0] = 0, 1  # the second half goes to device 1
     step = TrainStep(net, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), ["cpu", "cpu"], "reference", mark=mark)
     for _ in range(STEPS):
         with clock.step(warmup=False):
             step(x, y)
-    rows = [ledger.charge(s, own) for s, own in zip(clock.steps(), ledger.by_step(clock.spans(), STEPS), strict=True)]
-    keys = {key for row in rows for key in row}
-    return {k: statistics.median(row.get(k, 0.0) for row in rows) for k in keys}, statistics.median(slept or [0.0])
-
-
-@pytest.mark.parametrize(("plant", "where"), [("between", REST), ("forward", ("forward", 1))], ids=str)
-def test_a_planted_sleep_shows_where_it_was_planted(plant: str, where: tuple[str, int]) -> None:
-    shares = []
-    for _ in range(3):  # the box is shared: a median may still be hit
-        without, _ = parts_of("nowhere")
-        planted, slept = parts_of(plant)
-        shares.append((planted[where] - without.get(where, 0.0)) / slept)
-        if abs(shares[-1] - 1) <= 0.1:
-            return
-    pytest.fail(f"of the planted sleep {shares} show under {where}")
+    for whole, own in zip(clock.steps(), ledger.by_step(clock.spans(), STEPS), strict=True):
+        assert ledger.charge(whole, own)[where] == pytest.approx(PAUSE_S, abs=100 * TICK_S)
 
 
 def test_a_typical_steps_parts_sum_to_it_and_a_disturbed_step_does_not_count() -> None:
