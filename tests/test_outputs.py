@@ -23,7 +23,7 @@ from dpbench.measure.forecast import Forecast
 from dpbench.measure.run import Ended, Note, Outcome, Started
 from dpbench.predict.cases import Need
 from dpbench.predict.what_if import WhatIf
-from dpbench.records import Case, Status, Trial
+from dpbench.records import Case, Status, Trial, machine
 from dpbench.records.options import Options
 from dpbench.store import Store
 from tests.exported import DP, PROVENANCE, is_error, made, stored
@@ -76,7 +76,8 @@ def strict(text: str) -> typing.Any:
 @pytest.fixture
 def names(monkeypatch):
     """Let msgspec read the annotations whose names are imported for type checkers only."""
-    for module, kinds in ((shapes, (Forecast, Found)), (tables, (Need, WhatIf)), (forecast, (Options,))):
+    in_shapes = Forecast, Found, machine.Machine
+    for module, kinds in ((shapes, in_shapes), (tables, (Need, WhatIf)), (forecast, (Options,))):
         for kind in kinds:
             monkeypatch.setattr(module, kind.__name__, kind, raising=False)
 
@@ -134,9 +135,8 @@ def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, na
     assert predicted.what_ifs
 
 
-def test_a_probe_prints_the_machine_that_its_file_describes(dpbench, monkeypatch, tmp_path):
+def test_a_probe_prints_the_machine_that_its_file_describes(dpbench, names, monkeypatch, tmp_path):
     from dpbench import probe
-    from dpbench.records import machine
 
     text = (machine.FOLDER / "rtx-3090-x2.toml").read_text()
     monkeypatch.setattr(probe, "measure_toml", lambda say, **_: say("measuring") or text)

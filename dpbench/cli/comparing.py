@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from dpbench.cli import shapes, showing
 from dpbench.cli.config import Documented
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from dpbench.store import StoredRun
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedRun:
+class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One side in the JSON of `dpbench compare`; `project_commit` is the commit of the project in whose folder it ran.
 
     The facts of an exported run are empty, and its `started` is the epoch.
@@ -42,8 +41,7 @@ class ComparedRun:
         return cls(run=RunFacts.of(run, cases), project_commit=project.get("commit") or "", answers=answers)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedCase:
+class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One case in the JSON of `dpbench compare`, as `analysis.comparison.Comparison` defines it."""
 
     label: str
@@ -67,8 +65,7 @@ class ComparedCase:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparedRuns:
+class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
     `unlike` has the facts in which the machines differ. `lost` has the reason for each case that is in both runs but

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from dpbench.cli import shapes
 from dpbench.cli.config import Documented
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from dpbench.observe.imported import Loop, Trace
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceTime:
+class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
     """The use that one device of a file made of the time `span_s` from its first to its last activity, in seconds.
 
     `device` is the number in the file, and `name` its model, empty if unknown. `compute_s`, `copies_s` and
@@ -40,8 +39,7 @@ class DeviceTime:
     idle_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepTime:
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
 
     `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
@@ -57,8 +55,7 @@ class StepTime:
     partial: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clock:
+class Clock(msgspec.Struct, frozen=True, kw_only=True):
     """The correction of a rank's clock in seconds.
 
     `shift_s` was added to the rank's times. `uncertainty_s` is the largest deviation of one of the `collectives`.
@@ -69,8 +66,7 @@ class Clock:
     collectives: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceFile:
+class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
 
     `clock` is the correction that aligns the rank's clock with that of the first rank; null for the first rank, and if
@@ -86,8 +82,7 @@ class TraceFile:
     notes: Sequence[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Import:
+class Import(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench import --json`: the id of the stored run, and the files in the order of their ranks."""
 
     schema: int

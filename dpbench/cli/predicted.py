@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from dpbench.cli import shapes
 from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, schedule, words
@@ -130,8 +131,7 @@ def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PredictedCase:
+class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of one case: `step_s` and `speedup`, which is null without a case on one device.
 
     Both have 80 % intervals.
@@ -166,8 +166,7 @@ class PredictedCase:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predictions:
+class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`; `what_ifs` has the gains of changes of the schedule or of the machine."""
 
     machine: str

@@ -23,7 +23,7 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import choose, list_unreadable, read, report_of, write_report
-from dpbench.records import machine, registry, words
+from dpbench.records import registry, words
 from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
 METRICS = {
@@ -74,6 +74,8 @@ def rows(kind: str) -> list[tuple[str, str]]:
     `kind` is the plural of one of these words, such as "models".
     """
     if kind == "machines":
+        from dpbench.records import machine
+
         loaded = {name: machine.load(name) for name in machine.names()}
         return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in loaded.items()]
     if kind == "metrics":

@@ -10,7 +10,6 @@ are never removed or changed in meaning without a higher `schema`; new keys may 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ import click
 import msgspec
 
 from dpbench.records import Case
-from dpbench.records.machine import Machine
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
     from dpbench.measure.forecast import Forecast
+    from dpbench.records.machine import Machine
     from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun
 
@@ -39,8 +38,7 @@ def show(record: object) -> None:
     click.echo(msgspec.json.format(msgspec.json.encode(record), indent=1).decode())
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
+class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a stored run, in `list runs`, `show` and every result.
 
     `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started, and `rounds` the number
@@ -79,24 +77,21 @@ class RunFacts:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunList:
+class RunList(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench list runs`: the newest run first."""
 
     runs: Sequence[RunFacts]
     schema: int = SCHEMA
 
 
-@dataclass(frozen=True, kw_only=True)
-class Name:
+class Name(msgspec.Struct, frozen=True, kw_only=True):
     """A name that options accept, and its description."""
 
     name: str
     description: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class NameList:
+class NameList(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench list` for models, strategies, schedules, machines and metrics."""
 
     kind: str
@@ -104,8 +99,7 @@ class NameList:
     schema: int = SCHEMA
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartedCase:
+class StartedCase(msgspec.Struct, frozen=True, kw_only=True):
     """A case that a run has started; `trials` is the number of its trials by status, such as "ok" and "killed"."""
 
     label: str
@@ -113,17 +107,15 @@ class StartedCase:
     trials: Mapping[str, int]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShownRun:
+class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench show`: the facts of a run, and its cases in the order of their start."""
 
     run: RunFacts
-    cases: Sequence[StartedCase] = field(default_factory=tuple)
+    cases: Sequence[StartedCase] = ()
     schema: int = SCHEMA
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
     """A number with its interval: of 95 % over `rounds` rounds, or of 80 % for a prediction, which has 0 rounds.
 
     `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
@@ -143,8 +135,7 @@ class Interval:
         return cls(value=one.value, low=one.low, high=one.high, rounds=one.n, withheld=one.doubt or "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaseResult:
+class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one case; `analysis.summary.Row` and docs/measuring.md define them.
 
     `outcome` is "ok", or the status or fault of a case without a result, whose cause `reason` gives. Keys of `busy_s`
@@ -182,8 +173,7 @@ class CaseResult:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerFacts:
+class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to one question, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case.
 
     `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands
@@ -210,8 +200,7 @@ class AnswerFacts:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run` and of `dpbench report`: the answers of a run, and the results of its cases."""
 
     run: RunFacts
@@ -233,8 +222,7 @@ class Result:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class CureFacts:
+class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A measured case that applies a remedy: its speed relative to the diagnosed case, and the seconds it saves."""
 
     label: str
@@ -243,8 +231,7 @@ class CureFacts:
     verdict: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class FindingFacts:
+class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A problem of the diagnosed case. `cost_s` is in seconds per step, null for a problem that costs memory only."""
 
     rule: str
@@ -275,8 +262,7 @@ class FindingFacts:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiagnosisFacts:
+class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The explanation of one case; `unjudged` has the questions that the run cannot answer."""
 
     label: str
@@ -294,16 +280,14 @@ class DiagnosisFacts:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class WithoutResult:
+class WithoutResult(msgspec.Struct, frozen=True, kw_only=True):
     """A case without a result, and the reason."""
 
     label: str
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench explain`."""
 
     run: RunFacts
@@ -327,16 +311,14 @@ class Explanation:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProbedMachine:
+class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench probe`: the machine that the TOML file would describe."""
 
     machine: Machine
     schema: int = SCHEMA
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --dry-run`, with the expected `seconds` of the trials, and the basis of this number.
 
     `seconds` is null if it is unknown; `trials` is the least number of trials.
@@ -354,8 +336,7 @@ class Plan:
         return cls(forecast=planned, trials=planned.trials, seconds=planned.seconds, basis=planned.basis)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Searches:
+class Searches(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --find-max-batch`."""
 
     run_id: str
