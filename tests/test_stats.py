@@ -361,7 +361,9 @@ def test_medians_of_resamples_are_distributed_as_those_of_drawn_steps(n: int) ->
     draw = np.random.default_rng(n)
     pool = np.exp(0.2 * draw.standard_normal(n))
     drawn = np.median(pool[draw.integers(n, size=(20_000, n))], axis=1)
-    found = stats.resampled_medians(pool, 20_000, draw)
+    low, high = stats._middles(n, 20_000, draw)
+    ordered = np.sort(pool)
+    found = (ordered[low] + ordered[high]) / 2
     assert {*np.round(found, 12)} <= {*np.round((pool[:, None] + pool[None, :]) / 2, 12).ravel()}
     for share in (0.025, 0.25, 0.5, 0.75, 0.975):
         at = np.quantile(drawn, share)
@@ -372,5 +374,13 @@ def test_medians_of_resamples_are_distributed_as_those_of_drawn_steps(n: int) ->
 def test_medians_of_resamples_keep_the_devices_of_a_step_together() -> None:
     draw = np.random.default_rng(0)
     common = draw.random(25)
-    found = stats.resampled_medians(np.stack([common, common + 1], axis=1), 500, draw)
+    counts = stats._counts(25, 500, draw)
+    found = stats._of_devices(np.stack([common, common + 1], axis=1), counts)
     assert np.allclose(found[:, 1] - found[:, 0], 1)
+    assert (found[:, 0] == [np.median(np.repeat(common, one)) for one in counts]).all()
+
+
+@hypothesis.given(st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_the_middle_of_rows_is_their_median(columns: int, seed: int) -> None:
+    values = np.random.default_rng(seed).integers(5, size=(20, columns)) / 3
+    assert (stats._middle(values) == np.median(values, axis=1)).all()

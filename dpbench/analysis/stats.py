@@ -33,6 +33,8 @@ Vectors = Mapping[int, Sequence[Sequence[float]]]
 RESAMPLES = 2000
 WITHIN = 400
 """The number of resamples of the steps of one round of several devices, from which the resamples of rounds draw."""
+NETWORK = 10
+"""The largest number of columns that `_middle` sorts by comparing whole columns: 4 rounds have 10 pairs."""
 CELLS = 4_000_000
 """The largest number of pairs of rounds in all resamples together. With many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
@@ -81,7 +83,7 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
     ((each, draws),) = _medians([rounds], seed)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
-    value, middles = float(np.median(each)), np.median(draws, axis=1)
+    value, middles = float(np.median(each)), _middle(draws)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
     found = _exponential(math.log(value), np.log(middles), len(rounds))
@@ -140,7 +142,7 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     (one, ones), (other, others) = _medians([first, second], seed, together=bool(common))
     value, n = float(np.median(one) - np.median(other)), min(len(one), len(other))
     count = min(len(ones), len(others))
-    draws = np.median(ones[:count], axis=1) - np.median(others[:count], axis=1)
+    draws = _middle(ones[:count]) - _middle(others[:count])
     low, high = _interval(value, draws, n)
     return Estimate(value, low, high, n, signed=True)
 
@@ -189,7 +191,8 @@ def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> l
     drawn = _drawn(tuple(tuple(map(len, pool)) for pool in pools), seed, RESAMPLES, together)
     steps = [np.concatenate(pool) for pool in pools]
     draws = [(one[low] + one[high]) / 2 for one, (low, high) in zip(steps, drawn, strict=True)]
-    return [(np.array([np.median(one) for one in pool]), drew) for pool, drew in zip(pools, draws, strict=True)]
+    middles = [np.array([(one[(len(one) - 1) // 2] + one[len(one) // 2]) / 2 for one in pool]) for pool in pools]
+    return list(zip(middles, draws, strict=True))
 
 
 @lru_cache(maxsize=64)
@@ -230,11 +233,9 @@ def _drawn_steps(
     found = []
     for number, n in enumerate(sizes):
         count = int((rounds == number).sum())
-        if len(sizes) > 1 and count > WITHIN:
-            # resampling steps is costly, and the variation between rounds is larger
-            found.append((_counts(n, WITHIN, generator), generator.integers(WITHIN, size=count)))
-        else:
-            found.append((_counts(n, count, generator), np.arange(count)))
+        few = min(count, WITHIN) if len(sizes) > 1 else count  # the variation between rounds is larger
+        counts = _counts(n, few, generator)
+        found.append((counts, generator.integers(few, size=count) if few < count else np.arange(count)))
     return rounds, tuple(found)
 
 
@@ -242,18 +243,6 @@ def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDAr
     """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples, rounds)."""
     pairs = rounds * (rounds + 1) // 2
     return generator.integers(rounds, size=(max(200, min(resamples, CELLS // pairs)), rounds))
-
-
-def resampled_medians(pool: Array, count: int, generator: np.random.Generator) -> Array:
-    """Return the medians of `count` resamples of the steps in `pool`, whose first axis is the steps.
-
-    A resample draws as many steps as there are, with replacement, and each step with all its devices, if it has any.
-    """
-    if pool.ndim > 1:
-        return _of_devices(pool, _counts(len(pool), count, generator))
-    ordered = np.sort(pool)
-    low, high = _middles(len(pool), count, generator)
-    return np.asarray((ordered[low] + ordered[high]) / 2)
 
 
 def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places, Places]:
@@ -274,31 +263,42 @@ def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places
 
 
 def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
-    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape (n, count).
-
-    The median of a device is the step at which the counts, added up in the order of its steps, reach half of the steps.
-    """
+    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape (count, n)."""
     picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
-    return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).T.astype(np.int32, order="C")
+    return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).astype(np.int32)
 
 
 def _of_devices(pool: Array, counts: Places) -> Array:
-    """Return the medians of resamples of a round of several devices, shape (resamples, devices)."""
-    return np.stack([_counted_medians(column, counts) for column in pool.T], axis=1)
+    """Return the medians of resamples of a round of several devices, shape (resamples, devices).
 
-
-def _counted_medians(steps: Array, counts: Places) -> Array:
-    """Return the median of each resample of `steps`; a column of `counts` has the number of times each was drawn."""
-    order, n = np.argsort(steps), len(steps)
-    ordered, reached = steps[order], counts[order].cumsum(axis=0, dtype=np.int32)
-    low, high = ((reached <= rank).sum(axis=0) for rank in ((n - 1) // 2, n // 2))
-    return np.asarray((ordered[low] + ordered[high]) / 2)
+    A row of `counts` has the number of times that a resample has drawn each step.
+    """
+    n, found = len(pool), []
+    before = n * np.arange(len(counts), dtype=np.int32)
+    for steps, order in zip(pool.T, pool.argsort(axis=0).T, strict=True):
+        reached = counts.take(order, axis=1).cumsum(dtype=np.int32)  # each resample adds n
+        low, high = (reached.searchsorted(before + rank, side="right") - before for rank in ((n - 1) // 2, n // 2))
+        found.append((steps[order[low]] + steps[order[high]]) / 2)
+    return np.stack(found, axis=1)
 
 
 def _centre(values: Array) -> Array:
     """Return the Hodges-Lehmann centre along the last axis: the median of the means of all pairs of values."""
     first, second = np.triu_indices(values.shape[-1])
-    return np.asarray(np.median((values[..., first] + values[..., second]) / 2, axis=-1))
+    return _middle((values[..., first] + values[..., second]) / 2)
+
+
+def _middle(values: Array) -> Array:
+    """Return the median along the last axis, as numpy.median computes it."""
+    n = values.shape[-1]
+    if n > NETWORK:
+        return np.asarray(np.median(values, axis=-1))
+    # an odd-even transposition sort of whole columns: numpy would sort every row by itself, which takes longer
+    columns = [values[..., i] for i in range(n)]
+    for turn in range(n):
+        for i in range(turn % 2, n - 1, 2):
+            columns[i : i + 2] = np.minimum(*columns[i : i + 2]), np.maximum(*columns[i : i + 2])
+    return np.asarray((columns[(n - 1) // 2] + columns[n // 2]) / 2)
 
 
 def _widen(draws: Array, n: int) -> Array:
