@@ -226,14 +226,14 @@ def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
 def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
     """Return the change of each phase from `before` to `after` in seconds per step; negative if it became shorter."""
     first, second = (_phase_medians(trials) for trials in (before, after))
-    return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {*first, *second}}
+    return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
     """Return the seconds of each phase: the median over rounds of the median over each round's timed steps."""
     medians: dict[str, list[float]] = {}
     for trial in (trial for trial in trials if trial.trusted):
-        ledgers = [phases for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True) if not step.warmup]
-        for name in {name for phases in ledgers for name in phases}:
+        ledgers = trial.by_column.timed(ledger.of_trial(trial))
+        for name in dict.fromkeys(name for phases in ledgers for name in phases):
             medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))
     return {name: statistics.median(values) for name, values in medians.items()}

@@ -120,8 +120,10 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in sorted(trials, key=lambda trial: order(trial.case)):
         groups.setdefault((trial.case, trial.source), []).append(trial)
-    series = {key: measured(group) for key, group in groups.items()}
-    table = [_row(case, group, series[case, source]) for (case, source), group in groups.items()]
+    series: dict[Source, dict[Case, stats.Rounds]] = {}
+    for (case, source), group in groups.items():
+        series.setdefault(source, {})[case] = measured(group)
+    table = [_row(case, group, series[source][case]) for (case, source), group in groups.items()]
     steps = {(row.case, row.source): row.step for row in table if row.step}
     draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
     return [_compared(row, series, steps, draws) for row in table]
@@ -243,26 +245,27 @@ def labels(trial: Trial) -> tuple[str, ...]:
 
 def _compared(
     row: Row,
-    series: Mapping[tuple[Case, Source], stats.Rounds],
+    series: Mapping[Source, Mapping[Case, stats.Rounds]],
     steps: Mapping[tuple[Case, Source], Estimate],
     draws: Mapping[tuple[Case, Source], Sequence[float]],
 ) -> Row:
     """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
 
-    `series` has the durations of the timed steps of every case by round, and `steps` their median step times. `draws`
+    `series` has the durations of the timed steps by source, case and round, and `steps` the median step times. `draws`
     has the errors of predicted steps; it is empty for measured ones, and for predictions of older versions.
     """
-    mine = series[row.case, row.source]
+    alike = series[row.source]
+    mine = alike[row.case]
     if not mine:
         return row
-    base = baseline_in(row.case, {case: found for (case, source), found in series.items() if source is row.source})
+    base = baseline_in(row.case, alike)
     if base is None:
         return row
     strong = base.batch_size == row.case.batch_size
     if row.source is Source.PREDICTED and row.step:
         ratio = stats.quotient(steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source])
     else:
-        ratio = stats.ratio(series[base, row.source], mine)
+        ratio = stats.ratio(alike[base], mine)
     speedup = _scaled(ratio, row.case.batch_size / base.batch_size)
     efficiency = None if row.case.traits.one_device else _scaled(speedup, 1 / row.case.devices)
     return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)

@@ -104,7 +104,7 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
     """Return the bytes per step from the counters of each case, link and device; empty without counters."""
     found = []
     for (case, source), group in _grouped(trials).items():
-        step_s = statistics.median(step.seconds for trial in group for step in trial.steps if not step.warmup)
+        step_s = statistics.median(seconds for trial in group for seconds in trial.timed)
         moves = _moves(case, group)
         for link in LINKS:
             rates = [_means(group, f"{link}_{way}_bytes_per_s") for way in ("rx", "tx")]
@@ -149,7 +149,7 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
     rounds: dict[int, list[float]] = {}
     for trial in trials:
         steps: dict[int, list[float]] = {}
-        charged = [charge for s, charge in zip(trial.steps, trial.ledger.charged, strict=True) if not s.warmup]
+        charged = trial.by_column.timed(trial.ledger.charged)
         for device in sorted({d for charge in charged for name, d in charge if name == phase.value}):
             steps[device] = [charge.get((phase.value, device), 0.0) for charge in charged]
         for device, values in steps.items():

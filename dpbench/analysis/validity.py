@@ -131,10 +131,6 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
 # -- measurements
 
 
-def _timed(trial: Trial) -> list[float]:
-    return [step.seconds for step in trial.steps if not step.warmup]
-
-
 @dataclass(frozen=True)
 class Trend:
     """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the Theil-Sen `slope`.
@@ -170,7 +166,7 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
 
     The change is computed from the Theil-Sen slope. Return None if the trial has too few timed steps.
     """
-    series = _timed(trial)
+    series = trial.timed
     if len(series) < TREND_FROM:
         return None
     if min(series) == max(series):
@@ -220,7 +216,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
     Return None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
     held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
-    if not held or sum(_timed(trial)) < LONG_S:
+    if not held or sum(trial.timed) < LONG_S:
         return None
     device = max(held, key=lambda d: held[d])
     return held[device], {"device": device}

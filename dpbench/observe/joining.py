@@ -111,7 +111,7 @@ class Seat:
             unknown.append(Unknown(problem=f"{count(lost, 'step')} of rank 0 that not all ranks took", steps=lost))
         kept = [at for at, number in enumerate(found.numbers) if number in common]
         together = replace(
-            found, steps=whole.steps, spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
+            found, steps=tuple(whole.steps), spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
             numbers=tuple(sorted(common)), unknown=tuple(unknown),
         )  # fmt: skip
         return Part(loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)), len(parts)

@@ -19,7 +19,8 @@ from dpbench.records.activity import union
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
 if TYPE_CHECKING:  # records.trial imports this module
-    from dpbench.records.trial import Span, Step, Trial
+    from dpbench.records.series import Step
+    from dpbench.records.trial import Span, Trial
 
 Value = TypeVar("Value")
 
@@ -88,7 +89,7 @@ class Ledger:
         The sum counts the time in which spans of several devices overlap once per span, the union only once. Spans of
         the host are left out.
         """
-        return {phase: self._concurrency(phase) for phase in {span.phase for span in self._spans}}
+        return {phase: self._concurrency(phase) for phase in dict.fromkeys(span.phase for span in self._spans)}
 
     def _concurrency(self, phase: Phase) -> tuple[float, float]:
         warm = {number for number, step in enumerate(self._steps) if step.warmup}

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import compress
 from typing import Any, ClassVar, Self
 
 from dpbench.records import visible
 from dpbench.records.case import Case, Phase
 from dpbench.records.ledger import Ledger
-from dpbench.records.samples import Sample, Samples
+from dpbench.records.series import Sample, Samples, Step, Steps
 
 
 class Doubt(StrEnum):
@@ -157,20 +158,6 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One training step: its duration, whether it was warm-up, and the time at which it ended."""
-
-    seconds: float
-    warmup: bool
-    end_s: float
-
-    @property
-    def start_s(self) -> float:
-        """Return the time at which the step began."""
-        return self.end_s - self.seconds
-
-
-@dataclass(frozen=True)
 class Memory:
     """The peak memory of one device, in one phase or, if `phase` is empty, in whole steps.
 
@@ -201,7 +188,7 @@ class Trial:
     status: Status = Status.OK
     reason: str = ""
     verified: Verified = Verified.NOT_APPLICABLE
-    steps: tuple[Step, ...] = ()
+    steps: Sequence[Step] = ()
     spans: tuple[Span, ...] = ()
     samples: Sequence[Sample] = ()
     memory: tuple[Memory, ...] = ()
@@ -235,13 +222,19 @@ class Trial:
 
         If `timed` is True, readings that were taken before the end of warm-up are left out.
         """
-        warm_s = max((step.end_s for step in self.steps if timed and step.warmup), default=float("-inf"))
+        steps = self.by_column
+        warm_s = max(compress(steps.ends, steps.warmup) if timed else (), default=float("-inf"))
         # readings of a profiled step, which is outside the series, have time 0
         found = {
             device: [value for time_s, value in zip(*series, strict=True) if time_s > warm_s or time_s == 0.0]
             for device, series in self.grouped.series(metric).items()
         }
         return {device: values for device, values in found.items() if values}
+
+    @cached_property
+    def by_column(self) -> Steps:
+        """Return the steps by column."""
+        return Steps.of(self.steps)
 
     @cached_property
     def grouped(self) -> Samples:
@@ -256,7 +249,8 @@ class Trial:
     @cached_property
     def timed(self) -> tuple[float, ...]:
         """Return the durations in seconds of the steps that are not warm-up, in order."""
-        return tuple(step.seconds for step in self.steps if not step.warmup)
+        steps = self.by_column
+        return tuple(steps.timed(steps.seconds))
 
     @cached_property
     def fault(self) -> Fault | None:

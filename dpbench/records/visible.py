@@ -45,7 +45,7 @@ def column(values: Sequence[Any]) -> Sequence[Any]:
     """
     if not values or not isinstance(values[0], str):
         return values
-    shown = {value: everywhere(value) for value in {*values}}
+    shown = {value: everywhere(value) for value in dict.fromkeys(values)}
     return [shown[value] for value in values]
 
 

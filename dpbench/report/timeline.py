@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import matplotlib as mpl
@@ -292,9 +293,9 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
     low, high = _scale(axes, min(times[0] for times in each), end)
     for row, name, group, top in zip(facet.rows, facet.names, groups, tops, strict=True):
         bottom = top + 24 + CURVE
-        for share in (0.0, 0.5, 1.0):
-            y = bottom - share * CURVE
-            axes.plot([low, high], [y, y], color=svg.GRID, linewidth=0.8, zorder=0.5)
+        heights = {share: bottom - share * CURVE for share in (0.0, 0.5, 1.0)}
+        axes.hlines([*heights.values()], low, high, color=svg.GRID, linewidth=0.8, zorder=0.5)
+        for share, y in heights.items():
             svg.write_beside(axes, y + 4, f"{share:.0%}", LEFT, LEFT - 6, ha="right", fontsize=svg.SMALL)
         if row.step and naming.drawable(row.step):
             _interval(axes, row.step, bottom - CURVE, bottom)
@@ -353,8 +354,8 @@ def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], l
     (curve,) = axes.plot(places, heights, drawstyle="steps-post", linewidth=1.4, **look)
     first, third = np.quantile(times, [0.25, 0.75])
     far = (times < first - OUTLIER * (third - first)) | (times > third + OUTLIER * (third - first))
-    dots = far & inside
-    axes.plot(times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2)
+    if (dots := far & inside).any():
+        axes.plot(times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2)
     if not inside.all():
         axes.plot([ends[1]], [bottom - shares[inside][-1] * CURVE], ">", color=look["color"], markersize=6)
     return curve
@@ -363,7 +364,7 @@ def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], l
 def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, float]) -> None:
     """Draw the warm-up steps of a case as circles at the height `y`, or as arrows where they are beyond the axis."""
     low, high = ends
-    warm = [step.seconds * 1e3 for trial in group for step in trial.steps if step.warmup]
+    warm = [s * 1e3 for steps in (t.by_column for t in group) for s in compress(steps.seconds, steps.warmup)]
     places = {round(axes.transData.transform((x, y))[0]): x for x in warm if low <= x <= high}
     inside = list(places.values())  # one of several circles at one SVG unit hides the others
     axes.plot(inside, [y] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5)
@@ -391,8 +392,7 @@ def _left_out(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial
     said = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
-        beyond = [time for time in times if time > end]
-        if beyond:
+        if beyond := [time for time in times if time > end]:
             count = words.count(len(times), "timed step")
             said.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
     if any(len(series[row.case]) > ROUNDS for row in facet.rows):

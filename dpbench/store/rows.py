@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from dpbench.records import Case, Sample, Status, Trial, visible
-from dpbench.records.samples import Samples, Series
+from dpbench.records.series import Samples, Series
 from dpbench.store import file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun

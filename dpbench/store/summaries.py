@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import operator
 from array import array
+from collections.abc import Sequence
 from functools import cached_property
 
 import msgspec
 
-from dpbench.records import UNATTRIBUTED, Phase, Span, Step, Trial
+from dpbench.records import UNATTRIBUTED, Phase, Span, Trial
 from dpbench.records.ledger import Ledger
+from dpbench.records.series import Steps
 from dpbench.records.visible import visible
 
 VERSION = 1
@@ -49,8 +51,8 @@ class StoredLedger(Ledger):
     """A ledger whose properties were stored; the seconds of every step are read when a caller first asks for them."""
 
     def __init__(self, packed: _Packed) -> None:
-        seconds, ends = _numbers(packed.seconds), _numbers(packed.ends)
-        self.steps = tuple(map(Step, seconds, map(bool, packed.warmup), ends))
+        warmup = tuple(map(bool, packed.warmup))
+        self.steps = Steps(_numbers(packed.seconds), warmup, _numbers(packed.ends))
         super().__init__(self.steps, ())
         self._packed = packed
 
@@ -66,12 +68,14 @@ class StoredLedger(Ledger):
         )
 
     @cached_property
-    def seconds(self) -> dict[str, list[float]]:
+    def seconds(self) -> dict[str, array[float]]:
         """Return the sums over devices of the stored seconds."""
-        found: dict[str, list[float]] = {}
+        found: dict[str, array[float]] = {}
         for (phase, _), column in zip(self._packed.keys, self._packed.charged, strict=True):
-            own = [0.0 if math.isnan(seconds) else seconds for seconds in _numbers(column)]
-            found[phase] = list(map(operator.add, found[phase], own)) if phase in found else own
+            own = _numbers(column)
+            if math.isnan(sum(own)):  # a step lacks this phase
+                own = array("d", (0.0 if math.isnan(seconds) else seconds for seconds in own))
+            found[phase] = array("d", map(operator.add, found[phase], own)) if phase in found else own
         return found
 
     @cached_property
@@ -103,15 +107,15 @@ class StoredLedger(Ledger):
 
 def packed(trial: Trial) -> bytes:
     """Return the summary of a trial for its row."""
-    found = trial.ledger
+    found, steps = trial.ledger, trial.by_column
     keys = list(dict.fromkeys(key for charged in found.charged for key in charged))
     number, spans = found.median_step or (None, ())
     return msgspec.msgpack.encode(
         _Packed(
             version=VERSION,
-            seconds=_column([step.seconds for step in trial.steps]),
-            ends=_column([step.end_s for step in trial.steps]),
-            warmup=bytes(step.warmup for step in trial.steps),
+            seconds=_column(steps.seconds),
+            ends=_column(steps.ends),
+            warmup=bytes(steps.warmup),
             keys=keys,
             charged=[_column([charged.get(key, math.nan) for charged in found.charged]) for key in keys],
             middle=dict(found.middle),
@@ -139,7 +143,7 @@ def unpacked(summary: bytes) -> StoredLedger | None:
     return StoredLedger(found)
 
 
-def _column(values: list[float]) -> bytes:
+def _column(values: Sequence[float]) -> bytes:
     return array("d", values).tobytes()
 
 

@@ -198,8 +198,8 @@ class CaseContext:
 def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
     """Return the seconds that the phases `names` take together in each timed step of a trial."""
     columns = [trial.ledger.seconds[name] for name in names if name in trial.ledger.seconds]
-    whole = map(sum, zip(*columns, strict=True)) if columns else [0.0] * len(trial.steps)
-    return [seconds for step, seconds in zip(trial.steps, whole, strict=True) if not step.warmup]
+    whole = columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
+    return trial.by_column.timed(whole or [0.0] * len(trial.steps))
 
 
 def around(value: float, rough: Estimate) -> Estimate:
