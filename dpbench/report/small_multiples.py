@@ -11,7 +11,7 @@ from dpbench.records import HABITS, Case, plan, words
 from dpbench.records.registry import Role
 from dpbench.report import naming
 
-PANELS = 8
+PANELS = 6
 """The largest number of panels in a section; cases in further panels are shown only in the table."""
 _SETTING = ("model", "size", "precision", "optimizer", "device_kind", *HABITS)
 
