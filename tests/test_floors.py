@@ -39,6 +39,9 @@ LIGHT = (
 )  # fmt: skip
 ROOT = Path(__file__).parent.parent / "dpbench"
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT]
+REPORTED = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("records", "store", "analysis", "report")]
+FREE = {"sorted", "min", "max", "sum", "any", "all", "len", "set", "frozenset"}
+"""The functions whose result does not depend on the order of their argument."""
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 
 
@@ -131,6 +134,36 @@ def test_the_encoding_of_every_text_is_explicit(path: Path) -> None:
     for call in texts(ast.parse(path.read_text(encoding="utf-8"))):
         explicit = any(keyword.arg == "encoding" for keyword in call.keywords)
         assert explicit or ast.unparse(call.func) in {"os.open", "gzip.open"}, f"{path}:{call.lineno}"
+
+
+def is_set(node: ast.AST) -> bool:
+    """Return whether an expression is visibly a set."""
+    if isinstance(node, ast.BinOp):
+        return is_set(node.left) or is_set(node.right)
+    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"set", "frozenset"}
+    return named or isinstance(node, ast.Set | ast.SetComp)
+
+
+def walks(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield the iterations over a set whose order may show in a result."""
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.For):
+            walked = [node.iter]
+        else:
+            found = isinstance(node, ast.ListComp | ast.GeneratorExp | ast.DictComp)
+            walked = [one.iter for one in node.generators] if found else []  # type: ignore[attr-defined]
+        user = parents.get(node)
+        free = isinstance(user, ast.Call) and isinstance(user.func, ast.Name) and user.func.id in FREE
+        if any(map(is_set, walked)) and not free:
+            yield node
+
+
+@pytest.mark.parametrize("path", REPORTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_report_depends_on_the_order_of_a_set(path: Path) -> None:
+    """The hashes of texts differ in every process, and with them the order of a set of texts."""
+    found = [f"{path}:{node.lineno}" for node in walks(ast.parse(path.read_text()))]  # type: ignore[attr-defined]
+    assert found == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "records").glob("*.py")), ids=lambda path: path.stem)

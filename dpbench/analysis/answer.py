@@ -253,7 +253,7 @@ def _loses(row: Row, question: Question) -> str:
     if lost_s <= 0:
         return "loses no time against perfect scaling"
     phases = {
-        name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {*row.phases, *base.phases}
+        name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {**row.phases, **base.phases}
     }
     said = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
     if not {*phases} - {UNATTRIBUTED}:  # as in a prediction by formulas

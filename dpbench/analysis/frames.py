@@ -110,7 +110,7 @@ def frame(
     the first eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have
     one value per row.
     """
-    count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in {*row.busy, *row.memory})])
+    count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in (*row.busy, *row.memory))])
     flat = [_record(row, count) for row in table]
     found = pd.DataFrame(flat, columns=list(_record(summary.BLANK, count)))
     if extra:

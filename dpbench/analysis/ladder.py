@@ -173,7 +173,7 @@ def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
     `name` and `over` become the fields of the result with the same names.
     """
     ratio = stats.ratio(before.series, after.series)
-    phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {*before.phases, *after.phases}}
+    phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {**before.phases, **after.phases}}
     phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
     return RungGain(
         name=name, over=over, ratio=ratio, gain_s=stats.difference(before.series, after.series),
@@ -190,11 +190,11 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
     count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
-    for text in steps.keys() - {schedule.FASTEST}:
+    for text in sorted(steps.keys() - {schedule.FASTEST}):
         back = schedule.ablations(schedule.parse(text), *conditions)
         found[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
     own = {text: sum(one not in schedule.RUNGS for one in ones.values()) for text, ones in found.items()}
-    base = max(sorted(own), key=lambda text: own[text])
+    base = max(own, key=lambda text: own[text])
     if not own[base]:
         return "", (), ()
     changes = (_change(switch, steps[one], steps[base], over=one) for switch, one in found[base].items())

@@ -105,7 +105,9 @@ def _typical(trials: Sequence[Trial], step_s: float) -> Lanes:
         steps.append((abs(trial.steps[number].seconds - step_s), trial.round, number, trial, spans))
     _, _, number, trial, spans = min(steps, key=lambda one: one[:3])
     step = trial.steps[number]
-    bars = {device: _bars(step, [s for s in spans if s.device == device]) for device in {s.device for s in spans}}
+    bars = {
+        device: _bars(step, [s for s in spans if s.device == device]) for device in sorted({s.device for s in spans})
+    }
     return Lanes(
         case=trial.case, source=trial.source, round=trial.round, step=number, seconds=step.seconds,
         timed=len(trial.timed), path=_path(step, spans, bars),

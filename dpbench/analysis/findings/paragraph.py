@@ -108,7 +108,7 @@ def _where(context: CaseContext) -> str:
         return (
             f"A step takes {time(context.step_s)}; with perfect scaling it would take {time(ideal_s)}: no time is lost."
         )
-    names = {*context.row.phases, *alone.phases}
+    names = {**context.row.phases, **alone.phases}
     lost = {n: context.row.phases.get(n, 0.0) - alone.phases.get(n, 0.0) / divisor for n in names}
     return (
         f"A step takes {time(context.step_s)}; with perfect scaling it would take {time(ideal_s)}. "
