@@ -6,8 +6,10 @@ import csv
 import json
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.scripts import fit_constants, public_figures
@@ -62,6 +64,43 @@ def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
     assert line.coverage is not None
     assert 0.7 <= line.coverage <= 1.0
     assert all(rows.without(group)[0] != DEFAULT for group in fit_constants.FITTED_ON)
+
+
+@pytest.mark.slow
+def test_intervals_hold_four_in_five_steps_over_machines(
+    scored: tuple[list[score.Scored], list[Excluded]],
+) -> None:
+    found = score.coverage(scored[0])
+    assert found is not None
+    assert found.machines > 30
+    assert found.low <= 0.80 <= found.high
+    assert 0.75 <= found.share <= 0.85
+    hard = score.coverage([one for one in scored[0] if one.hard])
+    assert hard is not None
+    assert hard.low <= 0.80 <= hard.high
+    assert found.score <= 0.543  # that of intervals before the costs of hosts and buses were measured
+
+
+def test_the_interval_of_a_coverage_is_as_wide_as_that_of_a_bootstrap_of_machines() -> None:
+    draw = np.random.default_rng(0)
+    machines = [(f"gpu {i}", int(draw.integers(1, 60)), float(draw.beta(8, 2))) for i in range(40)]
+    rows_ = [
+        SimpleNamespace(
+            covered=bool(draw.random() < right), interval_score=1.0,
+            matched=SimpleNamespace(row=SimpleNamespace(gpu=gpu, interconnect="PCIe")),
+        )
+        for gpu, number, right in machines
+        for _ in range(number)
+    ]  # fmt: skip
+    found = score.coverage(rows_)  # type: ignore[arg-type]
+    assert found is not None
+    of = {gpu: [one.covered for one in rows_ if one.matched.row.gpu == gpu] for gpu, _, _ in machines}
+    right, number = (np.array([f(mine) for mine in of.values()]) for f in (sum, len))
+    chosen = draw.integers(len(of), size=(20_000, len(of)))
+    shares = right[chosen].sum(axis=1) / number[chosen].sum(axis=1)
+    assert found.share == pytest.approx(right.sum() / number.sum())
+    assert found.high - found.low == pytest.approx(float(np.diff(np.quantile(shares, [0.025, 0.975]))[0]), rel=0.1)
+    assert score.coverage(rows_[:1]) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

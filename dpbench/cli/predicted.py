@@ -16,7 +16,7 @@ from dpbench.records.words import aligned
 if TYPE_CHECKING:
     from dpbench.predict.cases import Need, Prediction
     from dpbench.predict.scoring.published import Excluded
-    from dpbench.predict.scoring.score import ScoreLine
+    from dpbench.predict.scoring.score import Coverage, ScoreLine
     from dpbench.predict.what_if import WhatIf
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
@@ -104,6 +104,15 @@ def _gain(one: WhatIf) -> str:
 
 def _between(one: WhatIf) -> str:
     return f"{words.number(one.gain_low)}–{words.number(one.gain_high)}"
+
+
+def coverage_line(kind: str, found: Coverage) -> str:
+    """Return a line on the coverage of the 80 % intervals of some rows, with its interval and the interval score."""
+    return (
+        f"{kind}: {words.percent(found.share)} ({words.percent(found.low)} to {words.percent(found.high)}, clustered "
+        f"by machine) of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')} are in their "
+        f"80 % interval; interval score {found.score:.3f}"
+    )
 
 
 def scores_table(lines: Iterable[ScoreLine]) -> str:

@@ -17,6 +17,7 @@ from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Names, Numbers, 
 from dpbench.cli.predicted import (
     PredictedCase,
     Predictions,
+    coverage_line,
     excluded_text,
     needs_table,
     predictions_table,
@@ -311,6 +312,9 @@ def _score(path: Path, as_json: bool, all_rows: bool) -> None:
         click.echo(json.dumps(score.as_json(lines), indent=1))
         return
     click.echo(scores_table(lines))
+    for kind, some in (("rows", scored), ("hard rows", [one for one in scored if one.hard])):
+        if found := score.coverage(some):
+            click.echo(f"\n{coverage_line(kind, found)}")
     if known := score.calibrated_lines([one.matched for one in scored]):
         click.echo(f"\npredictions of each model with a machine calibrated on other models:\n{scores_table(known)}")
     if excluded:

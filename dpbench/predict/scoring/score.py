@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scipy.special import stdtrit
+
 from dpbench.predict import quick
 from dpbench.predict.constants import (
     ASSUMED,
@@ -187,6 +189,12 @@ class Scored:
         return self.low_s <= self.measured_s <= self.high_s
 
     @property
+    def interval_score(self) -> float:
+        """Return the score of the 80 % interval, whose ends must be positive, as `Coverage` defines it."""
+        low, measured, high = (math.log(seconds) for seconds in (self.low_s, self.measured_s, self.high_s))
+        return high - low + 10 * (max(0.0, low - measured) + max(0.0, measured - high))
+
+    @property
     def hard(self) -> bool:
         """Return whether the measured step takes at least `HARD` times as long as under linear scaling."""
         return self.measured_s >= HARD * self.linear_s
@@ -219,6 +227,39 @@ class ScoreLine:
     overhead: float
     hard_n: int
     hard_mape: float | None
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The share of intervals that contain the measured step, over `rows` rows of `machines` machines.
+
+    `low` and `high` are the ends of its 95 % interval. Rows of one machine share the errors of its description, so the
+    interval comes from the variation between machines (Cochran, "Sampling Techniques", 1977, section 9A.1). `score` is
+    the mean interval score of the logarithms of the steps, of which less is better: the width of an interval, plus ten
+    times the distance by which it misses the step (Gneiting and Raftery, "Strictly Proper Scoring Rules", 2007).
+    """
+
+    rows: int
+    machines: int
+    share: float
+    low: float
+    high: float
+    score: float
+
+
+def coverage(scored: Sequence[Scored]) -> Coverage | None:
+    """Return the coverage of all rows together; None if they are from fewer than two machines."""
+    machines: dict[tuple[str, str], list[bool]] = {}
+    for one in scored:
+        machines.setdefault((one.matched.row.gpu, one.matched.row.interconnect), []).append(one.covered)
+    m = len(machines)
+    if m < 2:
+        return None
+    share = statistics.mean(one.covered for one in scored)
+    spread = sum((sum(mine) - share * len(mine)) ** 2 for mine in machines.values())
+    half = float(stdtrit(m - 1, 0.975)) * math.sqrt(m / (m - 1) * spread) / len(scored)
+    each = statistics.mean(one.interval_score for one in scored)
+    return Coverage(len(scored), m, share, max(0.0, share - half), min(1.0, share + half), each)
 
 
 def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
