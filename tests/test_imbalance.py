@@ -99,7 +99,7 @@ def test_an_interval_covers_what_rounds_and_steps_differ_by() -> None:
 
 def test_a_step_is_resampled_with_all_its_devices() -> None:
     # steps differ a hundredfold, devices by nothing: resampled apart, the interval would be wide
-    vectors = {n: [[10.0**k] * 2 for k in range(9)] for n in range(3)}
+    vectors = {n: stats.beside([[10.0**k for k in range(9)]] * 2) for n in range(3)}
     found = stats.balance(vectors).first
     assert (found.low, found.high) == pytest.approx((1.0, 1.0))
 

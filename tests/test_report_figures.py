@@ -64,7 +64,7 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
     with svg.theme():
         throughput = figures.throughput(crowd)
     assert len(throughput.panels) == small_multiples.PANELS
-    assert throughput.note == "52 more cases are not drawn; the table shows all cases."
+    assert throughput.note == "54 more cases are not drawn; the table shows all cases."
 
 
 def test_measured_and_predicted_of_one_case_stay_apart() -> None:

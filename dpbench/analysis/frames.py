@@ -13,14 +13,11 @@ from types import MappingProxyType
 import pandas as pd
 
 from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial, ledger
-from dpbench.records.trial import Estimate
+from dpbench.records import CASE_FIELDS, Trial, ledger
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
 """The values of a table by column; all columns are equally long."""
-DEVICE_COLUMNS = 8
-"""The number of devices for which every flat table has columns, so that the tables of different runs match."""
 
 
 def cases(run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial]) -> pd.DataFrame:
@@ -103,16 +100,12 @@ def frame(
     run_ids: Sequence[str] = (),
     extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """Return the rows as a flat table with one line per row.
+    """Return the rows as a flat table with one line per row, whose columns are those of `summary.records`.
 
-    Each estimate and percentile has four columns: value, low, high and withheld. The last has the reason why reports do
-    not show the number; it is empty if they show it. The columns are the same for every run, except for devices beyond
-    the first eight. `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have
-    one value per row.
+    `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have one value per row.
     """
-    count = max([DEVICE_COLUMNS, *(device + 1 for row in table for device in (*row.busy, *row.memory))])
-    flat = [_record(row, count) for row in table]
-    found = pd.DataFrame(flat, columns=list(_record(summary.BLANK, count)))
+    blank, *flat = summary.records([summary.BLANK, *table])
+    found = pd.DataFrame(flat, columns=list(blank))
     if extra:
         found = pd.concat([found, pd.DataFrame(dict(extra))], axis=1)
     if run_ids:
@@ -132,23 +125,3 @@ def csv(table: pd.DataFrame) -> str:
 def _inert(cell: object) -> object:
     """Return a cell; a text that a spreadsheet would evaluate gets an apostrophe in front."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
-
-
-def _record(row: summary.Row, devices: int) -> dict[str, object]:
-    """Return one line of the flat table by column name, with columns for `devices` devices."""
-    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
-    record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
-    for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
-        estimate: Estimate | None = getattr(row, name)
-        for part in ("value", "low", "high"):
-            record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
-        record[f"{name}_withheld"] = estimate.doubt if estimate else None
-    for number in summary.PERCENTILES:
-        found = row.percentiles.get(number)
-        for part in ("value", "low", "high"):
-            record[f"p{number}_{part}"] = getattr(found, part) if found else None
-        record[f"p{number}_withheld"] = found.doubt or None if found else None
-    record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
-    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
-    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
-    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}

@@ -138,9 +138,9 @@ class Index:
 
 @dataclass(frozen=True)
 class _Found:
-    """The readings of one quantity for one case, by round and step.
+    """The readings of one quantity for one case: an array by round, with one row for each step.
 
-    Each row of `vectors` has one reading for each device in `columns`. `basis` describes the source of the readings.
+    A row has one reading for each device in `columns`. `basis` describes the source of the readings.
     """
 
     vectors: stats.Vectors
@@ -149,17 +149,13 @@ class _Found:
 
     def medians(self) -> dict[int, float]:
         """Return, for each device, the median over rounds of the median over each round's steps."""
-        rounds = [[statistics.median(column) for column in zip(*rows, strict=True)] for rows in self.vectors.values()]
-        return {
-            device: statistics.median(column)
-            for device, column in zip(self.columns, zip(*rounds, strict=True), strict=True)
-        }
+        return dict(zip(self.columns, stats.medians(self.vectors).tolist(), strict=True))
 
     @property
     def several(self) -> bool:
         """Return whether device 0 and at least one other device have readings, and all readings are positive."""
         others = self.columns[:1] == (0,) and len(self.columns) > 1
-        return others and all(min(row) > 0 for rows in self.vectors.values() for row in rows)
+        return others and all(bool((readings > 0).all()) for readings in self.vectors.values())
 
     @cached_property
     def balance(self) -> stats.Balance:
@@ -195,9 +191,8 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
                 rounds[trial.round] = figures
         columns = max((tuple(sorted(figures)) for figures in rounds.values()), key=len, default=())
         whole = {number: figures for number, figures in rounds.items() if tuple(sorted(figures)) == columns}
-        # the series of two ranks may differ in length by one step
-        vectors = {n: list(zip(*(figures[d] for d in columns), strict=False)) for n, figures in whole.items()}
-        if vectors:
+        if whole:
+            vectors = {n: stats.beside([figures[device] for device in columns]) for n, figures in whole.items()}
             return _Found(vectors, columns, basis)
     return None
 

@@ -27,8 +27,8 @@ Rounds = Mapping[int, Sequence[float]]
 """The durations of one case's timed steps in seconds, by round."""
 Array = NDArray[np.float64]
 Places = NDArray[np.int32]
-Vectors = Mapping[int, Sequence[Sequence[float]]]
-"""For each round and each of its steps, one number per device. A quantity read once per round has one step."""
+Vectors = Mapping[int, Array]
+"""For each round, an array of shape (steps, devices). A quantity read once per round has one step."""
 
 RESAMPLES = 2000
 WITHIN = 400
@@ -74,8 +74,7 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     n, tail = len(pooled), (1 - CONFIDENCE) / 2
     below = bdtr(np.arange(n), n, share)
     first, last = (int(np.searchsorted(below, one)) for one in (tail, 1 - tail))
-    known = first >= 1 and last < n
-    low, high = (float(pooled[first - 1]), float(pooled[last])) if known else (None, None)
+    low, high = (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
     return Percentile(float(np.percentile(pooled, 100 * share)), low, high, n)
 
 
@@ -121,13 +120,12 @@ def quotient(
     errors that both share cancel in the interval. Without draws, the interval combines the intervals of both, assuming
     independent errors.
     """
+    value = numerator.value / denominator.value
     if above and len(above) == len(below):
-        value = numerator.value / denominator.value
         low, high = middle_draws([a - b for a, b in zip(above, below, strict=True)])
         return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
-    value = numerator.value / denominator.value
     return Estimate(value, value * math.exp(-down), value * math.exp(up), min(numerator.n, denominator.n))
 
 
@@ -149,9 +147,9 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
 
 @dataclass(frozen=True)
 class Balance:
-    """The imbalance of devices: `first` is the ratio of device 0's median to the mean of the other devices' medians.
+    """The imbalance of devices: two ratios of their medians.
 
-    `most` is the ratio of the largest of the devices' medians to the mean of all of them.
+    `first` is device 0's to the mean of the others', and `most` the largest to the mean of all.
     """
 
     first: Estimate
@@ -164,13 +162,12 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     A device's median is the median over rounds of each round's median. Each step is resampled with all its devices, so
     that disturbances common to all devices cancel.
     """
-    pools = [np.asarray(vectors[key], dtype=float) for key in sorted(vectors)]
+    pools = [vectors[key] for key in sorted(vectors)]
     rounds, resamples = _drawn_steps(tuple(map(len, pools)), seed, RESAMPLES)
     draws = np.empty((*rounds.shape, pools[0].shape[1]))
     for number, (pool, (counts, picks)) in enumerate(zip(pools, resamples, strict=True)):
         draws[rounds == number] = _of_devices(pool, counts)[picks]
-    values = np.median([np.median(pool, axis=0) for pool in pools], axis=0)
-    resampled = np.median(draws, axis=1)
+    values, resampled = medians(vectors), _middle(draws.swapaxes(1, 2))
 
     def estimate(function: Callable[[Array], Array]) -> Estimate:
         value = float(function(values))
@@ -180,6 +177,17 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
         first=estimate(lambda one: one[..., 0] / one[..., 1:].mean(axis=-1)),
         most=estimate(lambda one: one.max(axis=-1) / one.mean(axis=-1)),
     )
+
+
+def beside(series: Sequence[Sequence[float]]) -> Array:
+    """Return the series of several devices as one array of shape (steps, devices), as long as the shortest series."""
+    steps = min(map(len, series))
+    return np.array([one[:steps] for one in series], dtype=float).T
+
+
+def medians(vectors: Vectors) -> Array:
+    """Return, for each device, the median over rounds of the median over each round's steps."""
+    return np.asarray(np.median([np.median(steps, axis=0) for steps in vectors.values()], axis=0))
 
 
 def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> list[tuple[Array, Array]]:
@@ -241,8 +249,8 @@ def _drawn_steps(
 
 def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
     """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples, rounds)."""
-    pairs = rounds * (rounds + 1) // 2
-    return generator.integers(rounds, size=(max(200, min(resamples, CELLS // pairs)), rounds))
+    most = CELLS // (rounds * (rounds + 1) // 2)
+    return generator.integers(rounds, size=(max(200, min(resamples, most)), rounds))
 
 
 def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places, Places]:
@@ -302,18 +310,12 @@ def _middle(values: Array) -> Array:
 
 
 def _widen(draws: Array, n: int) -> Array:
-    """Return `draws` multiplied by sqrt(n / (n - 1)), because resampling n rounds understates their variance.
-
-    A single round (n = 1) has no such factor: return `draws` unchanged.
-    """
+    """Return `draws` times sqrt(n / (n - 1)) if n > 1, because resampling n rounds understates their variance."""
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
 def _exponential(value: float, draws: Array, n: int, *, widened: bool = False) -> Estimate:
-    """Return the estimate of exp(value) from `n` rounds; `draws` are resamples of `value`, not of exp(value).
-
-    `widened` is True if `draws` have already been widened by `_widen`.
-    """
+    """Return the estimate of exp(value) from `n` rounds; the arguments are those of `_interval`."""
     low, high = _interval(value, draws, n, widened=widened)
     return Estimate(math.exp(value), math.exp(low), math.exp(high), n)
 
@@ -333,10 +335,7 @@ def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> t
 
 
 def p_value(estimate: Estimate) -> float:
-    """Return the two-sided p-value of the hypothesis that a ratio is 1.
-
-    Return 1.0 for predictions, and for estimates with too few rounds or too wide an interval.
-    """
+    """Return the two-sided p-value of the hypothesis that a ratio is 1; 1.0 for predictions and estimates in doubt."""
     if estimate.n < 2 or estimate.doubt:
         return 1.0
     spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)

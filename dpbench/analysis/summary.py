@@ -13,6 +13,7 @@ from typing import TypeVar
 from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
 from dpbench.records import (
+    CASE_FIELDS,
     UNATTRIBUTED,
     Case,
     Fault,
@@ -108,6 +109,8 @@ class Row:
         return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
 
 
+DEVICES = 8
+"""The number of devices of which every record has numbers, so that the records of different runs match."""
 BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
 """The row of no case, which has the default of every field."""
 
@@ -344,15 +347,15 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
     rounds have different devices, or if there are no readings.
     """
     metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
-    vectors: dict[int, list[tuple[float, ...]]] = {}
+    vectors: dict[int, stats.Array] = {}
     found: set[tuple[int, ...]] = set()
     for trial in trials:
         # devices without rows of the batch do no work and are left out
         values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < trial.case.working}
         if values:
             found.add(tuple(sorted(values)))
-            vectors[trial.round] = list(zip(*(values[device] for device in sorted(values)), strict=False))
-    idle = any(min(row) <= 0 for rows in vectors.values() for row in rows)
+            vectors[trial.round] = stats.beside([values[device] for device in sorted(values)])
+    idle = any(readings.min() <= 0 for readings in vectors.values())
     return ((), {}) if len(found) != 1 or idle else (found.pop(), vectors)
 
 
@@ -362,3 +365,34 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
     return {device: statistics.median(values) for device, values in sorted(found.items())}
+
+
+def records(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """Return the numbers of each row by name; every row has the same names.
+
+    Each estimate and percentile has four numbers: value, low, high and withheld. The last has the reason why reports do
+    not show the estimate; it is empty if they show it. The names are the same for every run, except for devices beyond
+    the first eight.
+    """
+    count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
+    return [_record(row, count) for row in rows]
+
+
+def _record(row: Row, devices: int) -> dict[str, object]:
+    """Return the numbers of one row by name, with those of `devices` devices."""
+    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
+    record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
+    for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
+        estimate: Estimate | None = getattr(row, name)
+        for part in ("value", "low", "high"):
+            record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
+        record[f"{name}_withheld"] = estimate.doubt if estimate else None
+    for number in PERCENTILES:
+        found = row.percentiles.get(number)
+        for part in ("value", "low", "high"):
+            record[f"p{number}_{part}"] = getattr(found, part) if found else None
+        record[f"p{number}_withheld"] = found.doubt or None if found else None
+    record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
+    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
+    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
+    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}

@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from dpbench.store import PastRun, StoredRun, UnreadableRow
 
 
-COLLECTED = 100_000
-"""The number of new objects after which Python looks for garbage, in a command that reads a run.
-
-A report of a large store builds millions of objects, which stay in use until the command ends. With Python's default of
-700, a tenth of the command's time would be spent on looking for garbage among them.
-"""
-
-
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
     """Return a run in a store file, the run's trials without their spans, and the rows that could not be read.
 
@@ -38,7 +30,11 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
     """
     from dpbench.store import Store
 
-    gc.set_threshold(COLLECTED)
+    # the millions of objects of a large run stay in use until the command ends: to look for garbage would be in vain
+    gc.disable()
+    context = click.get_current_context()
+    context.call_on_close(gc.enable)
+    context.call_on_close(gc.freeze)
     unreadable: list[UnreadableRow] = []
     with Store.read(store, listing(unreadable)) as opened:
         chosen = choose(opened.runs(), run_id)

@@ -8,6 +8,7 @@ span covers is charged as `unattributed`. It is not computed as a difference, so
 from __future__ import annotations
 
 import statistics
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -69,17 +70,17 @@ class Ledger:
         return total
 
     @cached_property
-    def occupied(self) -> Mapping[int, list[float]]:
+    def occupied(self) -> Mapping[int, array[float]]:
         """Return, by device, the seconds of each timed step during which at least one span was open on the device.
 
         Spans of the next step count too: a GPU that has finished its part of a step begins the next step while another
         GPU, which ends the step, still works.
         """
         timed = [step for step in self._steps if not step.warmup]
-        found: dict[int, list[float]] = {}
+        found: dict[int, array[float]] = {}
         for device in sorted({span.device for span in self._spans} - {HOST}) if timed else ():
             before = _open_before(span for span in self._spans if span.device == device)
-            found[device] = [min(step.seconds, before(step.end_s) - before(step.start_s)) for step in timed]
+            found[device] = array("d", (min(s.seconds, before(s.end_s) - before(s.start_s)) for s in timed))
         return found
 
     @cached_property

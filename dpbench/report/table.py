@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.analysis import frames, hosts
+from dpbench.analysis import hosts, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
@@ -171,8 +171,8 @@ def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
 def as_json(rows: Sequence[Row]) -> str:
     """Return the numbers of all rows as JSON text that is safe inside an HTML script element."""
     ordered = small_multiples.order(rows)
-    flat = frames.frame(ordered).to_dict("records")
-    return embedded([{"id": naming.case_id(row.case), **record} for row, record in zip(ordered, flat, strict=True)])
+    numbers = zip(ordered, summary.records(ordered), strict=True)
+    return embedded([{"id": naming.case_id(row.case), **record} for row, record in numbers])
 
 
 def embedded(records: Sequence[Mapping[Any, object]]) -> str:

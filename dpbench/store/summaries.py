@@ -84,9 +84,9 @@ class StoredLedger(Ledger):
         return self._packed.middle
 
     @cached_property
-    def occupied(self) -> dict[int, list[float]]:
+    def occupied(self) -> dict[int, array[float]]:
         """Return the stored seconds by device of every timed step."""
-        return {device: list(_numbers(column)) for device, column in self._packed.occupied.items()}
+        return {device: _numbers(column) for device, column in self._packed.occupied.items()}
 
     @cached_property
     def concurrency(self) -> dict[Phase, tuple[float, float]]:

@@ -70,7 +70,7 @@ def _slow_device(context: CaseContext) -> Judgement:
     slow = max(suspects, key=lambda device: row.busy[device])
     peers = [device for device in suspects if device != slow] or [device for device in alike if device != slow]
     columns = [devices.index(device) for device in (slow, *peers)]
-    e = stats.balance({n: [tuple(v[c] for c in columns) for v in each] for n, each in vectors.items()}).first
+    e = stats.balance({n: each[:, columns] for n, each in vectors.items()}).first
     if e.doubt:
         return _doubted("whether one device is slower than the others") if e.value > LEVEL else None
     if e.low <= LEVEL:
