@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.spines import Spine
 from matplotlib.text import Text
 
@@ -97,6 +98,8 @@ def _edges(axes: Axes, artist: Artist) -> tuple[float, float]:
         ends = [artist.get_position()[1]] if artist.get_text() else []
     elif isinstance(artist, LineCollection):  # whose extent in the window matplotlib does not know
         ends = [y for segment in artist.get_segments() for _, y in segment]
+    elif isinstance(artist, Rectangle) and artist.get_data_transform() is axes.transData:
+        ends = [artist.get_y(), artist.get_y() + artist.get_height()]
     else:
         box = artist.get_window_extent()
         ends = list(axes.transData.inverted().transform([[0, box.y0], [0, box.y1]])[:, 1])

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -348,6 +349,7 @@ def _shortened(value: str) -> str:
     return path
 
 
+@lru_cache(maxsize=1024)
 def _styled(style: str) -> str:
     """Return a style with CSS variables as colours and without matplotlib's font, so that the page's font applies."""
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)

@@ -121,9 +121,8 @@ def summary(db: file.Connection, row: int) -> Trial:
     the summary is computed from the spans.
     """
     with _reading(db, "trial", row):
-        head, packed = _row(db, "trial", TRIAL, row), _row(db, "trial", "summary", row)[0]
+        *head, packed, stored = _row(db, "trial", f"{TRIAL}, summary, summary_checksum", row)
         memory, series = _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric")
-        (stored,) = _row(db, "trial", "summary_checksum", row)
         if packed is None or stored != _checksum([head, packed, *memory, *series]):
             return trial(db, row).summary()
         found = summaries.unpacked(packed)
