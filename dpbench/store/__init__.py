@@ -12,7 +12,6 @@ import os
 import shutil
 import sqlite3
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -114,7 +113,7 @@ class Store:
                 rows.sign_run(self._db, row[0])
                 self._kill_running(row[0])
                 return row[0], True
-            run_id = uuid.uuid4().hex
+            run_id = os.urandom(16).hex()
             self._db.execute(
                 f"INSERT INTO run ({rows.RUN}) VALUES (?,?,?,?,?,?,NULL,?,?,?,?)",
                 (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
