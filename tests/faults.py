@@ -645,8 +645,8 @@ FAULTS = (
     Fault(
         "speed-up",
         "a speed-up is the baseline's step over the case's own",
-        "ratio = stats.ratio(series[base, row.source], mine)",
-        "ratio = stats.ratio(mine, series[base, row.source])",
+        "ratio = stats.ratio(alike[base], mine)",
+        "ratio = stats.ratio(mine, alike[base])",
         ("tests/test_analyse.py::test_strong_speed_up_compares_equal_global_work",),
     ),
     Fault(
