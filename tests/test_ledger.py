@@ -271,6 +271,7 @@ def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
     )  # fmt: skip
     steps, spans = ledger.joined([early, late])
     assert steps == (Step(8.0, False, 108.0),)
+    assert {one.start_s - steps[0].start_s for one in spans if one.phase is Phase.REDUCE} == {6.0}
     assert ledger.phases(steps[0], spans) == {"backward": 6.0, "reduce": 2.0, UNATTRIBUTED: 0.0}
 
 
