@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -140,6 +141,22 @@ def test_walk_back_from_the_end(given: list[Span], expected: dict[tuple[str, int
         assert sorted(parts.values()) == pytest.approx(sorted(expected))
     else:
         assert parts == pytest.approx(expected)
+
+
+def test_rounded_clocks_do_not_move_time_from_one_phase_to_another() -> None:
+    """Both GPUs end backward at 9, when GPU 1 has added the last gradients. Their clocks show ends up to 1 us early."""
+    given = [
+        *(span(*ends, device=device) for device in (0, 1) for ends in ((0, 2), (2, 9, "backward"))),
+        span(4, 7, "reduce"), span(7, 9, "reduce", 1), span(9, 10, "optimizer"),
+    ]  # fmt: skip
+    for late_s in itertools.product((0.0, -1e-6), repeat=len(given)):
+        rounded = [
+            replace(one, clock="cuda_event", end_s=one.end_s + late) for one, late in zip(given, late_s, strict=True)
+        ]
+        parts = ledger.phases(STEP, rounded)
+        expected = {"forward": 2.0, "backward": 2.0, "reduce": 5.0, "optimizer": 1.0, UNATTRIBUTED: 0.0}
+        assert parts == pytest.approx(expected, abs=1e-5)
+        assert math.fsum(parts.values()) == pytest.approx(STEP.seconds, abs=1e-12)
 
 
 def test_phases_are_named_in_order_with_the_rest_last() -> None:

@@ -151,18 +151,29 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
     their results arrived; the wait before is charged only where no other span is open.
     """
     inside = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
-    began = [_began(span, inside) for span in inside]
+    tie_s = 0.0 if all(span.clock == "host" for span in inside) else TIE_S
+    began = [_began(span, inside, tie_s) for span in inside]
     works = [Part(span, at, span.end_s) for span, at in zip(inside, began, strict=True)]
     waits = [Part(span, span.start_s, at) for span, at in zip(inside, began, strict=True) if at > span.start_s]
-    for part in _walk(step.start_s, step.end_s, works):
+    for part in _walk(step.start_s, step.end_s, works, tie_s):
         if part.span is None:
-            yield from _walk(part.start_s, part.end_s, waits)
+            yield from _walk(part.start_s, part.end_s, waits, tie_s)
         else:
             yield part
 
 
-def _walk(start_s: float, end_s: float, parts: Sequence[Part]) -> Iterator[Part]:
-    """Yield the critical path from `end_s` back to `start_s` through these parts of spans, as `walk` does."""
+TIE_S = 5e-6
+"""The largest difference in seconds at which two ends of spans count as equal, if a clock of a GPU measured any span.
+
+These clocks round their times, and their relation to the host's clock is known only within a few microseconds.
+"""
+
+
+def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> Iterator[Part]:
+    """Yield the critical path from `end_s` back to `start_s` through these parts of spans, as `walk` does.
+
+    Ends that differ by at most `tie_s` seconds count as equal.
+    """
     now = end_s
     while now > start_s:
         parts = [part for part in parts if part.start_s < now]
@@ -172,22 +183,31 @@ def _walk(start_s: float, end_s: float, parts: Sequence[Part]) -> Iterator[Part]
             yield Part(None, until, now)
         if last is None or until <= start_s:
             break
-        now = max(start_s, last.start_s)
+        reached_s = last.start_s
+        if tie_s:
+            tied = [part for part in parts if until - tie_s <= part.end_s <= until + tie_s]
+            tied = tied or [part for part in parts if until < part.end_s <= last.end_s + tie_s]
+            begun = max(tied, key=lambda p: p.start_s)
+            if begun.end_s < until:
+                reached_s = max(reached_s, begun.end_s)  # `begun` comes next
+            else:
+                last, reached_s = begun, begun.start_s
+        now = max(start_s, reached_s)
         yield Part(last.span, now, until)
 
 
-def _began(span: Span, spans: Iterable[Span]) -> float:
+def _began(span: Span, spans: Iterable[Span], tie_s: float) -> float:
     """Return the time in seconds from which a span works; until then, its device waits for the other devices.
 
-    It is the latest end, within the span, of work of another device that the phase of the span needs, or else the start
-    of the span.
+    It is the latest end, more than `tie_s` seconds before the end of the span, of work of another device that the phase
+    of the span needs, or else the start of the span.
     """
     if (needed := _NEEDS.get(span.phase)) is None:
         return span.start_s
     found = [s for s in spans if s.phase is needed and s.device != HOST]
     if needed is Phase.LOSS and any(s.device == span.device for s in found):
         return span.start_s
-    return max((span.start_s, *(s.end_s for s in found if s.device != span.device and s.end_s < span.end_s)))
+    return max((span.start_s, *(s.end_s for s in found if s.device != span.device and s.end_s < span.end_s - tie_s)))
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
