@@ -182,6 +182,22 @@ def test_a_slow_device_is_named() -> None:
     assert "as long as device 0" in found(one(), row({0: 0.010, 1: 0.012}))["slow device"].evidence.says
 
 
+@pytest.mark.parametrize("schedule", ["zero1", "replicas=persistent,update=sharded", "fastest"])
+def test_a_device_that_updates_more_weights_is_not_slow(schedule: str) -> None:
+    busy = {0: 0.010, 1: 0.030, 2: 0.010}
+    assert "slow device" in found(one(), measured(case(devices=3, schedule="allreduce"), LEVEL, busy=busy))
+    assert "slow device" not in found(one(), measured(case(devices=3, schedule=schedule), LEVEL, busy=busy))
+
+
+def test_a_device_without_rows_is_not_one_of_the_others() -> None:
+    """Persistent replicas without rows still receive gradients, which takes the last device 1 ms."""
+    trials = measured(case(devices=4, batch=3), LEVEL, busy={0: 0.020, 1: 0.010, 2: 0.010, 3: 0.001})
+    evidence = found(one(), trials)["imbalance"].evidence
+    assert evidence.says == "device 0 is busy 2.00× (2.00–2.00) as long as the others on average"
+    assert "device 0 is busy for 20.0 ms per step, the others for 10.0 ms on average" in evidence.numbers
+    assert evidence.size_s.value == pytest.approx(0.010 * 2 / 3, rel=0.01)
+
+
 def test_a_device_with_fewer_rows_does_not_make_the_others_slow() -> None:
     last = measured(case(devices=3, batch=65), LEVEL, busy={0: 0.022, 1: 0.022, 2: 0.017})  # 22, 22 and 21 rows
     assert "slow device" not in found(one(), last)

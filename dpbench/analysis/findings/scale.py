@@ -39,10 +39,10 @@ def _busy(context: CaseContext) -> Judgement:
     row = context.row
     if row.imbalance is None or len(row.busy) < 2:
         return None
-    others = [seconds for device, seconds in row.busy.items() if device > 0]
+    others = [seconds for device, seconds in row.busy.items() if 0 < device < context.case.working]
     rest = sum(others) / len(others)
     # the upper bound: all the extra work of device 0 is shared equally
-    factor = 1 - 1 / len(row.busy)
+    factor = 1 - 1 / (1 + len(others))
     e = row.imbalance
     if e.doubt:
         return _doubted("whether device 0 is busier than the others")
@@ -59,13 +59,15 @@ def _slow_device(context: CaseContext) -> Judgement:
     """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
 
     Where one process runs all devices, device 0 has additional work: it is never the slow one, and the others are
-    compared with it only if there is just one other. Return `Missing` if there are not enough rounds.
+    compared with it only if there is just one other. If the update is divided among the devices, nothing is compared,
+    because their parts may differ. Return `Missing` if there are not enough rounds.
     """
-    row, rows = context.row, context.case.rows
+    row, rows, chosen = context.row, context.case.rows, context.schedule
+    divided = chosen.update == "sharded" if chosen else context.case.traits.scheduled  # `fastest` may divide it
     devices, vectors = busy_of([trial for trial in context.trials if trial.trusted], row.busy_source)
     alike = [device for device in devices if device < len(rows) and rows[device] == rows[0]]
     suspects = [device for device in alike if device or not context.engine]
-    if context.case.traits.devices_per_replica > 1 or len(alike) < 2 or not suspects:
+    if context.case.traits.devices_per_replica > 1 or len(alike) < 2 or not suspects or divided:
         return None
     slow = max(suspects, key=lambda device: row.busy[device])
     peers = [device for device in suspects if device != slow] or [device for device in alike if device != slow]
