@@ -173,48 +173,60 @@ SLOW_LINK = 1.5
 class SlowLink:
     """A link over which timed copies take longer than over the others: between two devices, or the host (-1) and one.
 
-    `rate` and `others` are the bytes per second over this link and the median of the other links. `slower` is the ratio
-    of the time of a copy over this link to the median of the others.
+    `ends` are its source and its target in the direction in which copies take longer. With `one_way`, copies in the
+    other direction are not slow. `rate` and `others` are the bytes per second in this direction and the median of the
+    other links. `slower` is the ratio of the time of a copy in this direction to the median of the others.
     """
 
     ends: tuple[int, int]
+    one_way: bool
     rate: float
     others: float
     slower: Estimate
 
     def __str__(self) -> str:
         """Return a clause that names the link and both rates."""
-        first = "the host" if self.ends[0] == HOST else f"device {self.ends[0]}"
+        first, second = self.ends if self.one_way else sorted(self.ends)
+        start = "the host" if first == HOST else f"device {first}"
+        ends = f"from {start} to device {second}" if self.one_way else f"between {start} and device {second}"
         rate, others = number(self.rate / 1e9), number(self.others / 1e9)
-        return f"the link between {first} and device {self.ends[1]} is slow: {rate} GB/s, the others {others} GB/s"
+        return f"the link {ends} is slow: {rate} GB/s, the others {others} GB/s"
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
     """Return the slow links between two GPUs, or `to_host` those from the host to a GPU; at least two are compared.
 
-    A link is slow if the median of its copies is more than `SLOW_LINK` times that of the others. The list also has
-    links for which the interval of this ratio is in doubt or contains `SLOW_LINK`.
+    A link is slow if, in one direction, the median of its copies is more than `SLOW_LINK` times that of the other
+    links. The list also has links for which the interval of this ratio is in doubt or contains `SLOW_LINK`.
     """
     every = {ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host}
+    rates = {ends: 1 / stats.median(copies).value for ends, copies in every.items()}
     found = []
-    for ends, mine in every.items() if len(every) > 1 else ():
-        others = _median_of([copies for other, copies in every.items() if other != ends])
-        rate, usual = (1 / stats.median(copies).value for copies in (mine, others))
-        if usual > SLOW_LINK * rate:
-            found.append(SlowLink(ends=ends, rate=rate, others=usual, slower=stats.ratio(mine, others)))
+    for pair in dict.fromkeys((min(ends), max(ends)) for ends in every):
+        ways = [ends for ends in (pair, pair[::-1]) if ends in every]
+        rest = [copies for ends, copies in every.items() if ends not in ways]
+        if not rest:
+            continue
+        others = _median_of(rest)
+        usual = 1 / stats.median(others).value
+        slow = sorted((ends for ends in ways if usual > SLOW_LINK * rates[ends]), key=lambda ends: rates[ends])
+        for ends in slow[:1]:
+            found.append(
+                SlowLink(
+                    ends=ends, one_way=len(slow) < len(ways), rate=rates[ends], others=usual,
+                    slower=stats.ratio(every[ends], others),
+                )
+            )  # fmt: skip
     return found
 
 
 def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
-    """Return, for each link, the seconds per byte of its timed copies by round: the means over both directions."""
+    """Return, by source and target, the seconds per byte of the timed copies over each link, by round."""
     found: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
-        ways: dict[tuple[int, int], list[list[float]]] = {}
         for one in Link.all_of(trial.provenance) if trial.trusted else ():
-            ends = min(one.source, one.target), max(one.source, one.target)
-            ways.setdefault(ends, []).append([seconds / one.bytes for seconds in one.seconds])
-        for ends, each in ways.items():
-            found.setdefault(ends, {})[trial.round] = [statistics.mean(both) for both in zip(*each, strict=True)]
+            seconds = [duration / one.bytes for duration in one.seconds]
+            found.setdefault((one.source, one.target), {})[trial.round] = seconds
     return dict(found)
 
 

@@ -29,10 +29,11 @@ class Rates:
 class Machine:
     """A machine with GPUs, whose CUDA numbers are their positions in `gpus`.
 
-    `slow_links` maps pairs of CUDA numbers, of which -1 is the host, to the fraction of the normal bandwidth. `pci` has
-    the CUDA numbers in PCI order, which by default is the reverse of CUDA's order. `lag_s` is the sampling period of
-    the driver's counters: NVML returns the averages of the last complete period. `profiled` has the true start and end
-    of each profiled step.
+    `slow_links` maps pairs of CUDA numbers, of which -1 is the host, to the fraction of the normal bandwidth in both
+    directions, or in the direction from the first to the second if it also has the reversed pair. `pci` has the CUDA
+    numbers in PCI order, which by default is the reverse of CUDA's order. `lag_s` is the sampling period of the
+    driver's counters: NVML returns the averages of the last complete period. `profiled` has the true start and end of
+    each profiled step.
     """
 
     def __init__(
