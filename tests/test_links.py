@@ -154,7 +154,31 @@ def test_sharded_updates_move_a_share_each(copies: Copies) -> None:
         assert real[key] == pytest.approx(size, rel=0.4)
 
 
+@pytest.mark.parametrize("update", ["root", "each", "sharded"])
+def test_devices_without_rows_receive_the_gradients_that_they_need(copies: Copies, update: str) -> None:
+    case = Case(
+        model="resnet18", strategy="dp", schedule=f"replicas=persistent,update={update}", devices=4, batch_size=3,
+        device_kind="emulated",
+    )  # fmt: skip
+    real, shapes = really_moved(case, copies)
+    computed = by_way(transfers.moves(case, shapes))
+    assert set(computed) == set(real)
+    for phase in {phase for phase, _, _ in real}:
+        both = [sum(size for (name, _, _), size in moved.items() if name == phase) for moved in (real, computed)]
+        assert both[0] == pytest.approx(both[1], rel=0.01 if update == "sharded" and phase == "reduce" else 1e-6)
+
+
 # ---------------------------------------------------------------- on paper
+
+
+def test_gpus_that_all_update_are_a_ring_unless_gradients_are_rounded() -> None:
+    for schedule, expected in (
+        ("replicas=persistent,update=each", {("reduce", i, (i + 1) % 4): 1500.0 for i in range(4)}),
+        ("replicas=persistent,update=each,comm_dtype=bf16",
+         {("reduce", i, j): 500.0 for i in range(4) for j in range(4) if i != j}),
+    ):  # fmt: skip
+        found = by_way(transfers.moves(replace(DP, schedule=schedule, devices=4, batch_size=8), SHAPES))
+        assert {key: size for key, size in found.items() if key[0] == "reduce"} == expected
 
 
 def test_reference_on_gpus() -> None:
@@ -192,7 +216,7 @@ def test_what_is_sent_is_received(devices: int, batch: int) -> None:
     for strategy, schedule in [("dp", "reference"), ("dp", "zero1"), ("dp", "allreduce"), ("ddp", "")]:
         case = replace(DP, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch)
         found = transfers.moves(case, SHAPES)
-        used = [HOST, *range(len(case.rows))]
+        used = [HOST, *range(devices if schedule in ("zero1", "allreduce") else len(case.rows))]
         assert sum(sent(found, d) for d in used) == pytest.approx(sum(received(found, d) for d in used))
         assert {move.source for move in found} | {move.target for move in found} <= set(used)
 

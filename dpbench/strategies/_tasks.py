@@ -19,10 +19,10 @@ def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
         return
-    yield from _weights(schedule, shapes, len(rows))
+    yield from _weights(schedule, shapes, len(rows), case.devices)
     if schedule.loss == "gathered":
         yield from _outputs(case, shapes)
-    yield from _gradients(schedule, shapes, len(rows))
+    yield from _gradients(case, schedule, shapes)
 
 
 def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
@@ -42,17 +42,17 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * shapes.target_bytes)
 
 
-def _weights(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the transfers of weights and buffers from device 0 to the other `count - 1` devices.
+def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
+    """Yield the transfers of weights and buffers from device 0 to the other devices that have rows, `count` in all.
 
-    Persistent replicas that update their weights themselves receive only the buffers. With `update=sharded`, they also
-    receive the shards that other devices have updated.
+    Persistent replicas that update their weights themselves receive only the buffers. With `update=sharded`, each of
+    the `devices` also receives the shards that other devices have updated.
     """
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
         yield Move(Phase.REPLICATE, 0, device, shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes))
     if schedule.update == "sharded":
-        yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / count, count)
+        yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / devices, devices, devices)
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
@@ -62,24 +62,36 @@ def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
 
 
-def _gradients(schedule: Schedule, shapes: Shapes, count: int) -> Iterator[Move]:
-    """Yield the transfers of the gradients between `count` devices, to the devices that update weights.
+def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
+    """Yield the transfers of the gradients between devices, to the devices that update weights.
 
     With `update=sharded`, each device receives only its shard of the gradients. Otherwise, each device that updates
-    weights receives all gradients.
+    weights receives all gradients: on GPUs by a ring all-reduce, unless the gradients are rounded for the transfer.
+    Devices without rows also update weights; only in collectives do they also send.
     """
+    collective = case.device_kind == "cuda" and schedule.comm_dtype == "none"
+    count, devices = len(case.rows), case.devices
     each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # for fp32 parameters
     if schedule.update == "root":
         for device in range(1, count):
             yield Move(Phase.REDUCE, device, 0, each)
+    elif schedule.update == "each" and collective:
+        yield from ring(devices, each)
     else:
-        yield from _exchanged(Phase.REDUCE, each / (count if schedule.update == "sharded" else 1), count)
+        part = each / (devices if schedule.update == "sharded" else 1)
+        yield from _exchanged(Phase.REDUCE, part, devices if collective else count, devices)
 
 
-def _exchanged(phase: Phase, each: float, count: int) -> Iterator[Move]:
-    """Yield a transfer of `each` bytes from every one of `count` devices to every other device."""
-    for source in range(count):
-        for target in range(count):
+def ring(count: int, size: float) -> Iterator[Move]:
+    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices; none for one device."""
+    for device in range(count if count > 1 else 0):
+        yield Move(Phase.REDUCE, device, (device + 1) % count, 2 * (count - 1) / count * size)
+
+
+def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
+    """Yield a transfer of `each` bytes from every one of the first `sources` devices to every other of `targets`."""
+    for source in range(sources):
+        for target in range(targets):
             if source != target:
                 yield Move(phase, source, target, each)
 

@@ -21,7 +21,7 @@ from dpbench.records import Case, Mark, Phase, Profile, Task, chunk_sizes
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import Forward, Parallelism, Reduction, Role, Split, Strategy, Traits
 from dpbench.strategies._ranks import RankStep, forward_of_rank
-from dpbench.strategies._tasks import Graph, batch, buckets
+from dpbench.strategies._tasks import Graph, batch, buckets, ring
 
 if TYPE_CHECKING:
     from torch import nn
@@ -120,9 +120,7 @@ class DistributedDataParallel(Strategy):
         count = len(case.rows)
         for rank in range(1, count):
             yield Move(Phase.FORWARD, 0, rank, shapes.buffer_bytes)
-        for rank in range(count if count > 1 else 0):
-            ring = 2 * (count - 1) / count * shapes.trainable_bytes / (2 if self.traits.rounds_gradients else 1)
-            yield Move(Phase.REDUCE, rank, (rank + 1) % count, ring)
+        yield from ring(count, shapes.trainable_bytes / (2 if self.traits.rounds_gradients else 1))
 
 
 class _Step(RankStep):
