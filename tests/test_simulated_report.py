@@ -105,6 +105,7 @@ SHARDED = "workers=pool,replicas=persistent,loss=local,backward=local,reduce=ove
     [
         (1, {"strategy": "single"}),
         (4, {"strategy": "data_parallel_block"}),
+        (4, {"schedule": SHARDED.replace("sharded", "each")}),
         (8, {"schedule": SHARDED}),
     ],
     ids=str,
@@ -115,6 +116,10 @@ def test_other_strategies_and_schedules_have_their_true_times(count: int, change
     ran = simulated, trial, truth, report_of(as_rounds(trial))
     test_steps_and_phases_and_occupied_times_are_the_true_ones(ran)
     test_busy_times_and_their_imbalance_are_the_true_ones(ran)
+    collectives = {work.name.split("_")[1] for work in simulated.timeline.work if work.kind == "collective"}
+    assert collectives >= {"each": {"AllReduce"}, "sharded": {"Reduce"}}.get(
+        trial.case.schedule.rpartition("=")[2], set()
+    )
 
 
 def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> None:

@@ -91,9 +91,80 @@ class SimulatedDevice(EmulatedDevice):
 
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
         """Return the sums on this device, made by NCCL on the current streams."""
-        _group(self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors[0]), "Reduce")
+        _group(self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors[0]), "Reduce_Sum")
         with values_only():
             return [sum(t.to(self.torch_device) for t in each) for each in zip(*tensors, strict=True)]  # type: ignore[misc]
+
+    def collectives(self, devices: Sequence[Device]) -> Nccl | None:
+        """Return NCCL's collectives over `devices`, which run on separate streams; None for one device."""
+        return Nccl(self.machine, devices) if self.can_collect(devices) else None
+
+
+class Nccl:
+    """NCCL's in-place collectives, as rings on one additional stream of each device."""
+
+    def __init__(self, machine: Machine, devices: Sequence[Device]) -> None:
+        self._machine, self._devices = machine, devices
+        self._streams = {device.torch_device.index: Stream(device.torch_device.index) for device in devices}
+        machine.streams += self._streams.values()
+
+    def follow(self, i: int) -> None:
+        """Make later collectives wait for the work on the current stream of device i."""
+        ordinal = self._devices[i].torch_device.index
+        self._machine.timeline.wait(self._streams[ordinal], self._machine.streams[ordinal])
+
+    def lead(self, i: int) -> None:
+        """Make the current stream of device i wait for all collectives queued so far."""
+        ordinal = self._devices[i].torch_device.index
+        self._machine.timeline.wait(self._machine.streams[ordinal], self._streams[ordinal])
+
+    def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Write the sum of all tensors into `tensors[root]`."""
+        self._queue("Reduce_Sum", tensors[0].nbytes)
+        self._write([tensors[root]], self._sum(tensors))
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write the sum of all tensors into every tensor; each device sends every part of it almost twice."""
+        self._queue("AllReduce_Sum", 2 * (len(tensors) - 1) * tensors[0].nbytes // len(tensors))
+        self._write(tensors, self._sum(tensors))
+
+    def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Write part i of the sum to part i of `tensors[i]`."""
+        self._queue("ReduceScatter_Sum", (len(tensors) - 1) * tensors[0].nbytes // len(tensors))
+        total = self._sum(tensors)
+        for i, tensor in enumerate(tensors):
+            self._write([self._part(tensor, i)], self._part(total, i))
+
+    def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy part i of `tensors[i]` to part i of every other tensor."""
+        self._queue("AllGather", (len(tensors) - 1) * tensors[0].nbytes // len(tensors))
+        for i, tensor in enumerate(tensors):
+            self._write([self._part(other, i) for other in tensors if other is not tensor], self._part(tensor, i))
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Copy the values of `tensors[root]` to all other tensors."""
+        self._queue("Broadcast", tensors[0].nbytes)
+        self._write([tensor for tensor in tensors if tensor is not tensors[root]], tensors[root])
+
+    def _queue(self, name: str, size: int) -> None:
+        """Queue a ring in which each device sends `size` bytes to the next."""
+        streams = [self._streams.get(i, own) for i, own in enumerate(self._machine.streams)]
+        _group(self._machine, streams, self._devices, size, name)
+
+    def _part(self, tensor: torch.Tensor, i: int) -> torch.Tensor:
+        with values_only():
+            return tensor.view(len(self._devices), -1)[i]
+
+    @staticmethod
+    def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        with values_only():
+            return torch.stack([tensor.cpu() for tensor in tensors]).sum(0)
+
+    @staticmethod
+    def _write(targets: Sequence[torch.Tensor], value: torch.Tensor) -> None:
+        with values_only(), torch.no_grad():
+            for target in targets:
+                target.copy_(value)
 
 
 def streams_of(machine: Machine, device: int) -> list[Stream]:
@@ -105,7 +176,7 @@ def _group(machine: Machine, streams: Sequence[Stream], devices: Sequence[Device
     """Queue one NCCL kernel per device."""
     ordinals = [device.torch_device.index for device in devices]
     machine.timeline.collective(
-        [streams[i] for i in ordinals], machine.ring_s(ordinals, size), f"ncclDevKernel_{name}_Sum_f32_RING_LL"
+        [streams[i] for i in ordinals], machine.ring_s(ordinals, size), f"ncclDevKernel_{name}_f32_RING_LL"
     )
 
 
