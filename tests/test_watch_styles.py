@@ -491,22 +491,64 @@ arguments = TrainingArguments(
     __file__ + ".out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=20, report_to=[],
     use_cpu=True, save_strategy="no", disable_tqdm=True,
 )
-Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=rows).train()
+net = GPT2LMHeadModel(config)
+Trainer(model=net, args=arguments, train_dataset=rows).train()
+"""
+LIGHTNING = """
+import lightning
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 3))
+
+    def training_step(self, batch, at):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, at):
+        self.log("validation", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+kept = lightning.pytorch.callbacks.ModelCheckpoint(__file__ + ".out", every_n_train_steps=8)
+trainer = lightning.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, callbacks=[kept], accumulate_grad_batches=2, gradient_clip_val=1.0,
+    val_check_interval=20, enable_progress_bar=False, enable_model_summary=False,
+)
+net = Module()
+trainer.fit(net, batches(40), batches(10))
 """
 
 
 @pytest.mark.filterwarnings("default")  # of the libraries themselves
 @pytest.mark.parametrize(
-    ("library", "source", "updates", "rows"), [("accelerate", ACCELERATE, 1, 4), ("transformers", TRAINER, 2, 8)]
+    ("libraries", "source", "updates", "rows"),
+    [
+        (("accelerate",), ACCELERATE, 1, 4),
+        (("accelerate", "transformers"), TRAINER, 2, 8),
+        (("lightning",), LIGHTNING, 2, 8),
+    ],
+    ids=["accelerate", "transformers", "lightning"],
 )
-def test_the_loops_of_hugging_face_are_understood(
-    library: str, source: str, updates: int, rows: int, tmp_path: Path
+def test_the_loops_of_libraries_are_understood(
+    libraries: tuple[str, ...], source: str, updates: int, rows: int, tmp_path: Path
 ) -> None:
-    pytest.importorskip("accelerate")
-    pytest.importorskip(library)
+    for library in libraries:
+        pytest.importorskip(library)
+    source = f"torch.manual_seed(0)\n{source}torch.save([*net.parameters()], __file__ + '.weights')\n"
     found, _ = really_watched(tmp_path, source, time.thread_time)  # other processes use the cores, too
+    weights = torch.load(tmp_path / "train.py.weights", weights_only=False)
+    assert script.run(str(tmp_path / "train.py"), []) == 0
+    alone = torch.load(tmp_path / "train.py.weights", weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True))
     assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (19, updates, rows, 0)
     assert not found.unknown
+    assert (found.evaluation_s > 0, found.checkpoint_s > 0) == ("lightning" in libraries,) * 2
     table = ledger.Ledger(found.steps, found.spans).phases
     assert {Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER} <= {*table[-1]}
     assert min(row[UNATTRIBUTED] / sum(row.values()) for row in table) < 0.05
