@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -291,6 +292,25 @@ def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_
     assert ({"scatter", "replicate", "gather"} <= {*rows[-1]}) == (name == "engine")
     assert not torch.nn.Module.__call__.__qualname__.startswith("Outermost")
     assert "item" not in vars(torch.Tensor)
+
+
+def test_a_watched_step_calls_few_functions_of_dpbench(tmp_path: Path) -> None:
+    calls, until = 0, list[int]()
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(str(Path(seams.__file__).parent))
+
+    recorder = Recorder()
+    recorder.listeners.append(lambda _: until.append(calls))
+    with seams.installed(recorder):
+        sys.setprofile(called)
+        try:
+            ran(tmp_path, "plain")
+        finally:
+            sys.setprofile(None)
+    steps = [after - before for before, after in pairwise(until[8:])]
+    assert statistics.mode(steps) <= 44
 
 
 @pytest.mark.parametrize(("name", "place"), [(n, p) for n, places in PLANTS.items() for p in places])

@@ -16,15 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import nn
+from torch import is_grad_enabled, nn
+from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
 from dpbench.hardware.devices import open_devices
 from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder, Seen
+from dpbench.observe.script import calling_frame
 from dpbench.records import Phase
 from dpbench.strategies.ddp import ExposedReduction
 
@@ -36,10 +39,9 @@ COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
 """The open spans in which a call of a module is an outermost one: none, and an optimizer's step with its closure."""
+_FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
 PLACES = 16
 """The largest number of places in the script at which a block without gradients is examined."""
-_IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
-"""The packages whose frames do not belong to the script."""
 SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
 
 
@@ -52,22 +54,13 @@ class Outermost:
         self._opened: list[tuple[bool, BaseException | None]] = []
         """For each open call, whether it is recorded, and the exception that the script was handling before it."""
         self._original = nn.Module.__call__
-        self._until = LOOKS
-        self._looking = False
+        self._until, self._looking = LOOKS, False
 
     @contextmanager
     def installed(self) -> Iterator[Outermost]:
         """Look for outermost modules; on exit, remove all hooks."""
         self.look()
-
-        def updated(ends: Any) -> None:
-            number = len(ends)
-            if number >= AGAIN and number & (number - 1) == 0:
-                self.look()
-            elif self._looking and number > self._until:
-                self._call(self._original)
-
-        self._recorder.listeners.append(updated)
+        self._recorder.look = self._updated
         try:
             yield self
         finally:
@@ -83,6 +76,20 @@ class Outermost:
         """Look for outermost modules during the next updates."""
         self._until = len(self._recorder.ends) + LOOKS
         self._call(self._finding)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Let the recorder call `_updated` after the update at which looking begins again or ends."""
+        number = len(self._recorder.ends)
+        again = max(AGAIN, 1 << number.bit_length())  # the next power of two
+        self._recorder.due = min(again, self._until + 1) if self._looking else again
+
+    def _updated(self, number: int) -> None:
+        if number >= AGAIN and number & (number - 1) == 0:
+            self.look()
+        else:
+            self._call(self._original)
+            self._wait()
 
     def _call(self, function: Callable[..., Any]) -> None:
         looking = function is not self._original
@@ -95,7 +102,7 @@ class Outermost:
         original, known, recorder = self._original, self._known, self._recorder
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
+            if is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
                 return original(module, *args, **kwargs)
             if id(module) not in known:
                 self._hook(module)
@@ -114,20 +121,20 @@ class Outermost:
         # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
         def before(module: Any, args: Any, kwargs: Any) -> None:
             # torch.compile traces the hooks of a module inside a compiled function, and would break the graph at them
-            if torch.compiler.is_compiling() or not recorder.mine:
+            if is_compiling() or not recorder.active or get_ident() != recorder.thread:
                 return
             start = recorder.now()  # the look at the module and its arguments is a part of the call
             kind = _kind(recorder, module, args, kwargs)
-            hidden = kind == EVALUATION and (module.training or torch.is_grad_enabled())
+            hidden = kind == EVALUATION and (module.training or is_grad_enabled())
             recorded = recorder.begin(kind, -id(module) if hidden else id(module), start)
-            opened.append((recorded, sys.exc_info()[1]))
+            opened.append((recorded, sys.exception()))
 
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or not recorder.mine or not opened:
+            if is_compiling() or not opened or not recorder.active or get_ident() != recorder.thread:
                 return
             recorded, handled = opened.pop()
             if recorded:
-                if sys.exc_info()[1] is not handled:  # this hook also runs if the call has raised
+                if sys.exception() is not handled:  # this hook also runs if the call has raised
                     recorder.fail()
                 recorder.end()
                 if id(module) in seen.trained and id(module) not in seen.models:
@@ -179,13 +186,13 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     evaluation if the module is in eval mode and was trained in training mode. Loops that make such a call in most
     steps, for example to find adversarial inputs, are recognised later.
     """
-    grad, seen, number = torch.is_grad_enabled(), recorder.seen, id(module)
+    grad, training, seen, number = is_grad_enabled(), module.training, recorder.seen, id(module)
     trained = number in seen.trained
-    if not grad and (trained or not module.training):
+    if not grad and (trained or not training):
         return EVALUATION
-    if grad and not module.training and number in seen.in_training:
+    if grad and not training and number in seen.in_training:
         return EVALUATION
-    if module.__class__.__module__ == "torch.nn.modules.loss":
+    if not trained and module.__class__.__module__ == "torch.nn.modules.loss":
         return Phase.LOSS
     if not trained:  # the look at the parameters is slow
         if next(module.parameters(), None) is None:
@@ -196,16 +203,17 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
         seen.trained.add(number)
         seen.rows[number] = Counter()
         _settings(recorder, module)
-    if module.training:
+    if training:
         seen.in_training.add(number)
     rows = seen.rows[number]
-    if rows.total() < COUNTED:
-        plain = args and isinstance(args[0], torch.Tensor)
-        leaves = args if plain and args[0].dim() else tree_leaves((args, kwargs))
-        leaf = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
-        if leaf is not None:
-            rows[len(leaf)] += 1
-    return _within(recorder, module)
+    if sum(rows.values()) < COUNTED:
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not first.dim():
+            leaves = tree_leaves((args, kwargs))
+            first = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
+        if first is not None:
+            rows[first.shape[0]] += 1
+    return _FORWARD if seen.devices == 1 else _within(recorder, module)
 
 
 def _within(recorder: Recorder, module: Any) -> str:
@@ -284,13 +292,6 @@ class _marked:  # noqa: N801
             self._module.__dict__.pop(name, None)
 
 
-def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the frame of the script that led to a frame; None if there is none."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
-        frame = frame.f_back
-    return frame
-
-
 @dataclass(frozen=True)
 class _Block:
     """A block without gradients after a backward or an update: its context, its place in the script, its start.
@@ -320,7 +321,7 @@ class Averages:
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
         self._recorder, self._outermost = recorder, outermost
         self._places: dict[tuple[types.CodeType, int], Phase | None] = {}
-        self._block: _Block | None = None
+        self.block: _Block | None = None
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.no_grad.__enter__`, which begins such a block."""
@@ -330,7 +331,7 @@ class Averages:
         def enter(context: Any) -> None:
             was(context)
             # the first test is the cheapest: torch itself enters several such blocks in each step
-            if not open_spans and not torch.compiler.is_compiling() and recorder.updating_weights:
+            if not open_spans and not is_compiling() and recorder.updating_weights:
                 self._enter(context, calling_frame(sys._getframe(1)))
 
         return enter
@@ -342,9 +343,9 @@ class Averages:
         @functools.wraps(was)
         def leave(context: Any, kind: Any, error: Any, place: Any) -> None:
             was(context, kind, error, place)
-            if self._block is not None and self._block.context is context:
-                self._leave(self._block)
-            elif recorder.updating is not None and not torch.compiler.is_compiling():
+            if self.block is not None and self.block.context is context:
+                self._leave(self.block)
+            elif recorder.updating is not None and not is_compiling():
                 recorder.updated_by_hand()
 
         return leave
@@ -357,17 +358,17 @@ class Averages:
             if len(self._places) < PLACES:
                 versions = self._versions()
                 start = self._recorder.now()  # without the time of the look-up
-                self._block = _Block(context, place, start, updates, versions)
+                self.block = _Block(context, place, start, updates, versions)
         elif (phase := self._places[place]) and self._recorder.begin(phase):
-            self._block = _Block(context, place, None, updates, None)
+            self.block = _Block(context, place, None, updates, None)
 
     def leave_before_step(self) -> None:
         """End the block that has a span, because an optimizer's step, which gets a separate span, begins inside it."""
-        if self._block is not None and self._block.versions is None:
-            self._leave(self._block)
+        if self.block is not None and self.block.versions is None:
+            self._leave(self.block)
 
     def _leave(self, block: _Block) -> None:
-        self._block = None
+        self.block = None
         if block.versions is None:
             self._recorder.end()
             return

@@ -11,6 +11,7 @@ pairs in `INTERRUPTS`.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 import weakref
@@ -65,8 +66,8 @@ INTERRUPTS: dict[str, frozenset[str]] = {
 """The kinds of inner spans that interrupt an outer span of the given kind, and are recorded apart from it."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded also in intervals that are not kept."""
-_BACKWARD = Phase.BACKWARD  # an attribute of an enumeration is slow to read
-_OTHERS = frozenset({Phase.DATA, EVALUATION, WITHIN})
+_BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
+_OTHERS = frozenset({EVALUATION, WITHIN})
 """The kinds of spans that `_log` records in another way than all others."""
 _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
@@ -146,6 +147,10 @@ class _Open(NamedTuple):
     note: Any
 
 
+new = tuple.__new__
+"""A function that makes a NamedTuple without running Python code, which is slow because it is not in the caches."""
+
+
 class Recorder:
     """The log of one loop; `start` and `stop` are called by `observe.watching`, all other methods by the seams."""
 
@@ -158,10 +163,13 @@ class Recorder:
         self.gpus: GpuTimes | None = None
         self.listeners: list[Callable[[array[float]], None]] = []
         """The functions to call after every update, with the times of all updates."""
+        self.due: float = math.inf
+        """The number of updates after which `look` is called with that number."""
+        self.look: Callable[[int], None] = lambda _: None
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
         """A function of the end of backward that returns the spans of the part of a reduction that nothing hides."""
         self.kept = True
-        self._thread = get_ident()
+        self.thread = get_ident()
         self._most, self._total, self._full = spans, 0, 0
         self.open: list[_Open] = []
         """The spans that are open, the outermost first."""
@@ -184,7 +192,7 @@ class Recorder:
         The span begins at the moment `start`; or now, if `start` is None or another span has ended since. A span is not
         recorded in another thread, inside a span that it does not interrupt, and in an interval that is not kept.
         """
-        if not self.active or get_ident() != self._thread or not (self.kept or kind in ASIDE):
+        if not self.active or get_ident() != self.thread or not (self.kept or kind in ASIDE):
             return False
         if start is not None and self._spans and self._spans[-1].end > start:
             start = None
@@ -196,11 +204,11 @@ class Recorder:
             self._log(top.kind, top.start, start, top.note or INTERRUPTED)
         elif self.updating is not None and kind in _NEXT:
             self._by_hand()
-        self.open.append(_Open(kind, start or self.now(), note))
+        self.open.append(new(_Open, (kind, start or self.now(), note)))
         return True
 
-    def end(self) -> None:
-        """End the span that began last."""
+    def end(self, place: str | None = None) -> None:
+        """End the span that began last; `place` replaces its note."""
         if not self.open:  # the recorder was stopped meanwhile
             return
         kind, start, note = self.open.pop()
@@ -208,10 +216,10 @@ class Recorder:
         if kind in _OTHERS:
             self._log(kind, start, now, note)
         else:
-            self._spans.append(Raw(kind, start, now, OWN, note))
+            self._spans.append(new(Raw, (kind, start, now, HOST if kind == _DATA else OWN, place or note)))
         if self.open:
             self.open[-1] = self.open[-1]._replace(start=now)
-        if kind == _BACKWARD:
+        if kind == _BACKWARD and (self.reduction is not None or not self.seen.optimizers):
             self._backward(start, now)
 
     def _backward(self, began: Any, now: Any) -> None:
@@ -234,17 +242,9 @@ class Recorder:
         if self.active and self.kept:
             self._spans.append(Raw(kind, start, end, device, note))
 
-    def note(self, note: Any) -> None:
-        """Set the note of the span that began last."""
-        self.open[-1] = self.open[-1]._replace(note=note)
-
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
         """Return a context manager that records a phase of dpbench's engine, from any thread."""
         return _Mark(self, phase, device)
-
-    def waits(self, tensor: Any) -> bool:
-        """Return whether reading a tensor may wait for a device: on a machine with GPUs, only for a tensor on a GPU."""
-        return bool(self.seen.device_kind == "cpu" or tensor.is_cuda)
 
     def copied(self, tensor: Any, start: Any) -> None:
         """Record a copy of a tensor of the host to a device, which began at the moment `start`."""
@@ -263,12 +263,12 @@ class Recorder:
             if place and spans[place - 1].kind == EVALUATION and spans[place - 1].note == note:
                 start = spans[place - 1].start
                 del spans[place - 1 :]
-        spans.append(Raw(kind, start, end, HOST if kind == Phase.DATA else OWN, note))
+        spans.append(Raw(kind, start, end, HOST if kind == _DATA else OWN, note))
 
     @property
     def mine(self) -> bool:
         """Return whether the calling thread is the one that records, and the recorder is active."""
-        return self.active and get_ident() == self._thread
+        return self.active and get_ident() == self.thread
 
     @property
     def updating_weights(self) -> bool:
@@ -336,7 +336,7 @@ class Recorder:
         self.ends.append(float(end))
         self._spans = []
         if self.kept:
-            self.intervals.append(Interval(number, owner, self._start, end, spans))
+            self.intervals.append(new(Interval, (number, owner, self._start, end, spans)))
             self._total += len(spans) + 1
         else:
             self.asides += spans
@@ -347,9 +347,12 @@ class Recorder:
             self.gpus = GpuTimes(open_devices("cuda", self.seen.devices, ids=self.seen.device_ids))
             self.now = self.gpus.now
             self._start = self.now()
-        was, self.kept = self.kept, self._keeps(number + 1)
-        if self.kept and not was:
-            self._start = self.now()
+        if self._full or self._total >= self._most:
+            was, self.kept = self.kept, self._keeps(number + 1)
+            if self.kept and not was:
+                self._start = self.now()
+        if number + 1 >= self.due:
+            self.look(number + 1)
         for listen in self.listeners:
             listen(self.ends)
 
@@ -360,10 +363,7 @@ class Recorder:
         logarithm of the number of all blocks.
         """
         block = number // BLOCK
-        if not self._full:
-            if self._total < self._most:
-                return True
-            self._full = max(1, block)
+        self._full = self._full or max(1, block)
         return block < self._full or (block * GOLDEN) % 1.0 < self._full / block
 
     def seconds(self, moment: float, device: int) -> float:

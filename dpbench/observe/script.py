@@ -1,4 +1,4 @@
-"""Script: run a Python script or module in this process as the interpreter would, and return how it ended."""
+"""Script: run a Python script or module in this process as the interpreter would, and name the places in it."""
 
 from __future__ import annotations
 
@@ -75,3 +75,39 @@ def _print(error: BaseException) -> None:
     while at is not None and at.tb_frame.f_code.co_filename in ours:
         at = at.tb_next
     traceback.print_exception(type(error), error, at)
+
+
+_IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
+"""The packages whose frames do not belong to the script."""
+_CALLS = 256
+"""The largest number of calls in the script whose places are remembered."""
+_places: dict[tuple[int, int, str], tuple[types.CodeType, str]] = {}
+"""The name of the place of a call, by the id of its code, its instruction and the name of the function it calls.
+
+The code object is kept, so that no other code object gets its id.
+"""
+
+
+def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the frame of the script that led to a frame; None if there is none."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
+        frame = frame.f_back
+    return frame
+
+
+def place(caller: types.FrameType, what: str) -> str:
+    """Return the place in the script that led to a call of `what` by the frame `caller`, such as `train.py:31 item`."""
+    code = caller.f_code
+    key = id(code), caller.f_lasti, what
+    known = _places.get(key)
+    if known is not None:
+        return known[1]
+    frame = calling_frame(caller)
+    if frame is None:
+        return what
+    found = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"
+    if frame is caller:
+        if len(_places) >= _CALLS:
+            _places.clear()
+        _places[key] = code, found
+    return found

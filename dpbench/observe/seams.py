@@ -8,12 +8,14 @@ same arguments, draws no random numbers, and does nothing else in other threads 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +23,16 @@ import torch.distributed
 import torch.multiprocessing
 import torch.utils.data
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.observe.modules import Averages, Outermost, calling_frame
-from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder
+from dpbench.observe.modules import Averages, Outermost
+from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder, new
+from dpbench.observe.script import place
 from dpbench.records import Phase
 
 TESTED = "2.13"
@@ -51,6 +55,7 @@ SCHEDULERS = (
 """The schedulers of learning rates that define the step which others inherit."""
 SPAWNED = "the processes that torch.multiprocessing.spawn starts are not watched: start the script with torchrun"
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
+_OPTIMIZER, _READ = Phase.OPTIMIZER, Phase.READ  # an attribute of an enumeration is slow to read
 
 
 @contextmanager
@@ -89,13 +94,16 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 
 
 def _around(
-    recorder: Recorder, was: Callable[..., Any], kind: str, note: Callable[[Any], Any] | None = None
+    recorder: Recorder, was: Callable[..., Any], kind: str, source: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that calls `was` inside a span of a kind; `note` returns its note for the first argument."""
+    """Return a function that calls `was` inside a span of a kind.
+
+    The note of the span is the number of the object that `source` returns for the first argument.
+    """
 
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not recorder.begin(kind, note(args[0]) if note else None):
+        if is_compiling() or not recorder.begin(kind, recorder.owner(source(args[0])) if source else None):
             return was(*args, **kwargs)
         try:
             return was(*args, **kwargs)
@@ -169,7 +177,7 @@ class _Steps:
 
         @functools.wraps(was)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not recorder.mine or torch.compiler.is_compiling():
+            if is_compiling() or not recorder.active or get_ident() != recorder.thread:
                 return was(optimizer, *args, **kwargs)
             number, outermost = len(running), recorder.kept and self._called is None
             if outermost:
@@ -199,17 +207,19 @@ class _Steps:
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Begin a step."""
         recorder, running = self._recorder, self._running
-        if not recorder.mine:
-            if recorder.active:
-                recorder.elsewhere()
+        if not recorder.active:
             return
-        self._averages.leave_before_step()
+        if get_ident() != recorder.thread:
+            recorder.elsewhere()
+            return
+        if self._averages.block is not None:
+            self._averages.leave_before_step()
         frame = sys._getframe(1)
         while running and not _runs(running[-1].frame, frame):  # the first step of a class has raised
             self._leave(len(running) - 1)
         # torch records a range for its profiler before it calls this hook, which takes longer than a small step's glue
         called, self._called = self._called, None
-        running.append(_Running(id(optimizer), frame, recorder.begin(Phase.OPTIMIZER, start=called)))
+        running.append(new(_Running, (id(optimizer), frame, recorder.begin(_OPTIMIZER, None, called))))
         if type(optimizer) not in self._classes:
             for one in {type(optimizer), *_around_step(frame)} - self._classes:
                 self._classes.add(one)
@@ -223,7 +233,7 @@ class _Steps:
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """End a step."""
         recorder, running = self._recorder, self._running
-        if not recorder.mine:
+        if not recorder.active or get_ident() != recorder.thread:
             return
         if not running or running[-1].optimizer != id(optimizer):  # steps within this one have raised
             place = next((at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None)
@@ -233,7 +243,7 @@ class _Steps:
         if running.pop().recorded:
             recorder.end()
         # a step inside backward updates one parameter, and an optimizer may wrap another one
-        if not running and not recorder.deferred and not recorder.inside:
+        if not running and not recorder.deferred and not recorder.open:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
 
@@ -286,7 +296,7 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
     """Install the seams of DataLoaders: the wait for a batch, and the start of an iterator with its workers."""
 
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
-        start = _around(recorder, was, Phase.DATA, lambda loader: recorder.owner(loader.dataset))
+        start = _around(recorder, was, Phase.DATA, operator.attrgetter("dataset"))
 
         @functools.wraps(was)
         def starting(self: Any) -> Any:
@@ -297,20 +307,20 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
 
         return starting
 
-    following = lambda was: _around(recorder, was, Phase.DATA, lambda iterator: recorder.owner(iterator._dataset))  # noqa: E731
+    following = lambda was: _around(recorder, was, Phase.DATA, operator.attrgetter("_dataset"))  # noqa: E731
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
 
 
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
     """Install the seams of tensors: copies to a device, and values that the host waits for."""
-    open_spans = recorder.open
+    open_spans, seen = recorder.open, recorder.seen
 
     def moving(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)
         def move(self: Any, *args: Any, **kwargs: Any) -> Any:
             # the first test is the cheapest: clipping moves the norm of every parameter
-            if open_spans or torch.compiler.is_compiling() or not recorder.mine:
+            if open_spans or is_compiling() or not recorder.mine:
                 return was(self, *args, **kwargs)
             start = recorder.now()
             found = was(self, *args, **kwargs)
@@ -318,7 +328,7 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
                 if self.device.type == "cpu":
                     recorder.copied(self, start)
                 else:
-                    recorder.add(Phase.READ, start, recorder.now(), note=_place("to"))
+                    recorder.add(Phase.READ, start, recorder.now(), note=place(sys._getframe(1), "to"))
             return found
 
         return move
@@ -327,13 +337,14 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
         def make(was: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(was)
             def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling() or not recorder.waits(self) or not recorder.begin(Phase.READ):
+                # on a machine with GPUs, only a tensor on a GPU is waited for
+                if is_compiling() or (seen.device_kind != "cpu" and not self.is_cuda) or not recorder.begin(_READ):
                     return was(self, *args, **kwargs)
-                recorder.note(_place(name))
+                where = place(sys._getframe(1), name)
                 try:
                     return was(self, *args, **kwargs)
                 finally:
-                    recorder.end()
+                    recorder.end(where)
 
             return read
 
@@ -344,17 +355,6 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
         replace(torch.Tensor, name, moving)
     for name in READS:
         replace(torch.Tensor, name, reading(name))
-
-
-def _place(what: str) -> str:
-    """Return the place in the script that called a seam, such as `train.py:31 item`."""
-    frame = calling_frame(sys._getframe(2))
-    return what if frame is None else _named(frame.f_code.co_filename, frame.f_lineno, what)
-
-
-@functools.lru_cache(maxsize=64)
-def _named(file: str, line: int, what: str) -> str:
-    return f"{file.rpartition('/')[2]}:{line} {what.strip('_')}"
 
 
 def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
