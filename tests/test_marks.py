@@ -44,7 +44,7 @@ def test_each_lane_has_its_name_its_value_its_bar_and_its_whisker() -> None:
         places = [float(y) for d in drawn for y in re.findall(r"[ML][\d.]+ ([\d.]+)", d)]
         assert places
         assert all(top <= y <= bottom for y in places)
-        assert len(groups) == 7, "a name, a value, a bar, and a whisker, which has a line, a centre and two caps"
+        assert len(groups) == 5, "a name, a value, a bar, and a whisker, which has a line and two caps"
 
 
 def test_axes_and_legends_belong_to_no_lane() -> None:

@@ -32,10 +32,11 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     neighbours: dict[str, list[tuple[Case, Estimate]]] = {}
     for (case, source), row in table.items():
         for name in HABITS:
-            usual = table.get((case.without(name), source))
-            if case.habit(name) and usual and usual is not row:
+            habit = case.habit(name)
+            usual = table.get((case.without(name), source)) if habit else None
+            if usual and usual is not row:
                 group = neighbours if name == "neighbour" else found
-                group.setdefault(case.habit(name), []).append((usual.case, stats.ratio(row.series, usual.series)))
+                group.setdefault(habit, []).append((usual.case, stats.ratio(row.series, usual.series)))
     clauses = [_of_habit(habit, pairs) for habit, pairs in found.items()]
     concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)

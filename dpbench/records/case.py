@@ -204,6 +204,8 @@ class Case:
 
     def habit(self, name: str) -> str:
         """Return a short text on one of `HABITS`; an empty text if it has its default."""
+        if getattr(self, name) == getattr(type(self), name):
+            return ""
         every = f" every {self.read_loss}" if self.read_loss > 1 else ""
         autograd = {"forward": "with autograd", "inference": "under inference_mode"}.get(
             self.mode, f"under {self.mode}"
@@ -214,7 +216,7 @@ class Case:
             "mode": f"forward {autograd}", "neighbour": f"concurrent with {self.neighbour}",
             "read_loss": f"loss read{every}", "zero_grad": "gradients zeroed",
         }  # fmt: skip
-        return "" if getattr(self, name) == getattr(type(self), name) else texts[name]
+        return texts[name]
 
     def without(self, habit: str) -> Case:
         """Return the case with one habit, given by the name of its field, set to its default.

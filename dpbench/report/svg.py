@@ -224,14 +224,15 @@ def whisker(
     `place` is the position on the other axis. With `upright`, values are on the vertical axis.
     """
     low, high = interval
-    sides = ([max(0.0, value - low)], [max(0.0, min(high, end) - value)])
-    if upright:
-        axes.errorbar([place], [value], yerr=sides, color=colour, capsize=3.5, linewidth=1.2)
-    else:
-        axes.errorbar([value], [place], xerr=sides, color=colour, capsize=3.5, linewidth=1.2)
+    along = [min(low, value), max(value, min(high, end))]
+    # Axes.errorbar takes three times as long, and its drawing has twice the size
+    drawn = [(along, "-"), (along if high <= end else along[:1], "_" if upright else "|")]
     if high > end:
-        x, y = (place, end) if upright else (end, place)
-        axes.plot([x], [y], "^" if upright else ">", color=colour, markersize=6)
+        drawn.append(([end], "^" if upright else ">"))
+    for values, look in drawn:
+        across = [place] * len(values)
+        x, y = (across, values) if upright else (values, across)
+        axes.plot(x, y, look, color=colour, linewidth=1.2, markersize=6)
 
 
 def bar(axes: Axes, across: tuple[float, float], down: tuple[float, float], **look: Any) -> Rectangle:
