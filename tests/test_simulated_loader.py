@@ -1,14 +1,15 @@
-"""The wait for data on a simulated GPU: host spans have times of the host, steps those of the GPU; both are true."""
+"""Host spans have times of the host, steps those of a simulated GPU; work of other streams may outlast the steps."""
 
 from __future__ import annotations
 
 import pytest
 
+from dpbench.analysis import validity
 from dpbench.measure.clocks import CudaClock
-from dpbench.records import HOST, Phase, ledger
+from dpbench.records import HOST, Case, Phase, Status, Trial, ledger
 from tests.simulated.backend import SimulatedDevice
 from tests.simulated.machine import Machine
-from tests.simulated.timeline import Gpu
+from tests.simulated.timeline import Gpu, Stream
 
 FORWARD_S, BACKWARD_S = 2e-3, 4e-3
 
@@ -40,3 +41,31 @@ def test_data_is_charged_where_the_gpu_waits_for_it(load_s: float, exposed_s: fl
         assert found.get("data", 0.0) == pytest.approx(exposed_s, abs=0.01 * step_s)
         assert found["forward"] == pytest.approx(FORWARD_S, abs=0.01 * step_s)
         assert found["backward"] == pytest.approx(BACKWARD_S, abs=0.01 * step_s)
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "excess"),
+    [
+        (1e-3, 0.0),
+        (2e-3, 0.0),  # the copy of the last step outlasts the block, but the next steps would not be slower
+        (2.2e-3, 0.1),
+        (5e-3, 1.5),  # a step takes 2 ms by its events, and 5 ms in truth
+    ],
+)
+def test_work_for_which_no_step_waits_is_labelled_if_it_outlasts_them(copy_s: float, excess: float) -> None:
+    machine = Machine([Gpu(0, offset_s=3.0, drift=2e-5)])
+    line, side = machine.timeline, Stream(0)
+    machine.streams.append(side)
+    clock = CudaClock([SimulatedDevice(0, machine)], now=line.now)
+    for _ in range(3):
+        with clock.block():
+            for _ in range(10):
+                with clock.step(warmup=False):
+                    line.kernel(machine.streams[0], 2e-3, "gemm")
+                    line.wait(side, machine.streams[0])
+                    line.copy(None, side, copy_s, "Memcpy HtoD")
+    case = Case(model="mlp", strategy="single", device_kind="cuda", batch_size=1)
+    trial = Trial(case=case, status=Status.OK, steps=clock.steps(), samples=clock.samples())
+    (check,) = [one for one in validity.check(trial, 8) if one.name == "outlasting"]
+    assert check.value == pytest.approx(excess, abs=0.01)
+    assert check.ok is (excess < 0.05)

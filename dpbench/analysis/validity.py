@@ -270,6 +270,15 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
     return (statistics.median(shares), {}) if shares else None
 
 
+def _outlasting(trial: Trial, cores: int) -> Finding | None:
+    """Return the part of the work that outlasts the steps, as a fraction of their time: the median over the blocks.
+
+    It is that of the rank with the largest part. Return None without readings, as for CPU devices.
+    """
+    found = [statistics.median(values) for values in trial.readings("outlasting_ratio", timed=True).values()]
+    return (max(found), {}) if found else None
+
+
 def _verification(trial: Trial, cores: int) -> Finding | None:
     """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse.
 
@@ -312,6 +321,11 @@ RULES: Sequence[ValidityRule] = (
     ValidityRule(
         name="closure", limit=0.05, measure=_closure,
         headline="more than 5% of the step is not covered by any phase", item=_percent,
+    ),
+    ValidityRule(
+        name="outlasting", limit=0.05, measure=_outlasting,
+        headline="GPUs have work for which the steps do not wait, so step times are more than 5% too short",
+        item=_percent,
     ),
     ValidityRule(
         name="drift", limit=0.05, measure=_drift, doubted=lambda about: bool(about["p"] >= SIGNIFICANT),

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Phase, Sample, Span, Step
 
-BUSY = "busy_s"
-"""The name of the metric for a device's busy seconds in one step."""
+BUSY, OUTLASTING = "busy_s", "outlasting_ratio"
+"""The names of the metrics for a device's busy seconds in one step, and for work that outlasts the steps."""
 
 READ_EACH_S, READ_EACH = 0.1, 32
 """The longest interval between two readings of CPU time, in seconds and in steps; the shorter of the two applies."""
@@ -217,6 +218,7 @@ class _Block:
     """The events of one block of steps, in lists with one event per device, and one warm-up flag per step."""
 
     begin: list[Any]
+    idle_s: float = 0.0  # the host's time at which all devices were idle after the block
     ends: list[list[Any]] = field(default_factory=list)
     warmup: list[bool] = field(default_factory=list)
 
@@ -242,10 +244,8 @@ class CudaClock:
         self._own: dict[int, tuple[Device, list[Any]]] = {device.index: (device, []) for device in devices}
         self._marks: list[tuple[int, Phase, int, Any, Any]] = []
         self._read: list[tuple[int, Phase, int, float, float]] = []
-        self._count = 0
-        self._first: list[tuple[Any, float]] = []
-        self._last: list[tuple[Any, float]] = []
-        self.drift: tuple[float, ...] = ()
+        self._first, self._last = list[tuple[Any, float]](), list[tuple[Any, float]]()
+        self._count, self.drift = 0, tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is `HOST`."""
@@ -271,6 +271,7 @@ class CudaClock:
         self._blocks.append(_Block([device.event() for device in self._devices]))
         yield
         self._last = self._anchors()
+        self._blocks[-1].idle_s = self._last[-1][1]
         self._read_marks()
 
     def _read_marks(self) -> None:
@@ -309,29 +310,18 @@ class CudaClock:
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps in order; each begins at the end of the previous step, or at the beginning of its block."""
-        times = self._ends()
-        steps = []
-        for block, (begin, ends) in zip(self._blocks, times, strict=True):
-            previous = max(begin)
-            for warmup, at in zip(block.warmup, ends, strict=True):
-                end = max(at)
-                steps.append(Step(end - previous, warmup, end))
-                previous = end
-        return tuple(steps)
+        found = list[Step]()
+        for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
+            times = pairwise([max(begin), *map(max, ends)])
+            found += [Step(end - start, warm, end) for warm, (start, end) in zip(block.warmup, times, strict=True)]
+        return tuple(found)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
         """Return, for each block, the host times in seconds of its beginning and its steps' ends, by device."""
         if not self._blocks:
             return []
-        columns = [self._chain(i) for i in range(len(self._devices))]
-        times = []
-        cursor = 0
-        for block in self._blocks:
-            begin = [column[cursor] for column in columns]
-            ends = [[column[cursor + 1 + k] for column in columns] for k in range(len(block.ends))]
-            times.append((begin, ends))
-            cursor += 1 + len(block.ends)
-        return times
+        rows = map(list, zip(*(self._chain(i) for i in range(len(self._devices))), strict=True))
+        return [(next(rows), [next(rows) for _ in block.ends]) for block in self._blocks]
 
     def _chain(self, i: int) -> list[float]:
         """Return, in order, the host times in seconds at which blocks began and steps ended on one device.
@@ -391,8 +381,18 @@ class CudaClock:
         return found
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return an empty tuple, because events do not measure busy time; profiled steps measure it instead."""
-        return ()
+        """Return one sample of `OUTLASTING` per block, with the clock's first device.
+
+        Its value is the time from the end of the last step until all devices were idle, without the duration of this
+        step, over the duration of the block. It is above 0 if the devices have work for which the steps do not wait.
+        """
+        found = list[Sample]()
+        for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
+            times = [max(begin), *map(max, ends)]
+            if len(times) > 1 and times[-1] > times[0]:
+                over_s = max(0.0, block.idle_s - times[-1] - (times[-1] - times[-2]))
+                found.append(Sample(block.idle_s, self._devices[0].index, OUTLASTING, over_s / (times[-1] - times[0])))
+        return tuple(found)
 
 
 def choose(devices: Sequence[Device]) -> Clock:
