@@ -39,7 +39,7 @@ from dpbench.probe.figures import (  # fmt: skip
     typical,
 )
 from dpbench.records import UNATTRIBUTED, Case, Step, Trial, machine
-from tests.simulated.backend import running
+from tests.simulated.backend import LINK_BYTES, running
 from tests.simulated.machine import Machine
 from tests.simulated.timeline import Gpu
 
@@ -249,7 +249,7 @@ class SentBytes:
     def read(self, metric: str) -> float | None:
         assert metric == "nvlink_sent_bytes"
         copies = [one for one in self.machine.timeline.work if (one.device, one.kind) == (self.ordinal, "peer")]
-        return None if self.share is None else 5.0 + self.share * len(copies) * 2**16
+        return None if self.share is None else 5.0 + self.share * len(copies) * LINK_BYTES
 
 
 def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,9 +261,9 @@ def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(monkeypatch: 
     assert found.pop("peer_access_ratio").value == pytest.approx(2 / 6)
     shares = {name: found.pop(name).value for name in list(found) if name.endswith("nvlink_ratio")}
     assert shares == {f"link_{i}_{j}_nvlink_ratio": share for i, share in ((0, 1.0), (2, 0.0)) for j in {0, 1, 2} - {i}}
-    seconds = {("host", j): simulated.host_s(j, 2**16) for j in range(3)}
-    seconds |= {pair: simulated.link_s(*pair, 2**16) for pair in permutations(range(3), 2)}
-    true = {f"link_{i}_{j}_bytes_per_s": 2**16 / s for (i, j), s in seconds.items()}
+    seconds = {("host", j): simulated.host_s(j, LINK_BYTES) for j in range(3)}
+    seconds |= {pair: simulated.link_s(*pair, LINK_BYTES) for pair in permutations(range(3), 2)}
+    true = {f"link_{i}_{j}_bytes_per_s": LINK_BYTES / s for (i, j), s in seconds.items()}
     assert {name: one.value for name, one in found.items()} == pytest.approx(true, rel=0.01)
     assert all(one.low is not None and one.low <= one.value for one in found.values())
 

@@ -16,10 +16,11 @@ import pytest
 
 from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
-from dpbench.measure.worker import bench
+from dpbench.measure.worker import bench, facts
 from dpbench.records import HOST, Phase, Trial
 from dpbench.records.words import number
-from tests.simulated.machine import Machine
+from tests.simulated.backend import LINK_BYTES, running
+from tests.simulated.machine import Machine, Rates
 from tests.simulated.scenario import EFFORT, Truth, as_rounds, case_of, report_of, run
 from tests.simulated.timeline import Gpu
 
@@ -201,13 +202,23 @@ def test_a_slow_link_is_found_and_named_with_its_true_rate(name: str, ends: tupl
     between = f"from {first} to" if "one way" in name else f"between {first} and"
     assert says.startswith(f"the link {between} device {ends[1]} is slow: ")
     (found,) = transfers.slow_links(as_rounds(trial), to_host=ends[0] == HOST)
-    size = 2**16
+    size = LINK_BYTES
     times_s = {
         pair: simulated.host_s(pair[1], size) if pair[0] == HOST else simulated.link_s(*pair, size)
         for pair in (ends, (ends[0], 1))
     }
     assert [found.rate, found.others] == [pytest.approx(size / seconds, rel=0.01) for seconds in times_s.values()]
     assert f"{number(found.rate / 1e9)} GB/s, the others {number(found.others / 1e9)} GB/s" in says
+
+
+def test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate() -> None:
+    simulated = Machine([Gpu(0), Gpu(1, offset_s=10.0)], rates=Rates(link=2e10), call_s=5e-5)
+    with running(simulated) as devices:
+        found = [link for link in facts.links(devices) if link.source != HOST]
+    for link in found:
+        true_s = simulated.link_s(link.source, link.target, link.bytes)
+        assert true_s < simulated.timeline.call_s
+        assert link.seconds == pytest.approx([true_s] * facts.LINK_COPIES, rel=0.03)  # the clock's resolution
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -30,6 +30,8 @@ from tests.simulated.timeline import Event, Stream
 
 aten = torch.ops.aten
 _quiet = threading.local()
+LINK_BYTES = 2**18
+"""The size of the copies that time a link; it is small, because the values are copied, too."""
 FREE = ("empty", "detach", "_unsafe_view", "alias", "set_", "lift_fresh", "resize_", "unbind", "split")
 """Prefixes of the names of operators that start no kernel, besides views."""
 
@@ -349,5 +351,5 @@ def running(machine: Machine) -> Iterator[list[SimulatedDevice]]:
         patch.setattr(_wrapper, "_dispatch", dispatch)
         patch.setattr(clocks, "choose", Witness)
         patch.setattr(bench, "profiled", _profiled(machine))
-        patch.setattr(facts, "LINK_BYTES", 2**16)  # the values are copied, too
+        patch.setattr(facts, "LINK_BYTES", LINK_BYTES)
         yield [SimulatedDevice(gpu.index, machine) for gpu in machine.timeline.gpus]

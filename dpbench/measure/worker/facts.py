@@ -19,7 +19,7 @@ from dpbench.records import HOST, Case, Trial
 from dpbench.records.work import LINKS, Link
 
 LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
-"""The size in bytes of the copies that time a link, and the number of copies that count, after one that does not."""
+"""The size in bytes of the copies that time a link, and the number of copies that count, after two that do not."""
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
@@ -128,23 +128,29 @@ def links(devices: Sequence[Device]) -> Iterator[Link]:
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     places = [buffer.to(device.torch_device) for device in devices]
     for device, place in zip(devices, places, strict=True):
-        yield Link(source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, place, buffer))
+        yield Link(
+            source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, place, buffer, buffer)
+        )
     for (source, there), (target, here) in permutations(zip(devices, places, strict=True), 2):
         source.synchronize()
-        yield Link(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=_copy_times(target, here, there))
+        seconds = _copy_times(target, here, there, buffer)
+        yield Link(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=seconds)
 
 
-def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor) -> tuple[float, ...]:
+def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[float, ...]:
     """Return the durations in seconds of copies of a tensor to `place`, which is on the device `target`.
 
-    The copies run one after the other, and allocate no memory. The first is left out: it sets up the access to the
-    other device, and begins while the host is still queueing it.
+    The copies run one after the other, and allocate no memory. Two more are not timed. The first sets up the access to
+    the other device. The second is a copy of `buffer`, which is on the host: over a fast link, the timed copies are
+    shorter than the host's calls that queue them, so they are all queued while this slower copy still runs.
     """
     target.synchronize()
-    events = [target.event()]
     with target.guard():
-        for _ in range(1 + LINK_COPIES):
+        for one in (tensor, buffer):
+            place.copy_(one, non_blocking=True)
+        events = [target.event()]
+        for _ in range(LINK_COPIES):
             place.copy_(tensor, non_blocking=True)
             events.append(target.event())
     target.synchronize()
-    return tuple(start.elapsed_time(end) / 1e3 for start, end in pairwise(events[1:]))
+    return tuple(start.elapsed_time(end) / 1e3 for start, end in pairwise(events))
