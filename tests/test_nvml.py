@@ -278,7 +278,18 @@ def test_samples_follow_the_uuids_that_cuda_gives():
     assert nvml.replicas_of((), [bare[2], "unknown"], visible) == {2: 0}, "an unknown GPU has no samples"
     assert nvml.replicas_of((3, 1), (), visible) == {3: 0, 1: 1}
     assert nvml.replicas_of((), (), visible) == {0: 0, 1: 1, 2: 2, 3: 3}
-    assert nvml.replicas_of((0,), ["mig"], visible[:1]) == {0: 0}, "with one GPU there is nothing to confuse"
+
+
+def test_a_mig_instance_has_no_samples_of_the_whole_gpu():
+    with nvml.open_nvml(recorded("h100_x4"), environ(MIG)) as opened:
+        instance = [gpu.describe() for gpu in opened.gpus]
+    whole = nvml.describe(recorded("h100_x4"), environ("0"))["gpus"]
+    assert len(whole) == len(instance) == 1
+    bare = MIG.removeprefix("MIG-")
+    assert nvml.replicas_of((0,), [bare], whole) == {}, "memory and power are those of all instances"
+    assert nvml.replicas_of((0,), [bare], instance) == {0: 0}
+    assert nvml.replicas_of((0,), ["old-form"], instance) == {0: 0}, "with one instance there is nothing to confuse"
+    assert nvml.replicas_of((0,), [whole[0]["uuid"]], whole) == {0: 0}
 
 
 def test_a_script_numbers_unlike_gpus_as_cuda_does():

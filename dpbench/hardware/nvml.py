@@ -278,11 +278,12 @@ def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence
     """Return the index of the replica on each GPU, by the ordinal under which the samplers number the GPU.
 
     `ordinals` are the CUDA ordinals that the case names, and `uuids` are the UUIDs of its GPUs in CUDA, both by index
-    of the replica; `visible` are the facts of the GPUs from `describe`. If the UUIDs are known and several GPUs are
-    visible, the UUIDs determine the result, and a GPU whose UUID is not in `visible` is left out. Otherwise
-    `ordinals` determine the result; if the case names none, the replicas are on the visible GPUs in order.
+    of the replica; `visible` are the facts of the GPUs from `describe`. If the UUIDs are known, they determine the
+    result, and a GPU whose UUID is not in `visible` is left out: it may be a MIG instance, while the counters of the
+    visible GPU are those of all its instances. If only a MIG instance is visible, or the UUIDs are unknown, `ordinals`
+    determine the result; if the case names none, the replicas are on the visible GPUs in order.
     """
-    if uuids and len(visible) > 1:
+    if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):
         known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
         return {known[_bare(uuid)]: index for index, uuid in enumerate(uuids) if _bare(uuid) in known}
     return {ordinal: index for index, ordinal in enumerate(ordinals or range(len(visible)))}
