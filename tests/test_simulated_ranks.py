@@ -7,13 +7,14 @@ another stream of the GPU, and the main stream waits for the last bucket before 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pytest
 
 from dpbench.measure import merging
 from dpbench.measure.clocks import CudaClock
-from dpbench.records import Case, Phase, Status, Trial, Verified, ledger
-from dpbench.records.activity import Activity
+from dpbench.records import Case, Phase, Sample, Status, Trial, Verified, ledger
+from dpbench.records.activity import EXPOSED_REDUCTION, Activity
 from tests.simulated.backend import SimulatedDevice
 from tests.simulated.machine import Machine
 from tests.simulated.timeline import Gpu, Stream
@@ -21,8 +22,11 @@ from tests.simulated.timeline import Gpu, Stream
 FORWARD_S, BUCKET_S, UPDATE_S, STEPS, RANKS = 2e-3, 2e-3, 1e-3, 6, 4
 
 
-def trained(machine: Machine, reduce_s: float, buckets: int = 2) -> Trial:
-    """Return the merged trial of ranks, of which each bucket of gradients is all-reduced in `reduce_s` seconds."""
+def trained(machine: Machine, reduce_s: float, buckets: int = 2, *, in_turn: bool = False) -> Trial:
+    """Return the merged trial of ranks, of which each bucket of gradients is all-reduced in `reduce_s` seconds.
+
+    With `in_turn`, in each step another rank needs twice as long as the others. All steps but the first are profiled.
+    """
     line, ranks = machine.timeline, range(RANKS)
     devices = [SimulatedDevice(rank, machine) for rank in ranks]
     main, beside = machine.streams, [Stream(rank) for rank in ranks]
@@ -30,20 +34,22 @@ def trained(machine: Machine, reduce_s: float, buckets: int = 2) -> Trial:
     with ExitStack() as blocks:
         for clock in clocks:
             blocks.enter_context(clock.block())
-        for _ in range(STEPS):
-            before = len(line.work)
+        begins = []
+        for number in range(STEPS):
+            begins.append(len(line.work))
+            slower = [2 if in_turn and number % RANKS == rank else 1 for rank in ranks]
             with ExitStack() as steps:
                 for clock in clocks:
                     steps.enter_context(clock.step(warmup=False))
                 for rank in ranks:
                     with clocks[rank].mark(Phase.FORWARD, rank):
-                        line.kernel(main[rank], FORWARD_S, "gemm")
+                        line.kernel(main[rank], FORWARD_S * slower[rank], "gemm")
                 with ExitStack() as backwards:
                     for rank in ranks:
                         backwards.enter_context(clocks[rank].mark(Phase.BACKWARD, rank))
                     for _ in range(buckets):
                         for rank in ranks:
-                            line.kernel(main[rank], BUCKET_S, "gemm")
+                            line.kernel(main[rank], BUCKET_S * slower[rank], "gemm")
                             line.wait(beside[rank], main[rank])
                         line.collective(beside, reduce_s, "ncclDevKernel_AllReduce_Sum_f32_RING_LL")
                     for rank in ranks:
@@ -54,12 +60,17 @@ def trained(machine: Machine, reduce_s: float, buckets: int = 2) -> Trial:
     case = Case(model="mlp", strategy="ddp", device_kind="cuda", devices=RANKS, batch_size=64)
     parts = []
     for rank in ranks:
-        mine = [Activity(w.device, w.name, w.start_s, w.end_s) for w in line.work[before:] if w.device == rank]
+        profile = [
+            [Activity(w.device, w.name, w.start_s, w.end_s) for w in line.work[start:stop] if w.device == rank]
+            for start, stop in pairwise([*begins[1:], len(line.work)])
+        ]
         spans = clocks[rank].spans()
+        exposed = merging.exposed_reductions(case, profile)[rank]
         parts.append(
             Trial(
                 case=case, status=Status.OK, verified=Verified.BITWISE, steps=clocks[rank].steps(),
-                spans=(*spans, *merging.reductions(case, spans, [mine])),
+                spans=(*spans, *merging.reductions(case, spans, profile)),
+                samples=tuple(Sample(0.0, rank, EXPOSED_REDUCTION, seconds) for seconds in exposed),
             )
         )  # fmt: skip
     return merging.merge(parts)
@@ -83,8 +94,18 @@ def machine(speed: float = 1.0) -> Machine:
 def test_the_reduce_phase_of_ranks_is_the_exposed_part_of_the_collectives(
     speed: float, reduce_s: float, forward_s: float, backward_s: float, exposed_s: float, update_s: float
 ) -> None:
-    trial = trained(machine(speed), reduce_s)
-    expected = {"forward": forward_s, "backward": backward_s, "reduce": exposed_s, "optimizer": update_s}
+    check(trained(machine(speed), reduce_s), [forward_s, backward_s, exposed_s, update_s])
+
+
+def test_ranks_that_are_late_in_turn_do_not_make_the_reduction_longer() -> None:
+    """The late rank needs 4 ms for forward and 8 ms for backward; the others wait 6 ms for it, in every step."""
+    trial = trained(machine(), 1e-3, in_turn=True)
+    check(trial, [2 * FORWARD_S, 4 * BUCKET_S, 1e-3, UPDATE_S])
+
+
+def check(trial: Trial, phases_s: list[float]) -> None:
+    """Check that the ledger has these seconds of forward, backward, reduce and optimizer within 1 % of their sum."""
+    expected = dict(zip(("forward", "backward", "reduce", "optimizer"), phases_s, strict=True))
     step_s = sum(expected.values())
     found = ledger.typical(trial)
     assert sum(found.values()) == pytest.approx(step_s, rel=0.01)

@@ -31,6 +31,7 @@ METRICS = {
     "kernel_busy_s": "seconds in which a GPU ran kernels and copies other than communication, in a profiled step",
     "collective_busy_s": "seconds in which a GPU ran collectives or copies to other GPUs, in a profiled step",
     "exposed_communication_s": "the part of collective_busy_s in which the GPU ran no compute kernel",
+    "exposed_reduction_s": "the part of exposed_communication_s in which the GPU of a rank reduced gradients",
     "outlasting_ratio": "work of the GPUs for which a block of steps does not wait, as a fraction of its time",
     "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
     "memory_used_bytes": "memory in use on a GPU, from NVML",

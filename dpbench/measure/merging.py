@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device, ledger
-from dpbench.records.activity import Activity, Busy, Kind, busy, kind_of, phase_of_collective
+from dpbench.records.activity import EXPOSED_REDUCTION, Activity, Busy, Kind, busy, kind_of, phase_of_collective
 from dpbench.records.registry import Reduction
 from dpbench.records.trial import Host
 
@@ -24,7 +24,7 @@ def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
     """
     if len(parts) == 1:
         return parts[0]
-    steps, spans = ledger.joined(parts)
+    steps, spans = ledger.joined(_without_waits(parts))
     order = list(Verified)
     slowest: Callable[[str], float] = lambda stage: max(part.setup.get(stage, 0.0) for part in parts)  # noqa: E731
     return replace(
@@ -36,6 +36,23 @@ def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
         memory=(*(m for part in parts for m in part.memory if m.device != HOST), *_resident(parts, hosts)),
         setup={stage: slowest(stage) for stage in parts[0].setup},
     )
+
+
+def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
+    """Return the parts with their profiled reductions cut at the start, if these include waits for other ranks.
+
+    Of the ranks in one profiled step, the last to arrive has the shortest reduction, because it does not wait. Another
+    rank may be the last in each step, so the duration is the median over the steps of the shortest reductions.
+    """
+    each = [values for part in parts for values in part.readings(EXPOSED_REDUCTION).values() if any(values)]
+    if not each:
+        return list(parts)
+    longest_s = statistics.median(min(step) for step in zip(*each, strict=False))
+
+    def cut(span: Span) -> Span:
+        return replace(span, start_s=max(span.start_s, span.end_s - longest_s)) if span.clock == PROFILED else span
+
+    return [replace(part, spans=tuple(map(cut, part.spans))) for part in parts]
 
 
 def _resident(parts: Sequence[Trial], hosts: Sequence[Host]) -> Iterator[Memory]:
@@ -58,6 +75,24 @@ def shifted(part: Trial, seconds: float) -> Trial:
     )
 
 
+def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dict[int, list[float]]:
+    """Return, by device, the seconds in each profiled step in which its reduction of gradients is exposed.
+
+    The result is empty for strategies that do not reduce gradients during backward.
+    """
+    if not case.traits.ranks or case.traits.reduction is not Reduction.OVERLAPPED:
+        return {}
+    each = [
+        # a broadcast of buffers is not a reduction
+        busy(a for a in step if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE)
+        for step in profile
+    ]
+    return {
+        device: [times.get(device, Busy()).exposed_communication_s for times in each]
+        for device in sorted({device for times in each for device in times})
+    }
+
+
 def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]) -> list[Span]:
     """Return a span of the phase `reduce` for each timed step and device, calculated from the profiled steps of ranks.
 
@@ -65,23 +100,13 @@ def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Act
     with the last backward of the timed step. The list is empty if `spans` already has the phase, and for strategies
     that do not reduce gradients during backward.
     """
-    traits, last = case.traits, dict[tuple[int, int], Span]()
-    if not traits.ranks or traits.reduction is not Reduction.OVERLAPPED:
-        return []
+    last = dict[tuple[int, int], Span]()
+    exposed = {device: statistics.median(each) for device, each in exposed_reductions(case, profile).items()}
     for span in spans:
         if span.phase is Phase.REDUCE:
             return []
         if span.phase is Phase.BACKWARD:
             last[span.step, span.device] = max(span, last.get((span.step, span.device), span), key=lambda s: s.end_s)
-    each = [
-        # a broadcast of buffers is not a reduction
-        busy(a for a in step if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE)
-        for step in profile
-    ]
-    exposed = {
-        device: statistics.median(times.get(device, Busy()).exposed_communication_s for times in each)
-        for device in {device for times in each for device in times}
-    }
     return [
         replace(one, phase=Phase.REDUCE, clock=PROFILED, start_s=max(one.start_s, one.end_s - exposed[one.device]))
         for one in last.values()

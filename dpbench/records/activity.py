@@ -37,6 +37,8 @@ _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
 KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
 """The metrics of a device in one step: kernels and copies, communication, and its exposed part."""
+EXPOSED_REDUCTION = "exposed_reduction_s"
+"""The metric for the exposed part of the collectives that reduce gradients, in one step of a rank's device."""
 
 
 @lru_cache(maxsize=4096)

@@ -31,12 +31,12 @@ from torch._C._profiler import _ExperimentalConfig
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import counting
 from dpbench.measure import clocks, verification
-from dpbench.measure.merging import PROFILED, reductions
+from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
 from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
-from dpbench.records.activity import Activity, busy
+from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
 from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy, begin
 
@@ -272,6 +272,8 @@ class CaseTimer:
         profile = _profiled(self._step, of.batches[0], of.devices, self._listener, self._profiled_steps)
         cost = {"profile_s": time.perf_counter() - at} if profile else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]
+        for device, each in exposed_reductions(of.case, profile).items():
+            samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
         return Trial(
             case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had enough steps",
             verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, profile)),
