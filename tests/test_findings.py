@@ -189,6 +189,11 @@ def test_a_device_that_updates_more_weights_is_not_slow(schedule: str) -> None:
     assert "slow device" not in found(one(), measured(case(devices=3, schedule=schedule), LEVEL, busy=busy))
 
 
+@pytest.mark.parametrize("strategy", ["model_parallel", "model_parallel_pipelined"])
+def test_a_device_with_more_layers_is_not_slow(strategy: str) -> None:
+    assert "slow device" not in found(one(), measured(case(strategy), LEVEL, busy={0: 0.010, 1: 0.030}))
+
+
 def test_a_device_without_rows_is_not_one_of_the_others() -> None:
     """Persistent replicas without rows still receive gradients, which takes the last device 1 ms."""
     trials = measured(case(devices=4, batch=3), LEVEL, busy={0: 0.020, 1: 0.010, 2: 0.010, 3: 0.001})

@@ -84,6 +84,8 @@ class Traits:
     needs_accelerator: bool = False
     devices_per_replica: int = 1
     """The number of devices that hold one replica of the module together."""
+    stages: bool = False
+    """Whether each rank has some of the layers, and not a replica, as in a pipeline."""
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
     rounds_gradients: bool = False
@@ -104,6 +106,11 @@ class Traits:
     def threads(self) -> bool:
         """Return whether the strategy runs a replica on each device in one process, coordinated by device 0."""
         return self.parallelism is Parallelism.THREADS
+
+    @property
+    def layered(self) -> bool:
+        """Return whether each device has some of the layers, so that the devices do different work."""
+        return self.stages or self.parallelism is Parallelism.LAYERS
 
     @property
     def all_cores(self) -> bool:

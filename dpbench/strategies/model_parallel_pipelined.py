@@ -27,7 +27,7 @@ MICRO_BATCHES = 4
 class Pipelined(Strategy):
     """The strategy that trains with torch.distributed.pipelining, with one rank per group of layers."""
 
-    traits = Traits(parallelism=Parallelism.RANKS, shared_stream=True)
+    traits = Traits(parallelism=Parallelism.RANKS, stages=True, shared_stream=True)
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case (for example, unequal micro-batches), or ""."""

@@ -59,15 +59,15 @@ def _slow_device(context: CaseContext) -> Judgement:
     """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
 
     Where one process runs all devices, device 0 has additional work: it is never the slow one, and the others are
-    compared with it only if there is just one other. If the update is divided among the devices, nothing is compared,
+    compared with it only if there is just one other. Devices that share out the layers or the update are not compared,
     because their parts may differ. Return `Missing` if there are not enough rounds.
     """
-    row, rows, chosen = context.row, context.case.rows, context.schedule
-    divided = chosen.update == "sharded" if chosen else context.case.traits.scheduled  # `fastest` may divide it
+    row, case, chosen = context.row, context.case, context.schedule
+    shared = chosen.update == "sharded" if chosen else case.traits.scheduled  # `fastest` may share out the update
     devices, vectors = busy_of([trial for trial in context.trials if trial.trusted], row.busy_source)
-    alike = [device for device in devices if device < len(rows) and rows[device] == rows[0]]
+    alike = [device for device in devices if device < len(case.rows) and case.rows[device] == case.rows[0]]
     suspects = [device for device in alike if device or not context.engine]
-    if context.case.traits.devices_per_replica > 1 or len(alike) < 2 or not suspects or divided:
+    if shared or case.traits.layered or case.traits.devices_per_replica > 1 or len(alike) < 2 or not suspects:
         return None
     slow = max(suspects, key=lambda device: row.busy[device])
     peers = [device for device in suspects if device != slow] or [device for device in alike if device != slow]
