@@ -452,9 +452,46 @@ FAULTS = (
     Fault(
         "uuid",
         "the counters of a GPU are found by its UUID",
-        "if uuids and len(visible) > 1:",
+        """if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):""",
         "if False:",
         ("tests/test_simulated_report.py::test_counters_of_every_gpu_are_its_own[four]",),
+    ),
+    Fault(
+        "ties",
+        "half a microsecond on a GPU's clock moves no time from one phase to another",
+        "TIE_S = 5e-6",
+        "TIE_S = 0.0",
+        ("tests/test_ledger.py::test_rounded_clocks_do_not_move_time_from_one_phase_to_another",),
+    ),
+    Fault(
+        "late-ranks",
+        "the reduce phase has no waits for ranks that are late in turn",
+        "ledger.joined(_without_waits(parts))",
+        "ledger.joined(parts)",
+        ("tests/test_simulated_ranks.py",),
+    ),
+    Fault(
+        "outlasting",
+        "work for which the steps do not wait is labelled",
+        "over_s = max(0.0, block.idle_s - times[-1] - (times[-1] - times[-2]))",
+        "over_s = 0.0",
+        ("tests/test_simulated_loader.py",),
+    ),
+    Fault(
+        "one-way-link",
+        "a link that is slow in one direction is named with the rate of this direction",
+        "found.setdefault((one.source, one.target), {})[trial.round] = seconds",
+        "found.setdefault((min(one.source, one.target), max(one.source, one.target)), {})[trial.round] = seconds",
+        ("tests/test_simulated_report.py::test_a_slow_link_is_found_and_named_with_its_true_rate",),
+    ),
+    Fault(
+        "link-queue",
+        "copies over a fast link are queued before the first of them begins",
+        "for one in (tensor, buffer):",
+        "for one in (tensor,):",
+        (
+            "tests/test_simulated_report.py::test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate",
+        ),
     ),
     Fault(
         "mig",
