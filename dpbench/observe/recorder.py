@@ -178,7 +178,8 @@ class Recorder:
         self.updating: Any = None
         """The end of backward, or of the last block without gradients after it, in a loop without an optimizer."""
         self._left = False
-        self._deferred = 0
+        self.deferred = 0
+        """The number of enclosing seams that end the interval in place of the optimizer's step."""
         self._owners: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self.active = True
@@ -203,7 +204,7 @@ class Recorder:
             start = start or self.now()
             self._log(top.kind, top.start, start, top.note or INTERRUPTED)
         elif self.updating is not None and kind in _NEXT:
-            self._by_hand()
+            self.update(BY_HAND, end=self.updating if self._left else None)
         self.open.append(new(_Open, (kind, start or self.now(), note)))
         return True
 
@@ -284,19 +285,6 @@ class Recorder:
 
     # -- intervals
 
-    def defer(self) -> None:
-        """Let the enclosing seam end the interval, in place of the optimizer's step."""
-        self._deferred += 1
-
-    def undefer(self) -> None:
-        """End the effect of the last call of `defer`."""
-        self._deferred -= 1
-
-    @property
-    def deferred(self) -> bool:
-        """Return whether an enclosing seam ends the interval."""
-        return self._deferred > 0
-
     def owner(self, one: Any) -> int:
         """Return the number of an optimizer, a dataset or an engine.
 
@@ -309,29 +297,15 @@ class Recorder:
                 weakref.finalize(one, self._owners.pop, id(one), None).atexit = False
         return number
 
-    def update(self, owner: int, name: str = "") -> None:
-        """End the interval, because the optimizer with the number `owner` has updated the weights."""
-        if name:
-            self.seen.optimizers.setdefault(owner, name)
+    def update(self, owner: int, name: str = "", end: Any = None) -> None:
+        """End the interval at the moment `end` (default: now), and decide whether the next one is kept.
+
+        The optimizer with the number `owner` and the name `name` has updated the weights; `BY_HAND` has no name.
+        """
+        end = end or self.now()
+        if name and owner not in self.seen.optimizers:
+            self.seen.optimizers[owner] = name
         self.updating = None
-        self._tick(owner, self.now())
-
-    def elsewhere(self) -> None:
-        """Note that an optimizer steps in a thread that is not recorded."""
-        problem = "steps of an optimizer in a thread that is not watched: start watching in that thread"
-        self.seen.unknown[problem] = self.seen.unknown.get(problem, 0) + 1
-
-    def updated_by_hand(self) -> None:
-        """Note that the script has left a block without gradients, in which it may have updated the weights."""
-        if self.updating is not None and not self.open and self.mine:
-            self.updating, self._left = self.now(), True
-
-    def _by_hand(self) -> None:
-        end, self.updating = self.updating if self._left else self.now(), None
-        self._tick(BY_HAND, end)
-
-    def _tick(self, owner: int, end: Any) -> None:
-        """End the interval at the moment `end`, and decide whether the next one is kept."""
         number, spans = len(self.ends), self._spans
         self.ends.append(float(end))
         self._spans = []
@@ -355,6 +329,16 @@ class Recorder:
             self.look(number + 1)
         for listen in self.listeners:
             listen(self.ends)
+
+    def elsewhere(self) -> None:
+        """Note that an optimizer steps in a thread that is not recorded."""
+        problem = "steps of an optimizer in a thread that is not watched: start watching in that thread"
+        self.seen.unknown[problem] = self.seen.unknown.get(problem, 0) + 1
+
+    def updated_by_hand(self) -> None:
+        """Note that the script has left a block without gradients, in which it may have updated the weights."""
+        if self.updating is not None and not self.open and self.mine:
+            self.updating, self._left = self.now(), True
 
     def _keeps(self, number: int) -> bool:
         """Return whether the interval `number` is kept: at first all, then blocks of intervals at growing distances.

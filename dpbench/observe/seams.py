@@ -272,7 +272,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
             return was(self, optimizer, *args, **kwargs)
         stepped: list[int] = []
         hook = optimizer.register_step_post_hook(lambda *_: stepped.append(1))
-        recorder.defer()
+        recorder.deferred += 1
         began = recorder.begin(Phase.OPTIMIZER)
         try:
             found = was(self, optimizer, *args, **kwargs)
@@ -282,7 +282,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
         finally:
             if began:
                 recorder.end()
-            recorder.undefer()
+            recorder.deferred -= 1
             hook.remove()
         recorder.seen.skipped[recorder.owner(optimizer)] += not stepped
         if not recorder.inside:
@@ -379,7 +379,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
             leaf = next((one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()), None)
             if leaf is not None:
                 recorder.seen.rows.setdefault(recorder.owner(self), Counter())[len(leaf)] += 1
-            recorder.defer()
+            recorder.deferred += 1
             began = recorder.begin(WITHIN)
             try:
                 found = was(self, *args, **kwargs)
@@ -389,7 +389,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
             finally:
                 if began:
                     recorder.end()
-                recorder.undefer()
+                recorder.deferred -= 1
             recorder.update(recorder.owner(self), type(self).__name__)
             return found
 
