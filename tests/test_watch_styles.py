@@ -921,6 +921,31 @@ def test_a_block_without_gradients_between_backward_and_the_step_has_a_phase(kin
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
 
+WRITES = {
+    "same": "p.grad.mul_(0.5)",
+    "detached": "p.grad.detach().copy_(p.grad / 2)",
+    "new": "p.grad = p.grad.clamp(-1, 1)",
+    "none": "p.grad.norm()",
+}
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_gradients_that_the_script_writes_between_backward_and_the_step_are_clipped(kind: str, tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, f"""
+for x, y in batches(12):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    for p in net.parameters():
+        time.sleep(0.001)
+        {WRITES[kind]}
+    optimizer.step()
+""")  # fmt: skip
+    rows = ledger.Ledger(found.steps, found.spans).phases
+    assert len(rows) == 11
+    assert all(0.002 < row[UNATTRIBUTED if kind == "none" else Phase.CLIP] < 0.0021 for row in rows)
+    assert ("no phase" in problems(found)) == (kind == "none")
+
+
 def test_accumulation_on_several_devices_is_one_training_from_its_first_backward_on(tmp_path: Path) -> None:
     found, _ = watched(tmp_path, """
 import dpbench

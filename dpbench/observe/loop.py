@@ -8,7 +8,7 @@ came before the exception, the step is left out.
 Some phases have no seam at one of their ends, and are defined by their neighbours:
 
 - `loss` is the time from the end of the forward to the beginning of backward, except for spans inside it.
-- `clip` begins when backward ends.
+- `clip` begins when backward ends. If the script itself writes the gradients, it ends when the optimizer's step begins.
 - Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the next transfer or
   forward. If the module returns its own loss, it is also the time from the forward to backward.
 - Without a module, `forward` is the time from the batch to the loss.
@@ -64,7 +64,7 @@ class Loop:
 
     `numbers` has, for each step, the number of the update that ended it, which is equal in all ranks. `rows` is the
     number of rows of a step, with all batches that it accumulates, or 0 if it is unknown. `model` has the sizes of the
-    trained module (`modules.facts`), and `optimizers` the names of the optimizers' classes. `skipped` is the number of
+    trained module, and `optimizers` the names of the optimizers' classes. `skipped` is the number of
     updates that a GradScaler skipped. `compiled` is whether torch.compile made a module that the loop trains.
     """
 
@@ -99,7 +99,10 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
     functional = not any(raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans)
     loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
     own = frozenset[int]() if loaded else frozenset(seen.own_loss)
-    spans_of = [[_spans(one, own, by_hand=not ended, functional=functional) for one in group] for group in groups]
+    spans_of = [
+        [_spans(one, own, by_hand=not ended, functional=functional, clips=seen.clips) for one in group]
+        for group in groups
+    ]
     rows = trainings.with_teachers([[raw for part in parts for raw in part] for parts in spans_of], seen.trained)
     rows = _without_usual_failures(groups, rows, unknown)
     source, evaluated = _sources(rows)
@@ -227,7 +230,7 @@ def _rows(counted: Sequence[Counter[int]]) -> int:
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
-def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool) -> list[Raw]:
+def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool) -> list[Raw]:
     """Return the spans of an interval, with those added that are defined by their neighbours; in order of time.
 
     `own` has the ids of the modules after whose forward no loss follows.
@@ -244,6 +247,8 @@ def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional
             found += _between(ordered, since, at, Phase.DATA if whole else Phase.LOSS)
         elif raw.kind == Phase.CLIP:
             found += _between(ordered, _last(ordered, at, Phase.BACKWARD, Phase.CLIP), at, Phase.CLIP)
+        elif raw.kind == Phase.OPTIMIZER and clips and ordered[at - 1].kind in (Phase.BACKWARD, Phase.REDUCE):
+            found += _between(ordered, _last(ordered, at, Phase.BACKWARD), at, Phase.CLIP)
         elif raw.kind == Phase.FORWARD:
             since = _last(ordered, at, Phase.FORWARD, Phase.BACKWARD)
             if since is not None and any(one.kind == Phase.LOSS for one in ordered[since:at]):
@@ -272,9 +277,7 @@ def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
         if raw.kind == Phase.FORWARD:
             since = len(found)
         elif raw.kind == Phase.BACKWARD and found and found[since].kind == Phase.FORWARD:
-            found[since:] = [
-                one for one in found[since:] if not (one.kind == Phase.OPTIMIZER and one.note == INTERRUPTED)
-            ]
+            found[since:] = [one for one in found[since:] if (one.kind, one.note) != (Phase.OPTIMIZER, INTERRUPTED)]
         found.append(raw)
     return found
 
@@ -375,10 +378,9 @@ def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> floa
     """Return the start of a step in whose interval other work (`APART`) ran: the first work of training after it."""
     last: float = max(raw.end for raw in raws if raw.kind in APART)
     training: list[float] = [
-        raw.start
-        for raw in raws
+        raw.start for raw in raws
         if raw.start >= last and raw.kind in TRAINING and not (raw.kind == Phase.DATA and raw.note in evaluated)
-    ]
+    ]  # fmt: skip
     return min(training, default=min(last, end))
 
 

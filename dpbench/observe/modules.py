@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
 from dpbench.hardware.devices import open_devices
+from dpbench.measure.worker.facts import sizes
 from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder, Seen
 from dpbench.observe.script import calling_frame
 from dpbench.records import Phase
@@ -83,6 +84,7 @@ class Outermost:
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
         self._recorder.due = min(again, self._until + 1) if self._looking else again
+        self._recorder.looking = self._looking
 
     def _updated(self, number: int) -> None:
         if number >= AGAIN and number & (number - 1) == 0:
@@ -156,7 +158,7 @@ class Outermost:
             seen.wrapper, seen.ranks = type(module).__name__, True
             if next(module.parameters()).device.type == "cpu":
                 self._recorder.reduction = ExposedReduction(module, open_devices("cpu", 1)[0]).observe
-        elif _sharded(module):
+        elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):  # the import of FSDP2 is slow
             seen.wrapper, seen.ranks = "FullyShardedDataParallel", True
 
     def _unhook(self) -> None:
@@ -236,35 +238,20 @@ def _settings(recorder: Recorder, module: nn.Module) -> None:
 
 
 def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Note the sizes of a module that is trained for the first time, and whether it returns its own loss."""
-    seen.models[id(module)] = facts(module, args, kwargs, output)
-    if any(isinstance(one, torch.Tensor) and one.requires_grad and not one.dim() for one in tree_leaves(output)):
-        seen.own_loss.add(id(module))
+    """Note the sizes of a module that is trained for the first time, and whether it returns its own loss.
 
-
-def facts(module: nn.Module, args: Any, kwargs: Any, output: Any) -> dict[str, float]:
-    """Return the numbers and bytes of a module's tensors, and the bytes of a call's inputs and outputs per row."""
-    parameters, buffers = list(module.parameters()), list(module.buffers())
+    The sizes include the bytes of the call's inputs and outputs per row.
+    """
     inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()]
     outputs = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
     rows = len(inputs[0]) if inputs else 1
-    return {
-        "modules": sum(1 for _ in module.modules()),
-        "buffer_tensors": len(buffers),
-        "parameter_tensors": len(parameters),
-        "parameter_bytes": sum(p.nbytes for p in parameters),
-        "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
-        "buffer_bytes": sum(b.nbytes for b in buffers),
+    seen.models[id(module)] = {
+        **sizes(module),
         "input_bytes": sum(one.nbytes for one in inputs) / rows,
         "output_bytes": sum(one.nbytes for one in outputs) / rows,
     }
-
-
-def _sharded(module: nn.Module) -> bool:
-    """Return whether FSDP2 (`fully_shard`) has sharded a module."""
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(module, FSDPModule)
+    if any(one.requires_grad and not one.dim() for one in outputs):
+        seen.own_loss.add(id(module))
 
 
 class _marked:  # noqa: N801
@@ -322,6 +309,9 @@ class Averages:
         self._recorder, self._outermost = recorder, outermost
         self._places: dict[tuple[types.CodeType, int], Phase | None] = {}
         self.block: _Block | None = None
+        recorder.computed = self.computed
+        self.gradients: tuple[Any, Sequence[tuple[nn.Parameter, torch.Tensor, int]]] = None, []
+        """The last span of a backward, and the gradients after it, while modules are looked for."""
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
         """Return `torch.no_grad.__enter__`, which begins such a block."""
@@ -362,8 +352,21 @@ class Averages:
         elif (phase := self._places[place]) and self._recorder.begin(phase):
             self.block = _Block(context, place, None, updates, None)
 
-    def leave_before_step(self) -> None:
-        """End the block that has a span, because an optimizer's step, which gets a separate span, begins inside it."""
+    def computed(self) -> None:
+        """Note the gradients after a backward."""
+        found = [(one, one.grad, one.grad._version) for one in self._weights() if one.grad is not None]
+        self.gradients = self._recorder.last, found
+
+    def before_step(self) -> None:
+        """Note whether the script has written most gradients since backward, without another span in between.
+
+        A block that has a span ends here, because an optimizer's step, which gets a separate span, begins inside it.
+        """
+        last, gradients = self.gradients
+        self.gradients = None, []
+        written = sum(one.grad is not grad or grad._version != version for one, grad, version in gradients)
+        if last is self._recorder.last and 2 * written >= max(4, len(gradients)):
+            self._recorder.seen.clips = True
         if self.block is not None and self.block.versions is None:
             self._leave(self.block)
 

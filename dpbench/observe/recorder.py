@@ -138,6 +138,8 @@ class Seen:
     pinned: bool | None = None
     skipped: Counter[int] = field(default_factory=Counter)
     """How often the step of an owner was skipped."""
+    clips: bool = False
+    """Whether the script itself writes the gradients between backward and an optimizer's step."""
     unknown: dict[str, int] = field(default_factory=dict)
 
 
@@ -168,6 +170,9 @@ class Recorder:
         self.look: Callable[[int], None] = lambda _: None
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
         """A function of the end of backward that returns the spans of the part of a reduction that nothing hides."""
+        self.looking = False
+        self.computed: Callable[[], None] = lambda: None
+        """The function to call after each backward while modules are looked for (`looking`)."""
         self.kept = True
         self.thread = get_ident()
         self._most, self._total, self._full = spans, 0, 0
@@ -220,8 +225,11 @@ class Recorder:
             self._spans.append(new(Raw, (kind, start, now, HOST if kind == _DATA else OWN, place or note)))
         if self.open:
             self.open[-1] = self.open[-1]._replace(start=now)
-        if kind == _BACKWARD and (self.reduction is not None or not self.seen.optimizers):
-            self._backward(start, now)
+        if kind == _BACKWARD:
+            if self.reduction is not None or not self.seen.optimizers:
+                self._backward(start, now)
+            if self.looking:
+                self.computed()
 
     def _backward(self, began: Any, now: Any) -> None:
         """Record the reduction in a backward that has ended; without an optimizer, note that an update may follow."""
@@ -277,6 +285,11 @@ class Recorder:
         if self.open or not self.seen.optimizers or not self.kept or not self.mine:
             return False
         return next((raw.kind for raw in reversed(self._spans) if raw.kind not in _AFTER), _BACKWARD) in _WRITES
+
+    @property
+    def last(self) -> Raw | None:
+        """Return the last span of this interval; None if there is none."""
+        return self._spans[-1] if self._spans else None
 
     @property
     def inside(self) -> str:

@@ -212,8 +212,8 @@ class _Steps:
         if get_ident() != recorder.thread:
             recorder.elsewhere()
             return
-        if self._averages.block is not None:
-            self._averages.leave_before_step()
+        if self._averages.block is not None or self._averages.gradients[1]:
+            self._averages.before_step()
         frame = sys._getframe(1)
         while running and not _runs(running[-1].frame, frame):  # the first step of a class has raised
             self._leave(len(running) - 1)

@@ -9,6 +9,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
@@ -22,22 +23,29 @@ LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
 """The size in bytes of the copies that time a link, and the number of copies that count, after two that do not."""
 
 
+def sizes(module: nn.Module) -> dict[str, float]:
+    """Return the numbers of modules and tensors in a module, and the bytes of its parameters and buffers."""
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    return {
+        "modules": sum(1 for _ in module.modules()),
+        "buffer_tensors": len(buffers),
+        "parameter_tensors": len(parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "buffer_bytes": sum(b.nbytes for b in buffers),
+    }
+
+
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     """Return the numbers and bytes of a model's tensors, and the bytes of inputs, target and output per sample.
 
     A tensor that several modules share counts once, because replication copies it once. The output's bytes come from a
     forward pass of at most two samples, and are left out if this pass fails.
     """
-    parameters, buffers = list(model.module.parameters()), list(model.module.buffers())
     inputs, target = positional(batch[0]), batch[1]
     samples = rows_in(batch)
     found = {
-        "modules": sum(1 for _ in model.module.modules()),
-        "buffer_tensors": len(buffers),
-        "parameter_tensors": len(parameters),
-        "parameter_bytes": sum(p.nbytes for p in parameters),
-        "trainable_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
-        "buffer_bytes": sum(b.nbytes for b in buffers),
+        **sizes(model.module),
         "input_bytes": bytes_in(inputs) / samples,
         "target_bytes": bytes_in(target) / samples,
     }
