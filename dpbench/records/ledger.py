@@ -7,7 +7,6 @@ span covers is charged as `unattributed`. It is not computed as a difference, so
 
 from __future__ import annotations
 
-import statistics
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -300,9 +299,11 @@ def typical(trial: Trial) -> dict[str, float]:
     The fastest and the slowest quarter of the steps are left out, because they may have been disturbed. These means sum
     to the mean step; the medians of the phases would not sum to the median step.
     """
+    from statistics import mean  # every command imports this module
+
     rows = middle(trial)
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: statistics.mean(row.get(name, 0.0) for row in rows) for name in names}
+    return {name: mean(row.get(name, 0.0) for row in rows) for name in names}
 
 
 def middle(trial: Trial) -> list[dict[str, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Self
 
 from dpbench.records import registry
@@ -92,7 +93,7 @@ class Options:
         None means the default. Lists become tuples, and one value becomes a tuple of one value. Raises ValueError for a
         value of a wrong type, and TypeError for an unknown option.
         """
-        kinds = {one.name: str(one.type) for one in fields(cls)}
+        kinds = _kinds()
         named = {name: value for name, value in given.items() if value is not None}
         if unknown := sorted(named.keys() - kinds.keys()):
             raise TypeError(registry.unknown("option", unknown[0], [*kinds]))
@@ -134,6 +135,12 @@ class Options:
             else:
                 words += [option] if value is True else [option, _text(value, one.name)]
         return shlex.join([*words, *more])
+
+
+@lru_cache
+def _kinds() -> dict[str, str]:
+    """Return the annotation of each option, by name."""
+    return {one.name: str(one.type) for one in fields(Options)}
 
 
 REPEATED = ("model", "strategy", "job", "tag")

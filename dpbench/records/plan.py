@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from dpbench.records import HABITS, Case, options, registry, schedule
@@ -141,6 +142,7 @@ def limit(case: Case) -> Case | None:
     return replace(alone(case, share), options=LIMIT)
 
 
+@lru_cache(maxsize=4096)
 def alone(case: Case, batch_size: int) -> Case:
     """Return a copy of a case that runs `batch_size` samples on one device without a wrapper."""
     baseline = registry.of_role(Role.BASELINE)

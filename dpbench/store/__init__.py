@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sqlite3
 import time
 from collections import Counter
@@ -186,9 +185,11 @@ class Store:
                 self._db.execute("DELETE FROM run WHERE id=?", (run_id,))
         with suppress(sqlite3.OperationalError):  # another process uses the file, or the disk is full: it stays large
             self._db.execute("VACUUM")
+        from shutil import rmtree  # every command imports this module
+
         for run_id in run_ids:
             for folder in (self.traces, self.logs):
-                shutil.rmtree(folder / run_id, ignore_errors=True)
+                rmtree(folder / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
         """Copy the runs and trials of another store that this store lacks, in one transaction; `copying` has the rules.
