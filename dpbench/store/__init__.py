@@ -35,10 +35,13 @@ FINISHED = "finished"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
 """The statuses of trials that are not repeated when a run is resumed."""
 _RANKED = (
-    "SELECT *, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
+    "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
     "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
 )
-"""The query for all trials. `place` numbers the trials of one run, case and round; only trials with place 1 count."""
+"""The query for the run and the status of all trials, without their large columns, which sorting would copy.
+
+`place` numbers the trials of one run, case and round; only trials with place 1 count.
+"""
 
 
 class Store:
