@@ -30,11 +30,11 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
     """
     from dpbench.store import Store
 
-    # the millions of objects of a large run stay in use until the command ends: to look for garbage would be in vain
-    gc.disable()
-    context = click.get_current_context()
-    context.call_on_close(gc.enable)
-    context.call_on_close(gc.freeze)
+    if context := click.get_current_context(silent=True):
+        # the millions of objects of a large run stay in use until the command ends: looking for garbage finds none
+        gc.disable()
+        context.call_on_close(gc.enable)
+        context.call_on_close(gc.freeze)  # runs first: else all objects would be looked at once more
     unreadable: list[UnreadableRow] = []
     with Store.read(store, listing(unreadable)) as opened:
         chosen = choose(opened.runs(), run_id)
