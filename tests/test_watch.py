@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, dataloader
 
 import dpbench
@@ -123,6 +124,15 @@ for x, y in batches():
     plant("clip-before")
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     opt.step()
+    losses.append(loss.item())
+""",
+    "workers": """
+opt = torch.optim.SGD(net.parameters(), lr=0.1)
+for x, y in batches(workers=2):
+    loss = criterion(net(x), y)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
     losses.append(loss.item())
 """,
     "scaler": """
@@ -285,7 +295,7 @@ def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_
     assert shares[0 if name == "evaluated" else 1] < 0.05
     assert found.updates == {"scaler": 2, "gan": 3, "lbfgs": 3}.get(name, 1)
     assert found.skipped == (name == "scaler")
-    assert found.loader_workers == (-1 if name in ("hand", "graph") else 0)
+    assert found.loader_workers == {"hand": -1, "graph": -1, "workers": 2}.get(name, 0)
     assert (found.evaluation_s > 0.05) == (name in ("evaluated", "graph"))
     assert (found.checkpoint_s > 0) == (name == "evaluated")
     assert recorder.seen.devices == (2 if name == "engine" else 1)
@@ -583,11 +593,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+kind, result = sys.argv[1:]
 dist.init_process_group("gloo")
 torch.manual_seed(0)
 torch.set_num_threads(1)
 net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
-if sys.argv[1] == "fsdp":
+if kind == "fsdp":
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
@@ -595,45 +606,60 @@ else:
     net = nn.parallel.DistributedDataParallel(net)
 data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+losses = []
 for x, y in DataLoader(data, batch_size=32, sampler=DistributedSampler(data)):
     optimizer.zero_grad()
-    nn.functional.cross_entropy(net(x), y).backward()
+    loss = nn.functional.cross_entropy(net(x), y)
+    loss.backward()
     optimizer.step()
+    losses.append(loss.detach())
+weights = [p.to_local() if kind == "fsdp" else p.detach() for p in net.parameters()]
+torch.save([losses, weights, torch.get_rng_state()], f"{result}.{dist.get_rank()}")
 dist.destroy_process_group()
 """
 
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel"}
-BOTH = """
+ALL = """
 import os
 import runpy
 import sys
 
-port, *kinds = sys.argv[1:]
+kinds, ports = (text.split(",") for text in sys.argv[1:])
 for kind in kinds:
-    sys.argv = ["dpbench", "watch", "--output", f"{kind}.db", "train.py", kind]
-    try:
-        runpy.run_module("dpbench", run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, end.code
-    # torchrun's own store serves one group of ranks
-    os.environ |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    for how in ("alone", "watched"):
+        train = ["train.py", kind, f"{kind}-{how}"]
+        sys.argv = train if how == "alone" else ["dpbench", "watch", "--output", f"{kind}.db", *train]
+        try:
+            if how == "alone":
+                runpy.run_path("train.py", run_name="__main__")
+            else:
+                runpy.run_module("dpbench", run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, end.code
+        # torchrun's own store serves one group of ranks
+        os.environ |= {"MASTER_PORT": ports.pop(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 """
-"""A rank that watches one script after the other, because each process would load torch anew."""
+"""A rank that runs and watches one script after the other, because each process would load torch anew."""
 
 
 def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)
-    (tmp_path / "both.py").write_text(BOTH)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (tmp_path / "all.py").write_text(ALL)
+    with ExitStack() as stack:  # all at once, so that the ports differ
+        free = [stack.enter_context(socket.socket()) for _ in range(2 * len(WRAPPERS))]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        ports = [str(one.getsockname()[1]) for one in free]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run(
-        [*command, "both.py", str(port), *WRAPPERS], check=True, timeout=120, cwd=tmp_path,
+        [*command, "all.py", ",".join(WRAPPERS), ",".join(ports)], check=True, timeout=120, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
     )  # fmt: skip
     for kind, wrapper in WRAPPERS.items():
+        for rank in range(2):
+            alone, result = (torch.load(tmp_path / f"{kind}-{how}.{rank}") for how in ("alone", "watched"))
+            assert [*map(torch.equal, tree_leaves(alone), tree_leaves(result))] == [True] * (16 + 4 + 1)
         with Store.read(tmp_path / f"{kind}.db") as opened:
             (run,) = opened.runs()
             found = opened.trials(run.id)
@@ -644,6 +670,8 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
         spans = found[0].spans
         assert {span.device for span in spans if span.phase is Phase.BACKWARD} == {0, 1}
         assert ({span.device for span in spans if span.phase is Phase.REDUCE} == {0, 1}) == (kind == "ddp")
+        # the phases cover a step in which no other process held up the ranks
+        assert min(row[UNATTRIBUTED] / sum(row.values()) for row in found[0].ledger.phases[3:]) < 0.05
         facts = observed(found[0])
         assert facts is not None
         assert facts.wrapper == wrapper
