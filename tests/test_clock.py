@@ -288,7 +288,7 @@ class SlowGpu(FakeGpu):
     """A device on which recording an event takes the host a second; the event is of the middle of that second."""
 
     def event(self, reuse: Event | None = None) -> Event:
-        self._time.at += 0.5
+        self._time.at += 2.5 if reuse is None else 0.5  # a new event is created first
         recorded = super().event(reuse)
         self._time.at += 0.5
         return recorded

@@ -299,11 +299,11 @@ class CudaClock:
 
     def _anchors(self) -> list[tuple[Any, float]]:
         """Return one anchor per device: an event and the host's time in seconds when the idle device recorded it."""
-        anchors = []
-        for device in self._devices:
+        anchors, created = [], [device.event() for device in self._devices]  # creating takes longer than recording
+        for device, event in zip(self._devices, created, strict=True):
             device.synchronize()
             before = self._now()
-            event = device.event()
+            device.event(event)
             device.synchronize()
             anchors.append((event, (before + self._now()) / 2))
         return anchors
