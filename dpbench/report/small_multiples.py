@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from dpbench.analysis.summary import Row
 from dpbench.records import HABITS, Case, plan, words
@@ -66,24 +66,33 @@ def split(
     groups: dict[Hashable, list[Row]] = {}
     for row in order(rows):
         groups.setdefault((setting(row.case), key(row)), []).append(row)
-    found = [facet for group in groups.values() for facet in _parts(group, per, unit)]
-    left_out = sum(len(facet.rows) for facet in found[PANELS:])
+    return panels(groups.values(), per=per, unit=unit)
+
+
+def panels(
+    groups: Iterable[Sequence[Row]], *, per: int, unit: Callable[[Row], Hashable] = lambda row: row.case
+) -> tuple[list[Facet], str]:
+    """Return the panels of these groups, at most `PANELS`, and a sentence with the number of cases left out, or "".
+
+    `per` and `unit` are those of `split`.
+    """
+    every = list(groups)
+    found = list(islice((facet for group in every for facet in _parts(group, per, unit)), PANELS))
+    left_out = sum(map(len, every)) - sum(len(facet.rows) for facet in found)
     cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
-    return found[:PANELS], f"{cases} not drawn; the table shows all cases." if left_out else ""
+    return found, f"{cases} not drawn; the table shows all cases." if left_out else ""
 
 
-def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> list[Facet]:
-    """Split a group of cases into panels of nearly equal length, each with at most `per` units; see `split`."""
+def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> Iterator[Facet]:
+    """Yield the panels of a group of cases, of nearly equal length, each with at most `per` units; see `split`."""
     both = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)
     edges = [len(units) * part // count for part in range(count + 1)]
-    parts = []
     for number, (start, end) in enumerate(pairwise(edges), start=1):
         title = heading(group) + (f" ({number} of {count})" if count > 1 else "")
         mine = [(row, name) for row, name in both if unit(row) in units[start:end]]
-        parts.append(Facet(title, tuple(row for row, _ in mine), tuple(name for _, name in mine)))
-    return parts
+        yield Facet(title, tuple(row for row, _ in mine), tuple(name for _, name in mine))
 
 
 def heading(group: Sequence[Row]) -> str:

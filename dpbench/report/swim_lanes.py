@@ -34,15 +34,13 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size, with the cases on most devices."""
     # a timed step is a fact, also if the rounds are too few for an estimate; the caption then names the case
     shown = [row for row in rows if (row.case, row.source) in found]
-    facets = [facet for group in _groups(shown) for facet in small_multiples.split(group, per=BLOCKS)[0]]
-    left_out = len(facets) - small_multiples.PANELS
-    several = f"{words.count(left_out, 'more panel')} {words.verb(left_out, 'is', 'are')} not drawn."
+    facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
     return Section(
         "lanes", "One median step, device by device",
         "The lanes of a panel share one time axis. A bar is a phase on a device; where a lane is grey, no phase is "
         "open on the device. A thick outline is the critical path: the bars that the end of the step waited for.",
-        [_panel(facet, found, f"lanes{i}") for i, facet in enumerate(facets[: small_multiples.PANELS])],
-        several if left_out > 0 else "" if facets else "No case has spans of a median step.",
+        [_panel(facet, found, f"lanes{i}") for i, facet in enumerate(facets)],
+        left_out if facets else "No case has spans of a median step.",
     )  # fmt: skip
 
 
