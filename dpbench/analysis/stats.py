@@ -72,8 +72,9 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     """
     pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
     n, tail = len(pooled), (1 - CONFIDENCE) / 2
-    below = bdtr(np.arange(n), n, share)
-    first, last = (int(np.searchsorted(below, one)) for one in (tail, 1 - tail))
+    middle, reach = n * share, 6 * math.sqrt(n * share * (1 - share)) + 2  # farther away, both are certain
+    ranks = np.arange(max(0, int(middle - reach)), min(n, int(middle + reach) + 1))
+    first, last = ranks[0] + np.searchsorted(bdtr(ranks, n, share), [tail, 1 - tail])
     low, high = (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
     return Percentile(float(np.percentile(pooled, 100 * share)), low, high, n)
 

@@ -114,11 +114,10 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     share = seen.size_s.value / context.step_s if seen.size_s else 0.0
     tried = rule.remedies(context.case)
-    measured = commands.measure([context.case, *tried], machine=context.machine) if tried else ""
     found = Finding(
         rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule),
         labels=(*context.row.labels, *[Source.PREDICTED.upper()] * seen.predicted),
-        command=seen.command or measured,
+        command=seen.command or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
     )  # fmt: skip
     return replace(found, code=seen.code or _code(found, tried))
 
