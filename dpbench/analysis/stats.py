@@ -199,7 +199,7 @@ def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> l
     pools = [[np.sort(np.asarray(side[key], dtype=float)) for key in sorted(side)] for side in sides]
     drawn = _drawn(tuple(tuple(map(len, pool)) for pool in pools), seed, RESAMPLES, together)
     steps = [np.concatenate(pool) for pool in pools]
-    draws = [(one[low] + one[high]) / 2 for one, (low, high) in zip(steps, drawn, strict=True)]
+    draws = [(one.take(low) + one.take(high)) / 2 for one, (low, high) in zip(steps, drawn, strict=True)]
     middles = [np.array([(one[(len(one) - 1) // 2] + one[len(one) // 2]) / 2 for one in pool]) for pool in pools]
     return list(zip(middles, draws, strict=True))
 
@@ -207,7 +207,7 @@ def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> l
 @lru_cache(maxsize=64)
 def _drawn(
     sides: tuple[tuple[int, ...], ...], seed: int, resamples: int, together: bool
-) -> tuple[tuple[Places, Places], ...]:
+) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
     """Draw resamples of several series; `sides` has, for each series, the number of steps of each round.
 
     Return for each series the two middle steps of each resampled round, as two arrays of shape (resamples, rounds). A
@@ -219,7 +219,7 @@ def _drawn(
     for side, sizes in enumerate(sides):
         if side and not together:
             chosen = _choose(len(sizes), resamples, generator)
-        low, high = (np.empty(chosen.shape, dtype=np.int32) for _ in range(2))
+        low, high = (np.empty(chosen.shape, dtype=np.intp) for _ in range(2))
         for number, n in enumerate(sizes):
             here, before = chosen == number, sum(sizes[:number])
             first, second = _middles(n, int(here.sum()), generator)
