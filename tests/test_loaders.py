@@ -248,7 +248,10 @@ def test_a_measurement_records_the_wait_for_each_batch(workers: int, server: Ser
     assert found.length == 64
     assert len(found.waits_s) == (1 + 2 if workers == 0 else 2 + 4 + 2)
     assert found.next_epoch_s > 0
-    assert found.waits_s[0] > found.batch_s > 0  # the first wait includes the start
+    assert found.batch_s > 0
+    assert min(found.waits_s) > 0
+    # the first wait includes the start of the workers; without any, it is as long as another batch
+    assert not workers or found.waits_s[0] > found.batch_s
 
 
 @pytest.mark.parametrize("name", ["raising", "raising_batches"])
