@@ -293,6 +293,10 @@ class SlowGpu(FakeGpu):
         self._time.at += 0.5
         return recorded
 
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._time.at += 3.0  # the host returns late
+
 
 def test_an_anchor_is_the_middle_of_the_time_that_reading_it_takes(time: Time) -> None:
     device = SlowGpu(0, time, offset_s=77.0)

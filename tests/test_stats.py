@@ -383,4 +383,4 @@ def test_medians_of_resamples_keep_the_devices_of_a_step_together() -> None:
 @hypothesis.given(st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_the_middle_of_rows_is_their_median(columns: int, seed: int) -> None:
     values = np.random.default_rng(seed).integers(5, size=(20, columns)) / 3
-    assert (stats._middle(values) == np.median(values, axis=1)).all()
+    assert (stats._row_medians(values) == np.median(values, axis=1)).all()

@@ -32,8 +32,8 @@ def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     def columns(trial: Trial) -> Columns:
         return {
             "step": range(len(trial.steps)),
-            "warmup": [step.warmup for step in trial.steps],
-            "seconds": [step.seconds for step in trial.steps],
+            "warmup": trial.by_column.warmup,
+            "seconds": trial.by_column.seconds,
         }
 
     return _table(run_id, trials, columns)
@@ -47,7 +47,7 @@ def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
         counts = [len(parts) for parts in split]
         return {
             "step": [index for index, count in enumerate(counts) for _ in range(count)],
-            "warmup": [step.warmup for step, count in zip(trial.steps, counts, strict=True) for _ in range(count)],
+            "warmup": [warm for warm, count in zip(trial.by_column.warmup, counts, strict=True) for _ in range(count)],
             "phase": list(chain.from_iterable(split)),
             "seconds": [seconds for parts in split for seconds in parts.values()],
         }

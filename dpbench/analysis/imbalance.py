@@ -149,7 +149,7 @@ class _Found:
 
     def medians(self) -> dict[int, float]:
         """Return, for each device, the median over rounds of the median over each round's steps."""
-        return dict(zip(self.columns, stats.medians(self.vectors).tolist(), strict=True))
+        return dict(zip(self.columns, stats.device_medians(self.vectors).tolist(), strict=True))
 
     @property
     def several(self) -> bool:

@@ -34,7 +34,7 @@ RESAMPLES = 2000
 WITHIN = 400
 """The number of resamples of the steps of one round of several devices, from which the resamples of rounds draw."""
 NETWORK = 10
-"""The largest number of columns that `_middle` sorts by comparing whole columns: 4 rounds have 10 pairs."""
+"""The largest number of columns that `_row_medians` sorts by comparing whole columns: 4 rounds have 10 pairs."""
 CELLS = 4_000_000
 """The largest number of pairs of rounds in all resamples together. With many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
@@ -83,7 +83,7 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
     ((each, draws),) = _medians([rounds], seed)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
-    value, middles = float(np.median(each)), _middle(draws)
+    value, middles = float(np.median(each)), _row_medians(draws)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
     found = _exponential(math.log(value), np.log(middles), len(rounds))
@@ -141,7 +141,7 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
     (one, ones), (other, others) = _medians([first, second], seed, together=bool(common))
     value, n = float(np.median(one) - np.median(other)), min(len(one), len(other))
     count = min(len(ones), len(others))
-    draws = _middle(ones[:count]) - _middle(others[:count])
+    draws = _row_medians(ones[:count]) - _row_medians(others[:count])
     low, high = _interval(value, draws, n)
     return Estimate(value, low, high, n, signed=True)
 
@@ -168,7 +168,7 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     draws = np.empty((*rounds.shape, pools[0].shape[1]))
     for number, (pool, (counts, picks)) in enumerate(zip(pools, resamples, strict=True)):
         draws[rounds == number] = _of_devices(pool, counts)[picks]
-    values, resampled = medians(vectors), _middle(draws.swapaxes(1, 2))
+    values, resampled = device_medians(vectors), _row_medians(draws.swapaxes(1, 2))
 
     def estimate(function: Callable[[Array], Array]) -> Estimate:
         value = float(function(values))
@@ -186,7 +186,7 @@ def beside(series: Sequence[Sequence[float]]) -> Array:
     return np.array([one[:steps] for one in series], dtype=float).T
 
 
-def medians(vectors: Vectors) -> Array:
+def device_medians(vectors: Vectors) -> Array:
     """Return, for each device, the median over rounds of the median over each round's steps."""
     return np.asarray(np.median([np.median(steps, axis=0) for steps in vectors.values()], axis=0))
 
@@ -294,10 +294,10 @@ def _of_devices(pool: Array, counts: Places) -> Array:
 def _centre(values: Array) -> Array:
     """Return the Hodges-Lehmann centre along the last axis: the median of the means of all pairs of values."""
     first, second = np.triu_indices(values.shape[-1])
-    return _middle((values[..., first] + values[..., second]) / 2)
+    return _row_medians((values[..., first] + values[..., second]) / 2)
 
 
-def _middle(values: Array) -> Array:
+def _row_medians(values: Array) -> Array:
     """Return the median along the last axis, as numpy.median computes it."""
     n = values.shape[-1]
     if n > NETWORK:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from dpbench.hardware.device import Device
@@ -56,7 +56,7 @@ class Clock(Protocol):
         """Return the spans that have been recorded so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the busy seconds of each device per step, as samples; empty if this clock does not measure them."""
+        """Return the readings of this clock as samples: of `BUSY` per step, or of `OUTLASTING` per block."""
 
 
 class HostClock:
@@ -245,7 +245,7 @@ class CudaClock:
         self._marks: list[tuple[int, Phase, int, Any, Any]] = []
         self._read: list[tuple[int, Phase, int, float, float]] = []
         self._first, self._last = list[tuple[Any, float]](), list[tuple[Any, float]]()
-        self._count, self.drift = 0, tuple[float, ...]()
+        self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is `HOST`."""
@@ -271,7 +271,7 @@ class CudaClock:
         self._blocks.append(_Block([device.event() for device in self._devices]))
         yield
         self._last = self._anchors()
-        self._blocks[-1].idle_s = self._last[-1][1]
+        self._blocks[-1].idle_s = self._idle_s
         self._read_marks()
 
     def _read_marks(self) -> None:
@@ -300,12 +300,14 @@ class CudaClock:
     def _anchors(self) -> list[tuple[Any, float]]:
         """Return one anchor per device: an event and the host's time in seconds when the idle device recorded it."""
         anchors, created = [], [device.event() for device in self._devices]  # creating takes longer than recording
-        for device, event in zip(self._devices, created, strict=True):
+        for device in self._devices:
             device.synchronize()
+        self._idle_s = self._now()
+        for device, event in zip(self._devices, created, strict=True):
             before = self._now()
             device.event(event)
+            anchors.append((event, (before + self._now()) / 2))  # the idle device records the event at once
             device.synchronize()
-            anchors.append((event, (before + self._now()) / 2))
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
@@ -331,11 +333,7 @@ class CudaClock:
         """
         events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]
-        raw, at, previous = [], 0.0, first
-        for event in (*events, last):
-            at += previous.elapsed_time(event) / 1e3
-            raw.append(at)
-            previous = event
+        raw = list(accumulate(one.elapsed_time(other) / 1e3 for one, other in pairwise((first, *events, last))))
         stretch = (last_s - first_s) / raw[-1] if raw[-1] > 0 else 1.0
         self.drift = (*self.drift[:i], stretch - 1.0)
         return [first_s + seconds * stretch for seconds in raw[:-1]]

@@ -47,10 +47,10 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
     each = [values for part in parts for values in part.readings(EXPOSED_REDUCTION).values() if any(values)]
     if not each:
         return list(parts)
-    longest_s = statistics.median(min(step) for step in zip(*each, strict=False))
+    reduction_s = statistics.median(min(step) for step in zip(*each, strict=False))
 
     def cut(span: Span) -> Span:
-        return replace(span, start_s=max(span.start_s, span.end_s - longest_s)) if span.clock == PROFILED else span
+        return replace(span, start_s=max(span.start_s, span.end_s - reduction_s)) if span.clock == PROFILED else span
 
     return [replace(part, spans=tuple(map(cut, part.spans))) for part in parts]
 
