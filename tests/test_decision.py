@@ -194,7 +194,7 @@ SITUATIONS = {
     ),
     "some rounds were lost": Situation(
         [SINGLE, row("ddp", 2, 1.7, n=3, lost=(Status.TIMEOUT,) * 2)], USE, ("ddp", 2),
-        ["2 of 5 rounds of ddp on 2 GPUs have no result (timeout)", "from 3 rounds"],
+        ["no result in 2 of 5 rounds of ddp on 2 GPUs (timeout)", "from 3 rounds"],
     ),
     "ddp was not measured": Situation([SINGLE, row("dp", 2, 0.5)], STAY, ("single", 1), ["ddp was not measured"]),
     "hosts on one machine": Situation(
@@ -360,7 +360,7 @@ def test_memory_names_the_capacity_of_the_gpu() -> None:
 def test_the_devices_added_last_are_in_the_reason() -> None:
     """A student asks why the fourth GPU gives only 1.2 times."""
     answer = only([SINGLE, row("dp", 3, 2.0), row("dp", 4, 2.4), row("ddp", 4, 3.5)], {})
-    assert "going from 3 to 4 devices makes it 1.20× (" in answer.reason
+    assert "going from 3 to 4 devices makes training 1.20× (" in answer.reason
     assert "where 1.33× is ideal" in answer.reason
 
 
@@ -374,7 +374,7 @@ def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> No
 def test_an_epoch_is_computed_from_the_throughputs() -> None:
     answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
     assert answer.epoch(768_000) == (
-        "an epoch of 768,000 samples takes 20.0 min on one device and 10.0 min here, which saves 10.0 min"
+        "an epoch of 768,000 samples takes 20.0 min on one device and 10.0 min with this choice, which saves 10.0 min"
     )
     stays = only([SINGLE, row("ddp", 2, 0.5)], {})
     assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min on one device"

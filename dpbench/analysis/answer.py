@@ -35,12 +35,12 @@ _OBSTACLES = {
 class Answer:
     """The answer to one question, in words.
 
-    `subject` names the model and, if a run has several, the settings. `headline` is the choice with its speed-up,
-    `reason` a clause with DataParallel's own result and the phase in which it loses most, `certainty` a clause on how
-    sure the answer is and on the measurements that would decide, `memory` a clause on the memory of the recommended
-    case. `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the
-    case on one device with which the cases in `compared` are compared, and `baseline` its row. `row` is the row of
-    the recommended case. A row is None if it has no case, or if its case has no result.
+    `subject` names the model and, if a run has several, the settings. `headline` is the choice with its speed-up.
+    `reason` is a clause with the result of DataParallel and the phase in which it loses most. `certainty` is a clause
+    on how sure the answer is and on missing measurements, `memory` a clause on the memory of the recommended case.
+    `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the case on one device
+    with which the cases in `compared` are compared. `baseline` is the row of `home`, None if it was not measured. `row`
+    is the row of the recommended case, None if no case is recommended.
     """
 
     subject: str
@@ -79,9 +79,9 @@ class Answer:
             return takes
         if not self.row.speedup:
             return ""
-        # not by the throughput of the row, of which the speed-up uses only the rounds that the baseline has too
+        # not from the row's throughput, which uses all rounds: the speed-up uses those that the baseline has too
         then_s = now_s / self.row.speedup.value
-        return f"{takes} and {words.long_time(then_s)} here, which saves {words.long_time(now_s - then_s)}"
+        return f"{takes} and {words.long_time(then_s)} with this choice, which saves {words.long_time(now_s - then_s)}"
 
 
 def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
@@ -179,7 +179,7 @@ def _unknown(question: Question, decision: Decision) -> str:
 
 
 def _failures(rows: Sequence[Row]) -> str:
-    """Return the names of the first three cases, each with its outcome in parentheses."""
+    """Return the names of the first three cases, each with its outcome, and the number of further cases."""
     more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
     return ", ".join(f"{_name(row)} ({_failure(row)})" for row in rows[:3]) + more
 
@@ -209,7 +209,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 def _added(row: Row, question: Question) -> str:
-    """Return a clause on the gain from the devices added last, for more than two devices; "" if it is unknown."""
+    """Return a clause on the speed-up of `row` over the same case on fewer devices, but at least two; "" if unknown."""
     same = [
         one for one in question.candidates
         if 1 < one.case.devices < row.case.devices
@@ -223,11 +223,14 @@ def _added(row: Row, question: Question) -> str:
         return ""
     ideal = words.exact(round(row.case.devices / fewer.case.devices, 2))
     counts = f"from {fewer.case.devices} to {row.case.devices} devices"
-    return f"; going {counts} makes it {words.times(gain)} as fast, where {ideal}× is ideal"
+    return f"; going {counts} makes training {words.times(gain)} as fast, where {ideal}× is ideal"
 
 
 def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
-    """Return the row of DataParallel, torch's or the engine's `reference`, preferably on the devices of `chosen`."""
+    """Return the row of torch.nn.DataParallel or of the engine's `reference`; None if neither was measured.
+
+    Rows on as many devices as `chosen` are preferred, then rows on more devices, then rows of torch.nn.DataParallel.
+    """
     found = [
         row
         for row in question.several
@@ -256,7 +259,7 @@ def _loses(row: Row, question: Question) -> str:
         name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {**row.phases, **base.phases}
     }
     said = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
-    if not {*phases} - {UNATTRIBUTED}:  # as in a prediction by formulas
+    if not {*phases} - {UNATTRIBUTED}:  # a prediction by formulas has no phases
         return said
     most = max(sorted(phases), key=lambda name: phases[name])
     where = "Python code between the phases" if most == UNATTRIBUTED else most
@@ -264,7 +267,7 @@ def _loses(row: Row, question: Question) -> str:
 
 
 def _certainty(question: Question, decision: Decision) -> str:
-    """Return a clause on how sure the answer is, and on the measurements that would decide."""
+    """Return a clause on how sure the answer is, and on the measurements that are missing."""
     said = []
     if question.source is Source.PREDICTED:
         said.append("predicted, with an 80% interval")
@@ -291,15 +294,16 @@ def _certainty(question: Question, decision: Decision) -> str:
 
 
 def _gaps(question: Question, row: Row) -> Iterator[str]:
-    """Yield clauses on the measurements that an answer which recommends `row` lacks."""
+    """Yield clauses on missing results, and on devices without samples, for an answer that recommends `row`."""
     if question.failed:
         yield f"without a result: {_failures(question.failed)}"
     for one in [row, *([question.baseline] if question.baseline and question.baseline is not row else [])]:
         if one.lost:
             rounds = f"{len(one.lost)} of {one.rounds + len(one.lost)} rounds"
-            yield f"{rounds} of {_name(one)} have no result ({', '.join(dict.fromkeys(one.lost))})"
+            yield f"no result in {rounds} of {_name(one)} ({', '.join(dict.fromkeys(one.lost))})"
     if row.case.working < row.case.devices:
-        yield f"{row.case.devices - row.case.working} of {devices(row.case)} get no sample"
+        idle = row.case.devices - row.case.working
+        yield f"{idle} of {devices(row.case)} {words.verb(idle, 'gets', 'get')} no sample"
     if question.source is Source.MEASURED and not commands.has_control(question):
         yield f"{registry.of_role(Role.CONTROL)} was not measured"
 

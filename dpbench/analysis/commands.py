@@ -1,4 +1,4 @@
-"""Commands: full `dpbench` commands as text to paste into a shell: for given cases, and after a decision."""
+"""Commands: write `dpbench` commands for a shell, which measure or predict given cases, or follow a decision."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def predict(case: Case, described: str = "") -> str:
     """Return the `dpbench predict` command for the work of `case` on one and more GPUs of a described machine.
 
     `described` is the name or the file of the machine; if it is empty, the machine is `GPUS`.
-    Return "" if `dpbench predict` does not know the precision or a habit of the training loop of the case.
+    Return "" if `dpbench predict` does not know the precision, and for a loop with habits or the model's own optimizer.
     """
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
@@ -124,7 +124,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
-"""The reasons for a missing answer that only other GPUs, or a described machine with several GPUs, can remove."""
+"""The reasons for a missing answer that need other devices, or a prediction for a machine with several GPUs."""
 
 
 def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
     needed = rounds_needed(rows, question)
     if needed <= ROUNDS_MOST:
         return {"rounds": needed}
-    # pairs do not help cases that need a separate worker
+    # --paired measures cases in one process, and these cases need separate ones
     return {"rounds": AUTO, "paired": not any(row.case.traits.alone for row in rows)}
 
 
@@ -178,7 +178,7 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the options for dpbench's own models or strategies (`known`), and for those of the user (`own`)."""
+    """Return `names` by option: `known` has dpbench's models or strategies, `own` has those of the user."""
     return {
         known: tuple(name for name in names if ":" not in name), own: tuple(name for name in names if ":" in name)
     }  # fmt: skip

@@ -2,8 +2,8 @@
 
 `decide` is the rule. A question is one model at one setting: the cases that are compared with one baseline, which is
 the strategy `single` on one device. The rule recommends a case on several devices only if it is decidedly faster than
-the baseline by at least `WORTH`. It never recommends a case on emulated devices or of replicas that share a GPU, and a
-result on a CPU is stated for this CPU alone.
+the baseline, and its speed-up is at least `WORTH`. The rule never recommends emulated devices, or replicas that share a
+GPU. It states a result on a CPU for this CPU alone.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The rows that are compared with one baseline; `baseline` is None if it was not measured.
+    """The rows that are compared with one baseline, which is `single` on one device.
 
-    `others` has no rows of the baseline's strategy. `home` is the case of the baseline, measured or not. `weak` is True
-    if the cases on several devices have the batch size of `home` on each device, not in total.
+    `home` is the case of the baseline, and `baseline` its row, None if it was not measured. `others` are the rows of
+    all other cases. `weak` is True if cases on several devices have the batch size of `home` on each device, not in
+    total.
     """
 
     home: Case
@@ -110,8 +111,8 @@ class Question:
 class Decision:
     """The decision on a question.
 
-    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the candidates on which the measurements leave
-    a doubt: whether they are faster than the recommended case or, without one, whether they have a worthwhile gain.
+    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the undecided candidates: they may be faster
+    than the recommended case or, if there is none, they may have a worthwhile gain.
     """
 
     choice: Choice
@@ -124,10 +125,10 @@ def decide(question: Question) -> Decision:
     """Return the decision on a question.
 
     All speed-ups of the question are judged together at the 95 % level (Holm's method). Of the candidates that are
-    decidedly faster than the baseline by at least `WORTH`, the fastest wins; a candidate with fewer devices, or with a
-    better-known strategy, wins instead if the fastest is faster by less than `WORTH`. Stay with one device if no case
-    on several devices failed, and none can gain `WORTH`: each is decidedly not faster, or its whole interval is below
-    `WORTH`.
+    decidedly faster than the baseline, with a speed-up of at least `WORTH`, the fastest wins. A candidate with fewer
+    devices, or with a better-known strategy, wins instead if the fastest is faster by less than `WORTH`. Stay with one
+    device if no case on several devices failed, and none can gain `WORTH`: each is decidedly not faster, or its whole
+    interval is below `WORTH`.
     """
     candidates, obstacle = question.candidates, _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
@@ -180,7 +181,7 @@ def _stated(ratio: Estimate) -> str:
 
 
 def _without_gain(row: Row, verdict: str) -> bool:
-    """Return whether a row with this verdict has decidedly no gain that is worth more devices."""
+    """Return whether `row` decidedly has no gain that is worth more devices; `verdict` judges its speed-up."""
     if row.speedup is None or row.speedup.doubt:
         return False
     return verdict in ("slower", "same") or row.speedup.high < WORTH
@@ -201,9 +202,9 @@ def _rate(row: Row) -> float:
 
 
 def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
-    """Return the row with the fewest devices and the best-known strategy of those about as fast as the fastest.
+    """Return, of the rows that are about as fast as the fastest, the one with the fewest devices.
 
-    `of` returns the speed of a row.
+    If several have as few devices, return the one with the best-known strategy. `of` returns the speed of a row.
     """
     most = max(map(of, rows))
     roles = [Role.ALL_CORES, Role.CONTROL, Role.WRAPPER, Role.ENGINE, Role.OTHER]
@@ -222,7 +223,7 @@ def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def ratio_of(one: Row, other: Row) -> Estimate:
-    """Return the speed of `one` relative to that of `other`, from the rounds that both have, or else from speed-ups."""
+    """Return the speed of `one` relative to that of `other`, from common rounds or else from their speed-ups."""
     if one.series and other.series:
         found = stats.ratio(other.series, one.series)
         work = one.case.batch_size / other.case.batch_size
@@ -273,7 +274,7 @@ def homes(case: Case) -> list[Case]:
 
 
 def unusual(case: Case) -> list[str]:
-    """Return the settings of a case that differ from the usual ones as texts, without model and batch size."""
+    """Return, as texts, the unusual settings of a case, such as a precision that is not fp32."""
     size = [] if case.size == "small" else [case.size]
     precision = [] if case.precision == "fp32" else [case.precision]
     return [*size, *precision, *case.habits]

@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Level:
-    """Neighbouring points among which no step was detected: from `first` to before `end`, at `seconds`."""
+    """Points of a history, from index `first` to `end` - 1, without a detected change; `seconds` is their median."""
 
     first: int
     end: int
@@ -43,9 +43,9 @@ class Level:
 
 @dataclass(frozen=True)
 class History:
-    """The points of a case in the order of the first runs of their commits, and the levels between detected steps.
+    """The points of a case in the order of the first runs of their commits, and the levels between detected changes.
 
-    `levels` is None if asv is not installed, so that no steps could be detected.
+    `levels` is None if asv, which detects changes of the step time, is not installed.
     """
 
     case: Case
@@ -61,8 +61,9 @@ class History:
 def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mapping[str, Any]) -> tuple[History, ...]:
     """Return the history of each case with a step time at `COMMITS` commits or more.
 
-    `past` are runs on the hardware of the run with the facts `provenance`. Runs with another version of torch, with
-    uncommitted changes, or without a commit are left out, as are commits whose step time must not be shown.
+    `provenance` has the facts of the current run, and `past` are runs on the same hardware. Runs with another version
+    of torch, with uncommitted changes, or without a commit are left out, as are commits whose step time must not be
+    shown.
     """
     torch = (provenance.get("packages") or {}).get("torch")
     usable = [
@@ -81,7 +82,10 @@ def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mappin
 
 
 def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the commits of dpbench and of a run's project; None if one has uncommitted changes or neither is known."""
+    """Return the commits of dpbench and of a run's project, "" for an unknown one.
+
+    Return None if both are unknown, or if one checkout has uncommitted changes.
+    """
     both = [facts.get(name) or {} for name in ("dpbench", "project")]
     if any(one.get("dirty") for one in both) or not any(one.get("commit") for one in both):
         return None
@@ -112,9 +116,9 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
 
 
 def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
-    """Return the levels of a series between the steps that asv detects; None if asv is not installed.
+    """Return the levels of a series between the changes that asv detects; None if asv is not installed.
 
-    If there are few points, asv makes nearly every point a level. A detected step therefore counts only if the
+    If there are few points, asv makes nearly every point a level. A detected change therefore counts only if the
     intervals of the two points next to it do not overlap. The seconds of a level are the median of its points.
     """
     try:

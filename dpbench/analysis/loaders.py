@@ -1,4 +1,4 @@
-"""Loaders: the rate of a DataLoader over its number of workers: its knee, and whether it or the step is the limit.
+"""Loaders: the rate of a DataLoader over its number of workers, its knee, and whether the step or loading is slower.
 
 The knee is the least number of workers whose rate is at most 5 % below the best rate of the curve. Ratios are taken
 within rounds. The interval of the knee has all numbers of workers that the 95 % intervals of these ratios do not
@@ -18,7 +18,7 @@ from dpbench.records.trial import Doubt, Estimate
 CLOSE = 0.95
 """The least fraction of the best rate at which a rate counts as equal to the best."""
 Rounds = Mapping[int, Sequence[float]]
-"""Seconds by round: one number per round for a DataLoader, one per step for a step."""
+"""Seconds by round: for a DataLoader, the mean time of a batch; for a training step, the time of each step."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -35,7 +35,7 @@ class Setting:
 
     @property
     def turn(self) -> int:
-        """Return the number of batches in which each worker has its turn."""
+        """Return the number of batches in one turn, in which each worker delivers one batch."""
         return max(1, self.workers)
 
     @property
@@ -47,8 +47,8 @@ class Setting:
     def fill(self) -> int:
         """Return the number of batches before the steady part: the first turn, and those loaded ahead in the meantime.
 
-        The first turn ends when the last worker has started. Until then, the others have loaded batches ahead, which
-        arrive at once.
+        The first turn ends when the last worker has started. Until then, the other workers have loaded batches ahead,
+        which arrive at once.
         """
         return self.turn + self.ahead
 
@@ -59,12 +59,12 @@ class Setting:
 
     @property
     def others(self) -> tuple[bool, int, bool]:
-        """Return the arguments without the number of workers."""
+        """Return pin_memory, prefetch_factor (0 if not given) and persistent_workers."""
         return self.pin_memory, self.prefetch_factor or 0, self.persistent_workers
 
     @property
     def family(self) -> str:
-        """Return the arguments without the number of workers, as in Python; empty if all have their defaults."""
+        """Return the arguments except the number of workers, as Python text; empty if all have their defaults."""
         said = {"pin_memory": self.pin_memory, "persistent_workers": self.persistent_workers}
         parts = [f"{name}=True" for name, given in said.items() if given]
         usual = self.prefetch_factor in (None, 2)
@@ -78,9 +78,8 @@ class Setting:
 class Reading:
     """One measurement of a DataLoader in one process.
 
-    `waits_s` has the seconds that the consumer waited for each batch, and the first of them includes the start of the
-    workers; `next_epoch_s` is the wait for the first batch of a second epoch. `length` is the number of examples of the
-    dataset.
+    `waits_s` has the seconds that the consumer waited for each batch; the first wait includes the start of the workers.
+    `next_epoch_s` is the wait for the first batch of a second epoch. `length` is the number of examples of the dataset.
     """
 
     setting: Setting
@@ -124,9 +123,9 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class Least:
-    """The least number of workers that is enough, or None; `possible` are those that intervals do not exclude.
+    """The least number of workers that is enough; `workers` is None if no measured number is enough.
 
-    `open` is True if even the largest number may be too small.
+    `possible` are the numbers that the intervals do not exclude. `open` is True if even the largest may be too small.
     """
 
     workers: int | None
@@ -139,9 +138,9 @@ class Point:
     """The results for one setting.
 
     `batch` is the time per batch of the steady part in seconds. `first` is the wait for the first batch, including the
-    start of the workers, and `next_epoch` the wait for the first batch of the next epoch. `demand` is the step time
-    divided by `batch`: the DataLoader is fast enough if it is at least 1. `reason` says why measurements failed; if all
-    of them failed, the estimates are None.
+    start of the workers, and `next_epoch` the wait for the first batch of the next epoch. `of_best` is the rate divided
+    by the best rate of the curve. `demand` is the step time divided by `batch`: the DataLoader is fast enough if
+    `demand` is at least 1. `reason` says why measurements failed; if all of them failed, the estimates are None.
     """
 
     setting: Setting
@@ -155,7 +154,7 @@ class Point:
 
     @property
     def rate(self) -> Estimate | None:
-        """Return the examples per second."""
+        """Return the examples loaded per second; None if all measurements failed."""
         b, size = self.batch, self.batch_size
         return Estimate(size / b.value, size / b.high, size / b.low, b.n) if b else None
 
@@ -171,7 +170,7 @@ class Point:
 class Curve:
     """The points whose settings differ only in the number of workers, in ascending order of that number.
 
-    `enough` is the least number of workers with which the DataLoader is as fast as the step.
+    `enough` is the least number of workers with which the DataLoader is as fast as the step, None without a step.
     """
 
     points: tuple[Point, ...]
@@ -186,7 +185,7 @@ class Curve:
 
     @property
     def family(self) -> str:
-        """Return the arguments that the points have in common."""
+        """Return, as text, the arguments that all points have in common; empty if they have their defaults."""
         return self.points[-1].setting.family
 
 
@@ -224,10 +223,10 @@ def _series(readings: Iterable[Reading]) -> dict[int, list[float]]:
 
 
 def _of_best(series: Mapping[Setting, Rounds]) -> dict[Setting, Estimate]:
-    """Return the ratio of each rate to the best one.
+    """Return the ratio of each rate to the best rate.
 
-    Each rate is compared with every rate, and each end of its interval is the smallest of those of all comparisons. The
-    rate that was measured as the best is not necessarily the true best.
+    Each rate is compared with every rate; the smallest value and the smallest ends of all these ratios are returned.
+    The rate that was measured as the best is not necessarily the true best.
     """
     from dpbench.analysis import stats
 
@@ -240,7 +239,7 @@ def _of_best(series: Mapping[Setting, Rounds]) -> dict[Setting, Estimate]:
 
 
 def _demand(rounds: Rounds, step: Rounds | float) -> Estimate:
-    """Return the seconds of a step divided by those of a batch."""
+    """Return the ratio of the step time to the time in which the DataLoader delivers a batch."""
     from dpbench.analysis import stats
 
     if isinstance(step, float):
@@ -263,7 +262,7 @@ def _point(one: Setting, readings: Sequence[Reading], of_best: Estimate | None, 
 
 
 def step_time(step: Rounds | float | None) -> Estimate | None:
-    """Return the time in seconds of the step that is compared; a number that the user gave has no rounds."""
+    """Return the step time in seconds, None without a step; a step time that the user gave has no rounds."""
     from dpbench.analysis import stats
 
     if step is None or isinstance(step, float):
@@ -274,8 +273,8 @@ def step_time(step: Rounds | float | None) -> Estimate | None:
 def least(ratios: Mapping[int, Estimate], threshold: float) -> Least:
     """Return the least number of workers whose ratio is at least the threshold.
 
-    A number is possible if its interval reaches the threshold and no smaller number is surely enough. Fewer than three
-    rounds exclude nothing.
+    A number is possible if its interval reaches the threshold and no smaller number is surely enough. A ratio
+    from fewer than three rounds excludes no number.
     """
     counts = sorted(ratios)
     unsure = {count for count in counts if ratios[count].doubt is Doubt.ROUNDS}
@@ -299,7 +298,7 @@ def _shape(knee: Least, counts: Sequence[int]) -> Shape:
 
 
 def said(curves: Sequence[Curve], step: Estimate | None = None) -> list[str]:
-    """Return the verdicts on all curves, and the line to paste, as lines of text."""
+    """Return lines of text: the verdicts on all curves and, if one is decided, the DataLoader call to use."""
     lines = []
     for one in curves:
         prefix = f"{one.family}: " if one.family else ""
@@ -317,7 +316,7 @@ def _knee_said(one: Curve) -> str:
     if len(one.counts) < 2:
         return "cannot tell where the knee is from a single number of workers; give several with --workers"
     if one.shape is Shape.FLAT:
-        return f"flat: more than {workers_said([first])} do not help, up to {last}"
+        return f"flat: the rate with up to {workers_said([last])} is not clearly higher than with {first}"
     if one.shape is Shape.RISING:
         return f"no knee up to {workers_said([last])}: the rate still rises; give more with --workers"
     if one.shape is Shape.KNEE:
@@ -327,17 +326,17 @@ def _knee_said(one: Curve) -> str:
 
 
 def workers_said(counts: Sequence[int]) -> str:
-    """Return numbers of workers as text, with the noun."""
+    """Return numbers of workers as text with the noun, such as "2 or 4 workers"."""
     return f"{among(counts)} {words.verb(counts[-1], 'worker', 'workers')}"
 
 
 def among(counts: Sequence[int]) -> str:
-    """Return numbers as text."""
+    """Return numbers as text, such as "1, 2 or 4"."""
     return str(counts[0]) if len(counts) == 1 else f"{', '.join(map(str, counts[:-1]))} or {counts[-1]}"
 
 
 def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
-    """Return the verdict on the DataLoader against the step."""
+    """Return whether the DataLoader or the step is slower, by number of workers, and which number is enough."""
     by_bound = {bound: [p.setting.workers for p in one.points if p.batch and p.bound is bound] for bound in Bound}
     parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
     verdict = f"against the step ({_ms(step)}): {'; '.join(parts)}"
@@ -345,7 +344,7 @@ def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
         return f"{verdict}; not enough with up to {workers_said([one.counts[-1]])}: loading is slower than the step"
     more = " or more" if enough.open else ""
     if enough.workers is None:
-        return f"{verdict}; cannot tell whether {workers_said(enough.possible)}{more} are enough"
+        return f"{verdict}; cannot tell which number is enough: {workers_said(enough.possible)}{more}"
     return f"{verdict}; enough: {workers_said([enough.workers])} (95 %: {among(enough.possible)}{more})"
 
 
@@ -356,8 +355,8 @@ def _ms(step: Estimate) -> str:
 def advice(curves: Sequence[Curve]) -> str:
     """Return the arguments to use: the least number of workers that is enough for the step, else that of the knee.
 
-    The arguments are those of the first curve, unless the best rate of another curve is certainly higher. The text is
-    empty if no curve is decided.
+    The arguments are those of the first decided curve, unless the best rate of another curve is certainly higher. If no
+    curve is decided, return "".
     """
     decided = [(one, count) for one in curves if (count := _advised(one)) is not None]
     if not decided:

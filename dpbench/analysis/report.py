@@ -121,7 +121,7 @@ class Report:
 
     @property
     def forecasts(self) -> Sequence[forecasts.Forecast]:
-        """Return the predictions of this run's measured cases for this machine, in the run and in its store."""
+        """Return the predictions, from this run and from its store, of the measured cases on this machine."""
         return forecasts.forecasts(self.rows, self.past, self.provenance)
 
     @property

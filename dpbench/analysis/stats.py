@@ -32,7 +32,7 @@ Vectors = Mapping[int, Array]
 
 RESAMPLES = 2000
 WITHIN = 400
-"""The number of resamples of the steps of one round of several devices, from which the resamples of rounds draw."""
+"""The largest number of resamples of one round's steps in `balance`; resamples of several rounds draw from them."""
 NETWORK = 10
 """The largest number of columns that `_row_medians` sorts by comparing whole columns: 4 rounds have 10 pairs."""
 CELLS = 4_000_000
@@ -72,7 +72,7 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     """
     pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
     n, tail = len(pooled), (1 - CONFIDENCE) / 2
-    middle, reach = n * share, 6 * math.sqrt(n * share * (1 - share)) + 2  # farther away, both are certain
+    middle, reach = n * share, 6 * math.sqrt(n * share * (1 - share)) + 2  # beyond `reach`, bdtr is 0 or 1
     ranks = np.arange(max(0, int(middle - reach)), min(n, int(middle + reach) + 1))
     first, last = ranks[0] + np.searchsorted(bdtr(ranks, n, share), [tail, 1 - tail])
     low, high = (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
@@ -117,9 +117,9 @@ def quotient(
 ) -> Estimate:
     """Return `numerator` divided by `denominator`.
 
-    `above` and `below` are paired draws of the logarithm of the error of the numerator and of the denominator, so that
-    errors that both share cancel in the interval. Without draws, the interval combines the intervals of both, assuming
-    independent errors.
+    `above` and `below` are draws of the logarithm of the errors of the numerator and the denominator. Draws with the
+    same index are paired, so that common errors cancel in the interval. Without draws, the interval combines the
+    intervals of the numerator and the denominator, assuming independent errors.
     """
     value = numerator.value / denominator.value
     if above and len(above) == len(below):
@@ -148,9 +148,9 @@ def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
 
 @dataclass(frozen=True)
 class Balance:
-    """The imbalance of devices: two ratios of their medians.
+    """The imbalance of devices as two ratios of their medians.
 
-    `first` is device 0's to the mean of the others', and `most` the largest to the mean of all.
+    `first` is device 0's median over the mean of the others' medians, `most` the largest median over the mean of all.
     """
 
     first: Estimate
@@ -192,7 +192,7 @@ def device_medians(vectors: Vectors) -> Array:
 
 
 def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> list[tuple[Array, Array]]:
-    """Return for each series the medians of its rounds, shape (rounds,), and resampled rounds, (resamples, rounds).
+    """Return for each series the medians of its rounds, and of its resampled rounds (shape (resamples, rounds)).
 
     If `together`, each resample draws the same rounds of all series.
     """
@@ -211,8 +211,8 @@ def _drawn(
     """Draw resamples of several series; `sides` has, for each series, the number of steps of each round.
 
     Return for each series the two middle steps of each resampled round, as two arrays of shape (resamples, rounds). A
-    step is an index into the sorted steps of all rounds, one round after the other. The draws depend on nothing else,
-    so that they are kept: all phases of a case have equal numbers of steps.
+    step is an index into the concatenated rounds, each of them sorted. The draws depend only on the arguments and are
+    cached: all phases of a case have equal numbers of steps.
     """
     generator = np.random.default_rng(seed)
     chosen, found = _choose(len(sides[0]), resamples, generator), []
@@ -278,9 +278,9 @@ def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
 
 
 def _of_devices(pool: Array, counts: Places) -> Array:
-    """Return the medians of resamples of a round of several devices, shape (resamples, devices).
+    """Return each device's median in each resample of one round, shape (resamples, devices).
 
-    A row of `counts` has the number of times that a resample has drawn each step.
+    `pool` has shape (steps, devices). A row of `counts` has the number of times that a resample has drawn each step.
     """
     n, found = len(pool), []
     before = n * np.arange(len(counts), dtype=np.int32)

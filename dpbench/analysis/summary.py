@@ -30,7 +30,7 @@ from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.work import DRAWS
 
 PERCENTILES = (95, 99)
-"""The percentiles of the durations of steps; their median is `Row.step`."""
+"""The percentiles of step durations that a row has; the median is `Row.step`."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of profiled steps", "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with a description of its source."""
 COLOCATED = "COLOCATED"
@@ -42,9 +42,9 @@ class Row:
     """The results of one case. Times are in seconds per step and sizes in bytes; mappings by device use its index.
 
     `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has the durations of the
-    timed steps, by round, and `step` is their median. `percentiles` has those of all timed steps of a measurement, by
-    `PERCENTILES`. `throughput` is in samples per second. `phases` divides `step.value` among the phases and
-    unattributed time. `speedup` compares with `single` at equal global work
+    timed steps, by round, and `step` is the median step time. `percentiles` maps each number of `PERCENTILES` to that
+    percentile of all timed steps; it is empty for predictions. `throughput` is in samples per second. `phases` divides
+    `step.value` among the phases and unattributed time. `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); `efficiency` is the speed-up over the number of
     devices. `busy` has the time in which a device computes, `occupied` the time in which one of its spans is open.
     `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and
@@ -110,9 +110,9 @@ class Row:
 
 
 DEVICES = 8
-"""The number of devices of which every record has numbers, so that the records of different runs match."""
+"""Every record has the numbers of at least this many devices, so that records of different runs have equal names."""
 BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
-"""The row of no case, which has the default of every field."""
+"""A row without results, whose case has an empty model and strategy."""
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
@@ -133,7 +133,7 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
 
 
 def order(case: Case) -> tuple[object, ...]:
-    """Return the sort key of a case, which decides the order of the rows."""
+    """Return the key of a case by which rows are sorted."""
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
     return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
@@ -141,12 +141,12 @@ def order(case: Case) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return the durations of the timed steps in seconds, by round; of a round's trusted trials, the last counts."""
+    """Return the durations in seconds of the timed steps, by round, of the last trusted trial of each round."""
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return the series for estimates of a case: its rounds or, for an observed loop with few rounds, its steps."""
+    """Return `series` for the estimates of a case; for an observed loop with few rounds, make each step a round."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))
@@ -190,7 +190,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _lost(trials: Sequence[Trial], series: stats.Rounds) -> tuple[Fault | Status, ...]:
-    """Return the outcome of each round that was measured without a result; of a round's trials, the last counts."""
+    """Return the outcome of each round without a result, by its last trial; skipped and killed rounds are left out."""
     latest = {trial.round: trial for trial in trials}
     ended = [trial for number, trial in sorted(latest.items()) if number not in series]
     return tuple(
@@ -205,7 +205,7 @@ def _percentiles(series: stats.Rounds) -> dict[int, stats.Percentile]:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return the predicted step time with its stored 80 % interval; None for a measurement or without an interval."""
+    """Return the predicted step time with its stored 80 % interval; None for a measurement, or if none is stored."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -255,7 +255,8 @@ def _compared(
     """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
 
     `series` has the durations of the timed steps by source, case and round, and `steps` the median step times. `draws`
-    has the errors of predicted steps; it is empty for measured ones, and for predictions of older versions.
+    has random draws of the error of each predicted step time. A case has no draws if it was measured, or if an older
+    version of dpbench predicted it.
     """
     alike = series[row.source]
     mine = alike[row.case]
@@ -341,10 +342,10 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 
 
 def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stats.Vectors]:
-    """Return the devices with work, and by round their busy seconds, with one row per step and one column per device.
+    """Return the devices with work and, by round, their busy seconds as an array of shape (steps, devices).
 
-    `source` is the description of a metric in `BUSY_METRICS`. Both are empty if a device has a busy time of 0, if the
-    rounds have different devices, or if there are no readings.
+    `source` is the description of a metric in `BUSY_METRICS`. Both results are empty if a device has a busy time of 0,
+    if the rounds have different devices, or if there are no readings.
     """
     metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
     vectors: dict[int, stats.Array] = {}
@@ -370,16 +371,16 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
 def records(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Return the numbers of each row by name; every row has the same names.
 
-    Each estimate and percentile has four numbers: value, low, high and withheld. The last has the reason why reports do
-    not show the estimate; it is empty if they show it. The names are the same for every run, except for devices beyond
-    the first eight.
+    Each estimate and percentile has four entries: value, low, high and withheld. The last is the reason why reports do
+    not show the estimate, None if they show it. The names are the same for every run, except for devices beyond the
+    first eight.
     """
     count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
     return [_record(row, count) for row in rows]
 
 
 def _record(row: Row, devices: int) -> dict[str, object]:
-    """Return the numbers of one row by name, with those of `devices` devices."""
+    """Return the numbers of one row by name; busy time and memory are those of the first `devices` devices."""
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
     record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
     for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
