@@ -244,7 +244,7 @@ def test_of_many_slow_links_the_slowest_are_named() -> None:
     assert "device 0 and device 2 " in first
     assert "device 3 and device 4 " in second
     assert "device 1 and device 2 " in third
-    assert more == "2 more links likewise"
+    assert more == "and 2 more links"
     assert seen.size_s.value == pytest.approx(0.010 * (1 - 1 / 6), rel=0.02)
 
 

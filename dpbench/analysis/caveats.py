@@ -30,8 +30,8 @@ class Caveat:
 
     `kind` is a word that problems of one kind share: the outcome of a case, such as "oom", the name of a check, such as
     "drift", or the subject of the problem, such as "hosts". `cases` are the cases that have the problem, each with a
-    detail, which may be empty; without cases, the problem concerns the whole run. `every` is whether all cases of a run
-    with several cases have the problem.
+    detail, which may be empty; without cases, the problem concerns the whole run. `every` is True if the run has
+    several cases, and all have the problem.
     """
 
     kind: str
@@ -164,7 +164,7 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
 
 
 def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
-    """Yield the caveats on observed loops: dependent parts, a profiler's cost, parts that are not understood."""
+    """Yield the caveats on observed loops: dependent rounds, a profiler's cost, and parts that were not understood."""
     seen = tuple((row.case, "") for row in rows if row.case.traits.observed and row.step)
     if seen:
         yield Caveat(kind="parts", text=PARTS, cases=seen, every=len(seen) > 1)

@@ -22,9 +22,9 @@ class Tile:
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
-    """Return sentences on the effects of habits and of a concurrent model, and on compilation; empty if none occur.
+    """Return sentences on the effects of the loop's habits, of a concurrent model, and of compilation; empty if none.
 
-    An effect is the ratio of the step times of two cases that differ in this habit only. Of more than three cases with
+    An effect is the ratio of the step times of two cases that differ in one habit only. Of more than three cases with
     a habit, the sentence gives the smallest and the largest effect.
     """
     table = {(row.case, row.source): row for row in rows if row.series}

@@ -29,7 +29,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """Return the predicted step time relative to the measured one, minus 1; above 0 if it was too long."""
+        """Return the predicted step time over the measured one, minus 1; above 0 if the prediction was too long."""
         return self.predicted.value / self.measured.value - 1
 
     @property
@@ -41,9 +41,9 @@ class Forecast:
 def forecasts(rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[str, Any]) -> tuple[Forecast, ...]:
     """Return the predictions of the measured cases among `rows`, in the order of the rows.
 
-    Predictions are taken from `rows` and from those runs of `past` whose described hardware is that of the facts
-    `provenance`. Of several predictions of one case for one machine, the newest counts. Step times that must not be
-    shown are left out.
+    `provenance` has the facts of the run. Predictions are taken from `rows`, and from the runs of `past` that describe
+    the same hardware. Of several predictions of one case for one machine, the newest counts. Step times that must not
+    be shown are left out.
     """
     measured = {row.case: row for row in rows if row.source is Source.MEASURED and row.step and not row.step.doubt}
     found: dict[tuple[Case, str], Forecast] = {}

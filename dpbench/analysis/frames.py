@@ -21,7 +21,7 @@ Columns = dict[str, Sequence[object]]
 
 
 def cases(run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per case: `frame`, and then the imbalance indexes of the cases."""
+    """Return a table with one row per case: the columns of `frame`, and then those of the imbalance indexes."""
     beside = imbalance.columns([(run_id, trials)], [(run_id, row.case, row.source) for row in rows])
     return frame(rows, [run_id] * len(rows), beside)
 
@@ -70,7 +70,7 @@ def samples(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
 
 
 def _table(run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Columns]) -> pd.DataFrame:
-    """Return a table with the rows that `columns` returns for each trial, after the facts of the trial."""
+    """Return one table of all trials: first the columns of `_facts`, then those that `columns` returns for a trial."""
     empty = columns(Trial(case=summary.BLANK.case))
     gathered: dict[str, list[object]] = {name: [] for name in (*_facts(run_id, Trial(case=summary.BLANK.case)), *empty)}
     for trial in trials:

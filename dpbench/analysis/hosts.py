@@ -1,4 +1,4 @@
-"""Hosts: find the machines of a launch that differ from the others, the hosts on one machine, and the slow machine.
+"""Hosts: find machines of a launch that differ from the first, hosts that share a machine, and slow machines.
 
 In every round, each machine runs the baseline's step alone, at the same time as the others. A machine whose step takes
 longer delays every rank at each collective.

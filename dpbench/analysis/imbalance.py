@@ -27,8 +27,8 @@ class Footprint:
     """The memory peaks of one case, in bytes.
 
     `peaks[phase][device]` is the highest peak over the rounds; `basis` is the source of the peaks, such as "allocator".
-    `used` has each device's highest memory use as reported by NVML, which includes CUDA contexts and the driver's
-    reserve; it is empty if NVML reported nothing.
+    `used` has each device's highest memory use as reported by NVML; this use includes CUDA contexts and the driver's
+    reserve. `used` is empty if NVML reported nothing.
     """
 
     case: Case
@@ -202,7 +202,7 @@ def _index(
 ) -> Index:
     """Return the index of `quantity` for the case and source in `key`, whose readings are `mine`.
 
-    The control and the floor are taken from `amounts`, which has the readings of all cases.
+    The control (DDP) and the floor (`single`) are taken from `amounts`, which has the readings of all cases.
     """
     case, source = key
 

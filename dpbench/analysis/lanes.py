@@ -52,7 +52,7 @@ class Lane:
 class Stretch:
     """A stretch of the critical path, from `start_s` to `end_s` in seconds after the start of the step.
 
-    It is a part of the bar `bar` of the lane of `device`. Both are None for time in which no phase is open anywhere.
+    It is a part of `bar` in the lane of `device`. Both fields are None for time in which no phase is open anywhere.
     """
 
     device: int | None
@@ -97,7 +97,7 @@ def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case,
 
 
 def _typical(trials: Sequence[Trial], step_s: float) -> Lanes:
-    """Return the timeline of the median step that is closest to `step_s` seconds among the trials of one case."""
+    """Return the timeline of one trial's median step: of all `trials`, the one whose median is closest to `step_s`."""
     steps = []
     for trial in trials:
         assert trial.ledger.median_step

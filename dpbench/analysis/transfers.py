@@ -26,7 +26,7 @@ FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 def moves(case: Case, shapes: Shapes) -> list[Move]:
     """Return the moves of bytes in one step of a case; empty if they are unknown or if the replicas share a device.
 
-    The forward alone has the moves of a training step up to the gathering of outputs, without those of the target.
+    For a case that runs the forward alone, the moves end with the gathering of outputs, and no target is moved.
     """
     if case.placement == "colocated":
         return []
@@ -144,7 +144,7 @@ def _separable(case: Case, phase: Phase) -> bool:
 def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
     """Return, by device, the seconds per step in `phase`, as split by `dpbench.records.ledger`.
 
-    They are the median over rounds of the median over each round's timed steps.
+    The seconds are the median over rounds of the median over each round's timed steps.
     """
     rounds: dict[int, list[float]] = {}
     for trial in trials:
@@ -166,16 +166,16 @@ def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
 
 
 SLOW_LINK = 1.5
-"""The largest ratio of the time of a copy over one link to that over the other links at which they count as alike."""
+"""A link is slow if a copy over it takes more than this number of times as long as over the other links."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
-    """A link over which timed copies take longer than over the others: between two devices, or the host (-1) and one.
+    """A slow link between two devices, or between the host (-1) and a device.
 
-    `ends` are its source and its target in the direction in which copies take longer. With `one_way`, copies in the
-    other direction are not slow. `rate` and `others` are the bytes per second in this direction and the median of the
-    other links. `slower` is the ratio of the time of a copy in this direction to the median of the others.
+    `ends` are the source and the target of the copies in the slower direction. If `one_way`, copies in the other
+    direction are not slow. `rate` is in bytes per second in the slower direction, and `others` is the median of the
+    other links. `slower` is the time of a copy in this direction over the median time on the other links.
     """
 
     ends: tuple[int, int]
@@ -194,9 +194,9 @@ class SlowLink:
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
-    """Return the slow links between two GPUs, or `to_host` those from the host to a GPU; at least two are compared.
+    """Return the slow links between two GPUs or, if `to_host`, those from the host to a GPU; empty for a single link.
 
-    A link is slow if, in one direction, the median of its copies is more than `SLOW_LINK` times that of the other
+    A link is slow if, in one direction, its median copy takes more than `SLOW_LINK` times as long as that of the other
     links. The list also has links for which the interval of this ratio is in doubt or contains `SLOW_LINK`.
     """
     every = {ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host}
@@ -231,7 +231,7 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
 
 
 def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:
-    """Return, by round, the medians over the links of their first, second, ... copies, for rounds that all have."""
+    """Return, for each round that all links have, the median over the links of the first copy, of the second, ..."""
     common = set(links[0]).intersection(*links)
     return {
         number: [statistics.median(copies) for copies in zip(*(link[number] for link in links), strict=True)]

@@ -135,7 +135,7 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
 class Trend:
     """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the Theil-Sen `slope`.
 
-    The slope is in the unit of the series per value.
+    The slope is the change of the series from one value to the next, in the unit of the series.
     """
 
     rho: float
@@ -148,7 +148,7 @@ def trend(series: Sequence[float]) -> Trend:
 
     scipy.stats computes the same, but its import takes longer than any other of a run.
     """
-    import numpy as np  # neither before it is needed
+    import numpy as np  # imported only if a trend is computed
     from scipy.special import stdtr
 
     values, times = np.asarray(series, dtype=float), np.arange(len(series))
@@ -211,7 +211,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the median number of bytes that other processes use on the GPU on which they use the most.
+    """Return the median number of bytes that other processes use, of the GPU on which this number is largest.
 
     Return None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
@@ -231,7 +231,7 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
-    """Return the number of devices minus the number of cores, but at least 0.
+    """Return the number of devices minus the number of cores, but at least 0; of several machines, the largest number.
 
     Return None if the number of cores is unknown, and for emulated devices, which take turns by design.
     """
@@ -271,9 +271,9 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
 
 
 def _outlasting(trial: Trial, cores: int) -> Finding | None:
-    """Return the part of the work that outlasts the steps, as a fraction of their time: the median over the blocks.
+    """Return the time for which GPUs still work after a block of steps, as a fraction of the block's duration.
 
-    It is that of the rank with the largest part. Return None without readings, as for CPU devices.
+    It is the median over the blocks, for the rank with the largest median. Return None without readings, as on CPUs.
     """
     found = [statistics.median(values) for values in trial.readings("outlasting_ratio", timed=True).values()]
     return (max(found), {}) if found else None

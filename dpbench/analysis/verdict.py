@@ -26,8 +26,7 @@ from dpbench.records.trial import Doubt, Estimate
 WORTH = decision.WORTH - 1
 """The least cost that stands out, as a fraction of the step."""
 UNCLEAR = 0.5
-"""The fraction of the steps with parts that dpbench did not understand, from which on the absence of problems is not
-stated."""
+"""If dpbench did not understand parts of at least this fraction of the steps, the absence of problems is not stated."""
 PROFILE_MORE = "schedule = torch.profiler.schedule(wait=1, warmup=3, active=20)"
 """The line of code that records more steps in a trace."""
 
@@ -44,13 +43,13 @@ class Ground(StrEnum):
     UNCLEAR = auto()
     """dpbench did not understand parts of too many steps, and no problem stands out."""
     FEW = auto()
-    """There are not enough steps for the time of a step."""
+    """The step time is in doubt: there are too few steps, or the interval is too wide."""
     NO_RESULT = auto()
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an observed loop; `cost` is the index of the cost that decides it, or None."""
+    """The verdict on an observed loop; `cost` is the index of the cost that decides it, None if no cost does."""
 
     choice: Choice
     ground: Ground
@@ -60,8 +59,8 @@ class Verdict:
 def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.0) -> Verdict:
     """Return the verdict on a loop; `step` is its step time in seconds, None if no step has a result.
 
-    `costs` are the costs of its problems as fractions of the step, the largest first. `unclear` is the fraction of
-    steps with parts that dpbench did not understand. The first cost that is decidedly at least `WORTH` stands out.
+    `costs` are the costs of the loop's problems as fractions of the step, the largest first. `unclear` is the fraction
+    of steps with parts that dpbench did not understand. The first cost that is decidedly at least `WORTH` stands out.
     """
     if step is None:
         return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
@@ -203,7 +202,7 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
 
 
 def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
-    """Return a clause on the fullest device, and on the problems that cost memory only; "" if memory is unknown."""
+    """Return a clause on the highest peak memory of a device, and on problems that cost only memory; "" if unknown."""
     said = [one.says for one in problems if one.size_s is None and not one.aside]
     if row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])

@@ -64,10 +64,9 @@ def diagnose(
 ) -> list[Diagnosis]:
     """Return the diagnoses of a run.
 
-    There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
-    a case without its strategy, schedule, number of devices and batch size. The list is empty if no case on several
-    devices has a result. `machine` has the resources of the run's machine, and `alternatives` the predictions for
-    observed loops.
+    There is one for each observed loop, and one for each setting and each batch size that ran on the setting's largest
+    number of devices. A setting is a case without its strategy, schedule, number of devices and batch size. `machine`
+    has the resources of the run's machine, and `alternatives` the predictions for observed loops.
     """
     return [_diagnosis(context) for context in contexts(rows, trials, machine, alternatives)]
 
@@ -123,7 +122,11 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 
 
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
-    """Return the line of code that applies the remedy: the measured cure, or else the first schedule in `tried`."""
+    """Return the line of code that applies the remedy of `finding`; "" if there is none.
+
+    It applies the schedule of the evidence, or else the fastest cure that was measured as faster, or else the first
+    case in `tried` that was not measured as slower.
+    """
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
     slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}
     best = better[0] if better else next((case for case in tried if case not in slower), None)

@@ -35,17 +35,17 @@ HOOK = (
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
 CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
-"""All lines of code of the remedies, with places for numbers."""
+"""The lines of code that remedies give to any loop; `{}` takes the batch size or the number of workers."""
 MOST_WORKERS = 8
-"""The largest number of workers that a line of code uses; the command measures how many are enough."""
+"""The largest number of workers that `WORKERS` is given; `dpbench loaders` measures how many are enough."""
 ASIDE = 0.2
-"""Evaluation or checkpoints dominate if their time is at least this fraction of its sum with the time of all steps."""
+"""Evaluation or checkpoints are a problem if they take at least this fraction of their time plus that of the steps."""
 PLACES = 3
 """The largest number of places in the script that a finding names."""
 
 
 def _observing(judge: Callable[[CaseContext, Observed], Judgement]) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` that calls `judge` with the facts of an observed loop, else returns None."""
+    """Return a `FindingRule.when` that calls `judge` for an observed loop, and returns None for other cases."""
     return lambda context: judge(context, context.observed) if context.observed else None
 
 
@@ -55,7 +55,7 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
     seconds, batch = context.phase(Phase.DATA.value), context.case.batch_size
     workers = "an unknown number of workers" if loop.loader_workers < 0 else count(loop.loader_workers, "worker")
     rest_s = max(context.step_s - seconds.value, 1e-5)
-    # a loop without workers starts with some; otherwise the number is doubled
+    # twice the present number, but at least 2
     more = min(MOST_WORKERS, max(2, 2 * loop.loader_workers))
     return Evidence(
         says="the loop waits for its DataLoader",
@@ -149,7 +149,7 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
 
 
 def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return the predicted gain of one process per device; return `Missing` with the reason if there is none."""
+    """Return the predicted gain of one process per device; if there is no prediction, return `Missing` or None."""
     other, step = context.alternative, context.row.step
     if isinstance(other, str) or step is None:
         return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
@@ -169,7 +169,7 @@ def _ddp(context: CaseContext, loop: Observed) -> Judgement:
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
-    Return `Missing` if no such memory is known, but NVML did not list every rank on a GPU on which it trains.
+    Return `Missing` if no such memory is known, and NVML did not list every rank on the GPU on which the rank trains.
     """
     if not context.case.traits.ranks or context.case.device_kind != "cuda" or context.row.source is Source.IMPORTED:
         return None
@@ -195,7 +195,7 @@ def _amount(one: Held) -> str:
 
 
 def _strays(held: Sequence[Held], loop: Observed) -> str:
-    """Return a sentence such as "ranks 1, 2 and 3 hold 1.50 GiB on GPU 0, on which rank 0 trains"."""
+    """Return a clause such as "ranks 1, 2 and 3 hold 1.50 GiB on GPU 0, on which rank 0 trains"."""
     *before, last = [str(one.rank) for one in held]
     subject = f"ranks {', '.join(before)} and {last} hold" if before else f"rank {last} holds"
     home = next((one.rank for one in loop.held if one.own and one.uuid == held[0].uuid), None)
@@ -204,9 +204,9 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
 
 
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
-    """Return a judge of the seconds that a loop spends outside its steps.
+    """Return a function that judges the seconds that a loop spends on one activity outside its steps.
 
-    `name` is the field of `Observed` that has the seconds. `what` is the subject of the sentence.
+    `name` is the field of `Observed` that has the seconds, `what` names the activity, and `code` is the remedy.
     """
 
     def judge(context: CaseContext, loop: Observed) -> Judgement:

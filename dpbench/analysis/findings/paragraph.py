@@ -21,8 +21,8 @@ LARGEST = 3
 def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return one paragraph about the diagnosed case.
 
-    If there are not enough rounds for its step time, the paragraph says only this. An observed loop is compared with
-    nothing.
+    If there are not enough rounds for its step time, the paragraph says only this. An observed loop is compared
+    with no other case.
     """
     if context.row.step and context.row.step.doubt:
         remedy = "Observe more steps." if context.observed else _REMEDY
@@ -156,8 +156,8 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
 def _alone(context: CaseContext) -> str:
     """Return a sentence on the speed of one device if it is decidedly faster than the diagnosed case, else "".
 
-    One device means `single`, or one CPU device that uses all cores, whichever is faster. The sentence adds if one
-    device is also faster than every measured case of the same work on several devices.
+    One device means `single`, or one CPU device that uses all cores, whichever is faster. The sentence also says if it
+    is faster than every measured case of the same work on several devices.
     """
     if context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return ""

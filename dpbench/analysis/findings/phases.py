@@ -120,7 +120,7 @@ def _unattributed(context: CaseContext) -> Judgement:
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
     """Return a `FindingRule.when` whose evidence is the time of `phase` in excess of perfect scaling.
 
-    It returns `Missing` if one device was not measured. It returns None for emulated devices, for cases with one
+    It returns `Missing` if `single` was not measured. It returns None for emulated devices, for cases with one
     process per device, and for a backward that includes the reduction.
     """
 

@@ -36,7 +36,7 @@ class CaseContext:
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
     alternative: Alternative | str = ""
-    """The prediction with one process per device; or the reason why there is none, "" if it does not matter."""
+    """The prediction for one process per device, or the reason why there is none; "" if no prediction is needed."""
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -205,7 +205,7 @@ def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
 def around(value: float, rough: Estimate) -> Estimate:
     """Return an estimate of `value` with the interval of `rough`, extended if it does not contain `value`.
 
-    The two may differ slightly, because `value` comes from a row's phases, and `rough` from medians over rounds.
+    The values may differ slightly, because `value` comes from a row's phases, and `rough` from medians over rounds.
     """
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 

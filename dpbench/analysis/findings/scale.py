@@ -58,8 +58,8 @@ def _busy(context: CaseContext) -> Judgement:
 def _slow_device(context: CaseContext) -> Judgement:
     """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
 
-    Where one process runs all devices, device 0 has additional work: it is never the slow one, and the others are
-    compared with it only if there is just one other. Devices that share out the layers or the update are not compared,
+    Where one process runs all devices, device 0 has additional work: it never counts as slow, and another device is
+    compared with it only if there are just two. Devices that share out the layers or the update are not compared,
     because their parts may differ. Return `Missing` if there are not enough rounds.
     """
     row, case, chosen = context.row, context.case, context.schedule
@@ -81,7 +81,7 @@ def _slow_device(context: CaseContext) -> Judgement:
     value, low, high = ((ratio - 1) * rest for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=f"device {slow} is slow: it is busy {times(e)} as long as "
-        f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} with as many rows",
+        f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} with the same number of rows",
         numbers=f"device {slow} is busy for {time(row.busy[slow])} per step, "
         f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(rest)} ({row.busy_source})",
         size_s=Estimate(value, low, high, e.n, signed=True),
@@ -91,7 +91,7 @@ def _slow_device(context: CaseContext) -> Judgement:
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
     """Return a `FindingRule.when` whose evidence is that copies over a link take longer than over the others.
 
-    The cost is the time by which the slowest link can lengthen `phases`.
+    `to_host` selects the links from the host. The cost is the time by which the slowest link can lengthen `phases`.
     """
 
     def when(context: CaseContext) -> Judgement:
@@ -103,7 +103,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
             return None
         slow.sort(key=lambda one: -one.slower.value)
         moving, shown = context.phase(*phases), slow[:SHOWN_LINKS]
-        more = [f"{count(len(slow) - len(shown), 'more link')} likewise"] if len(slow) > len(shown) else []
+        more = [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
         return Evidence(
             says="; ".join([*map(str, shown), *more]),
             numbers=f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over the others; "
@@ -162,7 +162,7 @@ def _all_cores(context: CaseContext) -> Judgement:
 
 
 def _doubted(question: str) -> Missing:
-    """Return the question, such as "whether ddp is faster", as one that needs more rounds for an answer."""
+    """Return `Missing` for a question, such as "whether ddp is faster", that more rounds would answer."""
     return Missing(f"{question} ({NOT_ENOUGH}: {REMEDY} would help)")
 
 
@@ -260,7 +260,7 @@ def _bigger(context: CaseContext) -> Judgement:
     if best.step.doubt:
         return _doubted(f"whether batch {best.case.batch_size} scales better")
     work = context.case.batch_size / best.case.batch_size
-    mine, its = (f"{times(row.speedup)} {row.scaling}" if row.speedup else "unknown" for row in (context.row, best))
+    mine, its = (f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown" for r in (context.row, best))
     return Evidence(
         says=f"with a batch of {best.case.batch_size}, the time per {count(context.case.batch_size, 'sample')} is "
         f"{time(best.step.value * work)}",
@@ -291,10 +291,10 @@ def _uneven(context: CaseContext) -> Judgement:
 
 
 def _diminishing(context: CaseContext) -> Judgement:
-    """Return evidence on the gain of the devices added last, compared with the ideal gain.
+    """Return evidence on the speed-up over the next smaller measured number of devices, compared with the ideal.
 
-    The cost is the step time minus the step time that the ideal gain would give. Return `Missing` if the gain was not
-    measured well enough. Return None for up to two devices, replicas that share a GPU, and emulated devices.
+    The cost is the step time minus the step time that the ideal speed-up would give. Return `Missing` if the speed-up
+    was not measured well enough. Return None for up to two devices, replicas that share a GPU, and emulated devices.
     """
     if context.case.devices <= 2 or context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return None
@@ -328,7 +328,7 @@ def _balanced(case: Case) -> list[Case]:
 
 
 def _fewer(case: Case) -> list[Case]:
-    """Return the case on half as many devices; empty for two devices, which are the fewest."""
+    """Return the case on half as many devices, rounded down; empty if that would be one device."""
     return [replace(case, devices=case.devices // 2)] if case.devices > 3 else []
 
 
@@ -339,7 +339,7 @@ def _even(case: Case) -> list[Case]:
 
 
 def _multiples(batch: int, devices: int) -> list[int]:
-    """Return the multiples of `devices` next to `batch`, the smaller one first; at least `devices`."""
+    """Return the multiples of `devices` next to `batch`, the smaller one first; no multiple is 0."""
     return [*dict.fromkeys((batch // devices * devices or devices, -(-batch // devices) * devices))]
 
 

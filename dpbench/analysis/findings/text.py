@@ -25,7 +25,7 @@ WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of the command of a finding."""
+"""The titles of a finding's command: of a command from the evidence, and of one that measures the remedy."""
 NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
 NOTE = (
@@ -68,7 +68,7 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     yield textwrap.fill(f"{answer.subject}: {answer.headline} [{' '.join(answer.labels)}]", WIDTH)
     epoch = answer.epoch(samples) if samples else ""
     costly = [one for one in diagnosis.findings if one.stake] if diagnosis else []
-    observed = answer.home.traits.observed  # its headline names its finding
+    observed = answer.home.traits.observed  # the headline of an observed loop names the finding
     largest = f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}" if costly else ""
     cause = [answer.reason, "" if observed else largest]
     change = _change(costly[0]) if costly else []
@@ -78,7 +78,7 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     nothing = {first: words.MISSING, "cause": unexplained, "change": "none that these measurements support"}
     for name, clauses in bullets.items():
         yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
-    # not wrapped, so that they can be pasted
+    # code and command are not wrapped, so that a user can paste them
     code = costly[0].code if costly and costly[0].code != answer.command else ""
     yield from (f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line)
 
