@@ -116,7 +116,7 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
             0,
             of(1.05, 0.2),
             "undecided",
-            r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds each should decide",
+            r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds per run should decide",
         ),
         (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly decide"),
         (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03 is above the limit of 0.01$"),
@@ -199,7 +199,7 @@ def test_a_case_without_a_result_is_undecided_with_its_reason(tmp_path: Path, dp
     assert (code, err) == (3, "")
     [line] = [line for line in out.splitlines() if "dp[reference]" in line]
     assert line.startswith("undecided ")
-    assert line.endswith("no result after: out of memory")
+    assert line.endswith('no result in the run "after": out of memory')
     assert "1 case undecided, 1 case same. A ratio above 1 means" in out
 
 

@@ -361,7 +361,7 @@ def test_the_last_devices_are_diminishing_when_they_give_less_than_their_part() 
     assert "going from 2 to 4 devices gave a speed-up of 1.05×" in seen.evidence.says
     (diagnosis,) = explained(one(), dp(), four(1.9))
     assert "Going from 2 to 4 devices gave a speed-up of 1.05× (1.05–1.05); the ideal is 2×." in diagnosis.text
-    assert not judged("the devices added last", one(), four(1.9))
+    assert not judged("the gain over fewer devices", one(), four(1.9))
 
 
 def test_in_weak_scaling_the_last_devices_are_held_against_equal_work_a_device() -> None:

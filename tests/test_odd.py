@@ -186,8 +186,10 @@ def test_compare_shows_a_case_that_lost_its_result_and_does_not_call_it_well(
     code, out, _ = dpbench("compare", "a.db", "b.db")
     assert code == 3
     assert [line.split()[0] for line in exported.compared(out)] == ["same", "undecided"]
-    assert re.search(r"mlp dp\[reference\] x2 batch 1 +no result after: planted$", out, re.MULTILINE)
-    assert exported.compared(dpbench("compare", "b.db", "a.db")[1])[-1].endswith("no result before: planted")
+    assert re.search(r"mlp dp\[reference\] x2 batch 1 +no result in the run \"after\": planted$", out, re.MULTILINE)
+    assert exported.compared(dpbench("compare", "b.db", "a.db")[1])[-1].endswith(
+        'no result in the run "before": planted'
+    )
 
 
 @pytest.mark.parametrize(

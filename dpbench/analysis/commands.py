@@ -124,7 +124,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
-"""The reasons for a missing answer that need other devices, or a prediction for a machine with several GPUs."""
+"""The reasons for a missing answer that only a run on other devices, or a prediction for them, can remove."""
 
 
 def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = "unknown"
 NEVER = 100
-"""The number of rounds from which on more rounds are not recommended."""
+"""More rounds are not recommended if at least this number would be needed to decide a verdict."""
 ORDER = ("slower", "faster", "undecided", "same")
 """The verdicts in the order in which cases are listed."""
 
@@ -30,10 +30,11 @@ ORDER = ("slower", "faster", "undecided", "same")
 class Comparison:
     """One case compared between two runs.
 
-    `before` and `after` are the seconds of a step. `ratio` is above 1 if the second run is faster. `reason` explains
-    the verdict. `phase_s` is the change of the phase `phase` in seconds per step, negative if the phase became shorter,
-    and `share` its fraction of the changes of all phases, without regard to their signs. `other` is the case in the
-    second run, which differs from `case` only between unlike machines. `labels` are those of both sides.
+    `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run is faster. `reason`
+    explains the verdict. `phase` is the phase that changed most. `phase_s` is its change in seconds per step, negative
+    if the phase became shorter, and `share` the size of this change over the sum of the sizes of all phases' changes.
+    `other` is the case in the second run; it differs from `case` only if unlike machines are compared. `labels` has the
+    labels of both cases.
     """
 
     case: Case
@@ -93,8 +94,8 @@ class Comparisons:
 def between(before: Report, after: Report, *, margin: float = stats.MARGIN, unlike: bool = False) -> Comparisons:
     """Return the comparison of two runs; `margin` is the relative difference up to which two cases count as the same.
 
-    Raises ValueError if the machines or the software of the runs differ, unless `unlike` is True, and if they have no
-    measured case in common.
+    Raises ValueError if the runs have no measured case in common. Unless `unlike` is True, also raises ValueError if
+    their machines or software differ.
     """
     differing = unlikes(before, after)
     if differing and not unlike:
@@ -164,7 +165,7 @@ def compare(
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
-    """Return the trials of each case that has a result; with `unlike`, the key is the case on a CPU."""
+    """Return the trials of each case that has a result; if `unlike`, the key has "cpu" as the kind of real devices."""
     groups: dict[Case, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.case, []).append(trial)
@@ -194,7 +195,9 @@ def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: floa
         return f"the interval excludes 1, but p = {p:.2g} is above the limit of {most:.2g}{cases}"
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
-    more = "more rounds will hardly decide" if hopeless else f"about {words.count(rounds, 'round')} each should decide"
+    more = (
+        "more rounds will hardly decide" if hopeless else f"about {words.count(rounds, 'round')} per run should decide"
+    )
     return f"the interval includes 1 and extends beyond the margin of {words.percent(margin)}; {more}"
 
 
@@ -205,7 +208,7 @@ def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, st
         for name, side in (("before", before), ("after", after)):
             mine = [trial for trial in side if trial.case == case]
             if not measured(mine) and any(trial.case == case for trial in after):
-                found[case] = f"no result {name}: {mine[-1].refusal.partition(chr(10))[0]}"
+                found[case] = f'no result in the run "{name}": {mine[-1].refusal.partition(chr(10))[0]}'
     return found
 
 
@@ -218,13 +221,13 @@ def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
 
 
 def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
-    """Return the phase with the largest change, and the change."""
+    """Return the phase with the largest absolute change, and this change in seconds per step."""
     name = max(sorted(changes), key=lambda phase: abs(changes[phase]))
     return name, changes[name]
 
 
 def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
-    """Return the change of each phase from `before` to `after` in seconds per step; negative if it became shorter."""
+    """Return the change of each phase from `before` to `after` in seconds per step; negative for a shorter phase."""
     first, second = (_phase_medians(trials) for trials in (before, after))
     return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
 

@@ -22,7 +22,7 @@ class Tile:
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
-    """Return sentences on the effects of the loop's habits, of a concurrent model, and of compilation; empty if none.
+    """Return sentences on the effects of loop settings (habits), a concurrent model, and compilation; empty if none.
 
     An effect is the ratio of the step times of two cases that differ in one habit only. Of more than three cases with
     a habit, the sentence gives the smallest and the largest effect.

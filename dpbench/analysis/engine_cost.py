@@ -103,4 +103,4 @@ def counts(costs: Sequence[EngineCost]) -> list[str]:
 
 def _said(found: Dispatched) -> str:
     copies = words.count(found.copies, "copy", "copies")
-    return f"{words.count(found.operators, 'operator')}, {copies} of {words.size(found.copied_bytes)}"
+    return f"{words.count(found.operators, 'operator')}, {copies} ({words.size(found.copied_bytes)} in all)"

@@ -44,7 +44,7 @@ class Pace:
 
 
 def paces(trials: Sequence[Trial]) -> list[Pace]:
-    """Return the pace of each machine except the fastest, for each case that all machines ran alone."""
+    """Return the pace of each machine except the fastest, for each case that several machines ran alone."""
     found: dict[Case, dict[str, dict[int, list[float]]]] = {}
     for trial in trials:
         for name, seconds in _alone(trial).items():

@@ -262,7 +262,7 @@ def _point(one: Setting, readings: Sequence[Reading], of_best: Estimate | None, 
 
 
 def step_time(step: Rounds | float | None) -> Estimate | None:
-    """Return the step time in seconds, None without a step; a step time that the user gave has no rounds."""
+    """Return the step time in seconds, None without a step; for a step time that the user gave, `n` is 0."""
     from dpbench.analysis import stats
 
     if step is None or isinstance(step, float):

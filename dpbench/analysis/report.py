@@ -121,7 +121,7 @@ class Report:
 
     @property
     def forecasts(self) -> Sequence[forecasts.Forecast]:
-        """Return the predictions, from this run and from its store, of the measured cases on this machine."""
+        """Return the predicted step times of this run's measured cases on this machine, from this run and its store."""
         return forecasts.forecasts(self.rows, self.past, self.provenance)
 
     @property

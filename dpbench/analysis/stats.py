@@ -32,7 +32,7 @@ Vectors = Mapping[int, Array]
 
 RESAMPLES = 2000
 WITHIN = 400
-"""The largest number of resamples of one round's steps in `balance`; resamples of several rounds draw from them."""
+"""In `balance`, each round's steps are resampled at most this many times; each use of the round picks one of them."""
 NETWORK = 10
 """The largest number of columns that `_row_medians` sorts by comparing whole columns: 4 rounds have 10 pairs."""
 CELLS = 4_000_000

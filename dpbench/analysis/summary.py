@@ -146,7 +146,7 @@ def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return `series` for the estimates of a case; for an observed loop with few rounds, make each step a round."""
+    """Return the rounds for estimates of a case: `series` or, for an observed loop with few rounds, one per step."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))

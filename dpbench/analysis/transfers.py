@@ -175,7 +175,7 @@ class SlowLink:
 
     `ends` are the source and the target of the copies in the slower direction. If `one_way`, copies in the other
     direction are not slow. `rate` is in bytes per second in the slower direction, and `others` is the median of the
-    other links. `slower` is the time of a copy in this direction over the median time on the other links.
+    other links. `slower` is the time of a copy in this direction divided by the median time on the other links.
     """
 
     ends: tuple[int, int]

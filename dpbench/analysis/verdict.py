@@ -144,7 +144,7 @@ def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | N
         evidence, cost = problem
         why = f"{evidence.says}, which costs {between(cost)} of the step"
     elif verdict.ground is Ground.UNCLEAR:
-        why = f"dpbench did not understand parts of most steps: {loop.unknown[0].problem}"
+        why = f"dpbench did not understand parts of at least half of the steps: {loop.unknown[0].problem}"
     elif verdict.ground is Ground.FEW and row.step:
         steps = words.count(row.steps, "timed step")
         varies = "the step time varies too much: its interval spans more than a factor of"

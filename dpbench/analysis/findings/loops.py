@@ -149,7 +149,10 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
 
 
 def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return the predicted gain of one process per device; if there is no prediction, return `Missing` or None."""
+    """Return the predicted gain of one process per device as evidence.
+
+    Without a prediction, return `Missing` with the reason, or None if no reason is given.
+    """
     other, step = context.alternative, context.row.step
     if isinstance(other, str) or step is None:
         return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
@@ -216,8 +219,8 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
             return None
         return Evidence(
             says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
-            numbers=f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the time that it and the steps take "
-            "together, from the first to the last step; the step times do not include it",
+            numbers=f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the total of both times, from the first "
+            f"to the last step; the step times do not include {what}",
             size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
         )  # fmt: skip
 
@@ -254,7 +257,7 @@ RULES = (
     ),
     FindingRule(
         name="reads", when=_observing(_reads),
-        remedy="read values such as the loss every 10 steps, and keep tensors on the device in between",
+        remedy="read values such as the loss only every 10 steps, and keep tensors on the device in between",
     ),
     FindingRule(
         name="pageable", when=_observing(_pageable),

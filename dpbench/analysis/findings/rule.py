@@ -290,10 +290,10 @@ class Evidence:
     """The evidence of a problem that a rule found.
 
     `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
-    problem in seconds per step; it is None if the problem costs memory but no time. If `measured`, the cost is the
-    measured gain of another case, whose `schedule` is "" if it has none. If `predicted`, it is the predicted gain of
-    another strategy. Otherwise the cost is an upper bound of the time that a remedy can save. `aside` is for problems
-    that cost time outside the steps: this time divided by its sum with the time of all steps; 0 for other problems.
+    problem in seconds per step, None if it costs only memory or time outside the steps. If `measured`, the cost is the
+    measured gain of another case, and `schedule` is the schedule of this case or "". If `predicted`, the cost is the
+    predicted gain of another strategy. Otherwise it is an upper bound of the time that a remedy can save. `aside` is
+    the time outside the steps as a fraction of this time and the steps together; it is 0 for problems within the steps.
     `share` is the cost as a fraction of the step; None if `size_s` determines it. `code` and `command` apply the remedy
     to an observed loop.
     """
@@ -347,7 +347,7 @@ class FindingRule:
 
 
 def remedial(case: Case, switches: Mapping[str, tuple[str, ...]], roles: Sequence[Role]) -> list[Case]:
-    """Return the cases of the same work as `case` with a remedy.
+    """Return cases of the same work as `case` that apply a remedy.
 
     They are the rungs that set one of the `switches` to one of its positions, and the strategies with these `roles`.
     """

@@ -300,7 +300,7 @@ def _diminishing(context: CaseContext) -> Judgement:
         return None
     fewer = context.fewer()
     if fewer is None or fewer.step is None:
-        return Missing("the gain from the devices added last (measure it with --devices 2,4 and so on)")
+        return Missing("the gain over fewer devices (measure it with --devices and several numbers, such as 2,4)")
     most, before = context.case.devices, fewer.case.devices
     work = context.case.batch_size / fewer.case.batch_size
     gained = stats.ratio(scaled(fewer.series, work), context.row.series)

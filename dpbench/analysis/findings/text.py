@@ -25,7 +25,7 @@ WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of a finding's command: of a command from the evidence, and of one that measures the remedy."""
+"""The titles of a finding's command: the first if the command applies the remedy, the second if it measures it."""
 NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
 NOTE = (
