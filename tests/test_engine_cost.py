@@ -188,8 +188,8 @@ def test_the_counts_of_both_sides_are_said() -> None:
     cost = EngineCost(case=OURS, ratio=Estimate(0.9, 0.89, 0.91, 5), engine=ours, torch=torchs)
     assert "goal of at most 1.03: 0.900× (0.890–0.910) on mlp (met)." in sentence([cost])
     assert engine_cost.counts([cost, replace(cost, torch=None)]) == [
-        "one step on mlp: 1,234 operators, 17 copies of 2.00 KiB by the engine, "
-        "1,500 operators, 1 copy of 4.00 KiB by torch.nn.DataParallel"
+        "one step on mlp: 1,234 operators, 17 copies (2.00 KiB in all) by the engine, "
+        "1,500 operators, 1 copy (4.00 KiB in all) by torch.nn.DataParallel"
     ]
     assert sentence([]) == ""
 

@@ -15,7 +15,7 @@ from dpbench.records import Case, Source, Trial, plan, words
 from dpbench.records.trial import DISPATCHED, Estimate
 
 GOAL = 1.03
-"""The goal: the whole interval of the ratio (the engine's step time to torch.nn.DataParallel's) is at most this."""
+"""The goal: the interval of the engine's step time over torch.nn.DataParallel's ends at or below this ratio."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ MARGIN = 0.01
 
 @dataclass(frozen=True)
 class Percentile:
-    """A percentile of the durations of steps in seconds, over all steps of all rounds, whose number is `steps`.
+    """A percentile, in seconds, of the durations of all steps of all rounds; `steps` is the number of these steps.
 
     `low` and `high` are the ends of its 95 % interval; both are None if there are too few steps for an interval, and
     the percentile is then not shown.
@@ -67,8 +67,8 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     """Return the duration below which the given share of all steps lies, as numpy.percentile computes it.
 
     The interval is that of the order statistics, which assumes independent steps but no particular distribution. Its
-    ends are the durations of two steps: the number of steps below the true percentile is binomial. The 95th percentile
-    needs 72 steps, the 99th 368.
+    ends are the durations of two steps, because the number of steps below the true percentile is binomial. The 95th
+    percentile needs 72 steps, the 99th 368.
     """
     pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
     n, tail = len(pooled), (1 - CONFIDENCE) / 2

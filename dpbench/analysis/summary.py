@@ -141,7 +141,7 @@ def order(case: Case) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return the durations in seconds of the timed steps, by round, of the last trusted trial of each round."""
+    """Return, by round, the durations in seconds of the timed steps; of a round's trusted trials, the last counts."""
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 

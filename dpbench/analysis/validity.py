@@ -211,7 +211,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
-    """Return the median number of bytes that other processes use, of the GPU on which this number is largest.
+    """Return the median number of bytes that other processes use, on the GPU where this number is largest.
 
     Return None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
@@ -231,7 +231,7 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
-    """Return the number of devices minus the number of cores, but at least 0; of several machines, the largest number.
+    """Return the number of devices minus the number of cores, at least 0, on the machine where this is largest.
 
     Return None if the number of cores is unknown, and for emulated devices, which take turns by design.
     """

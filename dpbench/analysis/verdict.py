@@ -179,7 +179,7 @@ def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | Non
         return ""
     most = max(sorted(row.phases), key=lambda name: row.phases[name])
     where = "code between the phases" if most == UNATTRIBUTED else most
-    return f"a step takes {words.duration(row.step)}, most of it in {where}: {words.time(row.phases[most])}"
+    return f"a step takes {words.duration(row.step)}; the longest part is {where}: {words.time(row.phases[most])}"
 
 
 def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[str]:

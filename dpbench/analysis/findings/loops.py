@@ -219,8 +219,8 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
             return None
         return Evidence(
             says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
-            numbers=f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the total of both times, from the first "
-            f"to the last step; the step times do not include {what}",
+            numbers=f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the time that {what} and all steps "
+            "take together; the step times do not include it",
             size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
         )  # fmt: skip
 

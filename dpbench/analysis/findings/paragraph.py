@@ -183,7 +183,7 @@ def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Esti
 
 
 def _name(row: Row) -> str:
-    """Return the name of a row's strategy; for a case of the engine, "the schedule" and the schedule's name."""
+    """Return the name of a row's strategy or, for the engine, of its schedule, such as "the schedule dp[cached]"."""
     if not row.case.traits.scheduled:
         return strategy(row.case)
     chosen = " (chosen by TrainStep itself)" if row.case.schedule == schedule.FASTEST else ""
