@@ -32,8 +32,8 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
 
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
     sizes. `how` are further options. The command names the kind of devices unless it is the default of `machine`.
-    Return "" for cases on several machines, which a single command cannot start, for models that only predictions know,
-    and for a model that shares the machine with another.
+    Return "" for cases on several machines, which a single command cannot start, for models known only to
+    `dpbench predict`, and for a model that shares the machine with another.
     """
     one = cases[0]
     known = ":" in one.model or one.model in registry.own("models")
@@ -55,7 +55,7 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
 
 
 def predict(case: Case, described: str = "") -> str:
-    """Return the `dpbench predict` command for the work of `case` on one and more GPUs of a described machine.
+    """Return the `dpbench predict` command for the work of `case` on one or several GPUs of a described machine.
 
     `described` is the name or the file of the machine; if it is empty, the machine is `GPUS`.
     Return "" if `dpbench predict` does not know the precision, and for a loop with habits or the model's own optimizer.
@@ -169,7 +169,7 @@ LOOP = tuple(name for name in HABITS if hasattr(Options, name))
 
 
 def _unique(cases: Iterable[Case], name: str) -> tuple[Any, ...]:
-    """Return the values that a field has in the cases, without duplicates."""
+    """Return the values of the field `name` in the cases, without duplicates."""
     return tuple(dict.fromkeys(getattr(case, name) for case in cases))
 
 
@@ -178,7 +178,7 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return `names` by option: `known` has dpbench's models or strategies, `own` has those of the user."""
+    """Return `names` by option: the option `known` gets dpbench's models or strategies, the option `own` the user's."""
     return {
         known: tuple(name for name in names if ":" not in name), own: tuple(name for name in names if ":" in name)
     }  # fmt: skip

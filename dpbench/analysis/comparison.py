@@ -32,7 +32,7 @@ class Comparison:
 
     `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run is faster. `reason`
     explains the verdict. `phase` is the phase that changed most. `phase_s` is its change in seconds per step, negative
-    if the phase became shorter, and `share` the size of this change over the sum of the sizes of all phases' changes.
+    if the phase became shorter. `share` is the absolute change as a fraction of the total over all phases.
     `other` is the case in the second run; it differs from `case` only if unlike machines are compared. `labels` has the
     labels of both cases.
     """

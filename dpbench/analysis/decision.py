@@ -19,7 +19,7 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
 WORTH = 1.05
-"""The least speed-up that is worth more devices; also the gain below which fewer devices are preferred."""
+"""The least speed-up, over one device or over fewer devices, that is worth more devices."""
 
 
 class Choice(StrEnum):
@@ -36,7 +36,7 @@ class Basis(StrEnum):
     """The reason for a choice."""
 
     GAIN = auto()
-    """A case is decidedly faster than the baseline."""
+    """A case is decidedly faster than the baseline, with a worthwhile gain."""
     ONLY_FITS = auto()
     """The baseline runs out of a GPU's memory, and a case on several GPUs does not."""
     NO_GAIN = auto()
@@ -81,7 +81,7 @@ class Question:
 
     @property
     def candidates(self) -> tuple[Row, ...]:
-        """Return the rows with a result that may be recommended: several devices, or one device with all cores.
+        """Return the rows with a result that may be recommended: several devices, or one with all CPU cores.
 
         Replicas that share a GPU are left out, and so are cases with wrong gradients in a round, and predictions for
         strategies whose predictions were never compared with measurements.

@@ -68,7 +68,7 @@ def _machine(trials: Sequence[Any]) -> str:
 def _same_hardware(described: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Return whether the description of a machine fits the machine `here`.
 
-    All GPUs of both machines must have one name. If neither machine has GPUs, their processors must have one name.
+    All GPUs of both machines must have the same name. If neither has GPUs, their processors must have the same name.
     Descriptions of processors begin with the processor's name, as `dpbench probe` writes them.
     """
     names = [_gpus(facts) for facts in (described, here)]

@@ -34,7 +34,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Level:
-    """Points of a history, from index `first` to `end` - 1, without a detected change; `seconds` is their median."""
+    """Points of a history, from index `first` to `end` - 1, without a detected change; `seconds` is the median."""
 
     first: int
     end: int

@@ -16,7 +16,7 @@ from dpbench.records import Case, Trial, host_device, words
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate
 
 SLOW = 1.05
-"""A machine is named as slow if the interval of its step over the fastest machine's is wholly above this ratio."""
+"""A machine is slow if the whole interval of its step time over the fastest machine's is above this ratio."""
 ALIKE = 0.05
 """The largest relative difference of memory at which two machines count as alike."""
 
@@ -95,7 +95,7 @@ def failures(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def unlike(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a warning if cases were measured on machines of several kinds, as jobs of a scheduler may be."""
+    """Yield a warning if cases were measured on machines of several kinds, as can happen in a scheduler's jobs."""
     kinds: dict[str, set[Case]] = {}
     for trial in trials:
         if host := trial.provenance.get("host"):

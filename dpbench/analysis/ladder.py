@@ -151,7 +151,7 @@ def _together(changes: Sequence[RungGain]) -> list[RungGain]:
 def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
     """Yield the measured rungs in ladder order, each with its gain over the nearest lower rung without CUDA graphs.
 
-    `steps` maps measured schedules to their rows. `ddp` is the row with which every rung is compared, if any.
+    `steps` maps measured schedules to their rows. `ddp` is the row of DDP, None without a comparison to DDP.
     """
     below = ""
     for name in (name for name in schedule.RUNGS if name in steps):

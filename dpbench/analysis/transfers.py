@@ -101,7 +101,7 @@ def flows(trials: Iterable[Trial]) -> list[Flow]:
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return the bytes per step from the counters of each case, link and device; empty without counters."""
+    """Return, for each case, link and device, the bytes per step that counters recorded; empty without counters."""
     found = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(seconds for trial in group for seconds in trial.timed)

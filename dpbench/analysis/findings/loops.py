@@ -39,7 +39,7 @@ CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
 MOST_WORKERS = 8
 """The largest number of workers that `WORKERS` is given; `dpbench loaders` measures how many are enough."""
 ASIDE = 0.2
-"""Evaluation or checkpoints are a problem if they take at least this fraction of their time plus that of the steps."""
+"""The least time of evaluation or checkpoints that is a finding, as a fraction of this time and all steps together."""
 PLACES = 3
 """The largest number of places in the script that a finding names."""
 
@@ -140,10 +140,11 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     if context.case.traits.parallelism is not Parallelism.RANKS or not context.row.phases.get(Phase.REDUCE.value):
         return None
     seconds, gradients = context.phase(Phase.REDUCE.value), context.model.get("parameter_bytes")
-    moved = f" for {size(gradients)} of gradients" if gradients else ""
+    moved = f" of {size(gradients)} of gradients" if gradients else ""
     return Evidence(
         says="backward does not hide the reduction of gradients",
-        numbers=f"{duration(seconds)} per step{moved} outlast backward on {count(context.case.devices, 'device')}",
+        numbers=f"the reduction{moved} on {count(context.case.devices, 'device')} takes {duration(seconds)} per step "
+        "after the end of backward",
         size_s=seconds, share=context.share(Phase.REDUCE.value), code=HOOK,
     )  # fmt: skip
 
@@ -209,7 +210,7 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
     """Return a function that judges the seconds that a loop spends on one activity outside its steps.
 
-    `name` is the field of `Observed` that has the seconds, `what` names the activity, and `code` is the remedy.
+    `name` is the field of `Observed` that has the seconds, `what` names the activity, and `code` applies the remedy.
     """
 
     def judge(context: CaseContext, loop: Observed) -> Judgement:

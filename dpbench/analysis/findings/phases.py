@@ -79,7 +79,7 @@ def _tensors(model: Mapping[str, float]) -> str:
 
 
 def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
-    """Return a function that formats a phase's time, the bytes that the phase moves, and the number of pieces.
+    """Return a function that formats a phase's time, the bytes that the phase moves, and the pieces of the batch.
 
     `name` is the model's fact that has the bytes per sample: "input_bytes" or "output_bytes".
     """

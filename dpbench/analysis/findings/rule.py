@@ -114,11 +114,11 @@ class CaseContext:
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return a one-device row and a divisor; its step time over the divisor is the step time with perfect scaling.
+        """Return a one-device row and a divisor: with perfect scaling, a step takes the row's step time / divisor.
 
-        If one device was measured on the whole batch, the row is that of this case, and the divisor is the number of
-        devices, or 1 for replicas that share a GPU. Otherwise the row is that of one device on its share of the batch,
-        and the divisor is 1. Return None if neither was measured, and for emulated devices, which show host cost only.
+        If one device was measured on the whole batch, that is the row, and the divisor is the number of devices, or 1
+        for replicas that share a GPU. Otherwise the row is that of one device on its share of the batch, and the
+        divisor is 1. Return None if neither was measured, and for emulated devices, which show host cost only.
         """
         if self.case.device_kind == "emulated":
             return None
@@ -394,6 +394,6 @@ class Finding:
 
     @property
     def stake(self) -> float:
-        """Return the cost of the problem per second of the steps; 0 if it costs memory only."""
+        """Return the cost of the problem, in or outside the steps, as a fraction of the steps; 0 for memory alone."""
         outside = self.evidence.aside
         return outside / (1 - outside) if 0 < outside < 1 else self.share
