@@ -360,7 +360,7 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 
 
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts on ratios that are read together, with the p-values that `thresholds` permits."""
+    """Return the verdicts on ratios that are read together, each with the largest p-value that `thresholds` permits."""
     permitted = thresholds(estimates, alpha=alpha)
     return [verdict(one, margin=margin, alpha=most) for one, most in zip(estimates, permitted, strict=True)]
 

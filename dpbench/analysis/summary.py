@@ -234,7 +234,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
     """Return the labels that must accompany a trial's numbers, such as MEASURED and CPU-ONLY."""
     case = trial.case
     found = [trial.source.value.upper()]
-    # predictions of other roles were never compared with measurements
+    # predictions for strategies with Role.OTHER were never compared with measurements
     if trial.source is Source.PREDICTED and (case.device_kind == "cpu" or case.traits.role is Role.OTHER):
         found.append("EXPERIMENTAL")
     if case.device_kind != "cuda":

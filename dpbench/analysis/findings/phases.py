@@ -27,7 +27,7 @@ def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Call
             return None
         seconds = context.phase(phase.value)
         says = f"{phase.value} takes {percent(seconds.value / context.step_s)} of the step"
-        if context.observed:  # the headline has the share
+        if context.observed:  # the headline of an observed loop has the share
             says = f"the phase {phase.value} of data parallelism in one process"
         share = context.share(phase.value) if context.observed else None
         return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds, share=share)
