@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from dpbench.observe.watching import watch
 
 _HOMES = dict.fromkeys(("run", "load", "open_trials", "Run"), "dpbench.api") | {"watch": "dpbench.observe.watching"}
-"""The modules of the names that are not in `dpbench.engine`."""
+"""The names that `dpbench.engine` does not define, with the modules that define them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names of the interface, also of objects that are not imported yet."""
+    """Return the names in `__all__` in alphabetical order, including objects that are not imported yet."""
     return sorted(__all__)

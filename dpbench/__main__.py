@@ -8,9 +8,9 @@ from dpbench.hardware import signals
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line with these arguments, by default those of the process, until it ends or a signal ends it.
+    """Run the command `dpbench` with `arguments`; None means the arguments of the process.
 
-    After a signal, the exit code is 128 plus the number of the signal, as in a shell.
+    If a signal ends the command, the exit code is 128 plus the number of the signal, as in a shell.
     """
     signals.install()
     try:
@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     except BaseException as error:
         if not (number := signals.received()):
             raise
-        if not isinstance(error, SystemExit):  # a command that has said how it ended exits
+        if not isinstance(error, SystemExit):  # with SystemExit, the command has printed how it ended
             print("interrupted", file=sys.stderr)
         sys.exit(128 + number)
 

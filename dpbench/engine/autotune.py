@@ -15,9 +15,9 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.words import time as duration
 
 PAUSE, SKIP, BLOCK = 2, 1, 3
-"""Numbers of updates: ignored at the start, ignored at the start of each block, and timed in each block."""
+"""PAUSE updates at the start are not timed. A block is SKIP updates that are not timed, then BLOCK that are."""
 PAIRS = range(4, 9)
-"""The choice is made after a number of pairs of blocks in this range."""
+"""The numbers of block pairs after which the choice can be made, in this order; the last is the latest."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for a two-sided 95 % confidence interval, by the number of pairs."""
 ALIKE = 0.02
@@ -32,9 +32,9 @@ class Autotuner:
     The pool is faster if kernels are long; if kernels are short, its threads compete for the interpreter lock. The
     choice does not change any result. The two candidates run in blocks of updates, in ABBA order, so that a drift of
     the machine's speed cancels. Two neighbouring blocks form a pair. The choice depends on the median, over the pairs,
-    of the ratio of the two candidates' times. It is made as soon as the confidence interval of the ratios excludes 1,
-    at the latest after the last pair. The time of an update includes all calls of a gradient accumulation. `advice` is
-    a message if training on one device is likely to be faster, otherwise "".
+    of the ratio of the two candidates' times. The choice is made as soon as the confidence interval of the ratios
+    excludes 1, at the latest after the last pair. The time of an update includes all calls of a gradient accumulation.
+    `advice` is a message if training on one CPU device is likely to be faster, otherwise "".
     """
 
     def __init__(self, schedule: Schedule, devices: Sequence[Device]) -> None:
@@ -88,7 +88,7 @@ class Autotuner:
         ]
 
     def _is_decided(self) -> bool:
-        """Return whether a pair of blocks has just ended and the confidence interval of the ratios excludes 1."""
+        """Return whether a pair of blocks has just ended and the confidence interval of the log ratios excludes 0."""
         at_pair = len(self._blocks) % 2 == 1 and not self._blocks[-1][1]
         ratios = self._ratios() if at_pair else []
         return len(ratios) in PAIRS and abs(statistics.fmean(ratios)) > _half(ratios)
@@ -112,7 +112,10 @@ class Autotuner:
 
     @contextmanager
     def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Add the time of the call inside the context to that of the current update; yield the mark for the call."""
+        """Add the time spent inside the context to the current update's time; yield the mark to use inside.
+
+        Once the choice is made, yield `mark` itself and time nothing.
+        """
         if self.settled:
             yield mark
             return

@@ -3,7 +3,7 @@
 `reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent flat buffers. On
 distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order of additions; the sums are therefore
 not bitwise equal to sums in replica order. Collectives are not used for replicas that share a GPU, for logical CPU
-devices, and for gradients that are rounded for the transfer. In these cases gradients are added in replica order, so
+devices, or for gradients that are rounded for the transfer. In these cases gradients are added in replica order, so
 that the sums are bitwise reproducible.
 """
 
@@ -43,7 +43,7 @@ def reduce(
     devices = as_devices(devices)
     root = devices[0]
     with mark(Phase.REDUCE, root.index):
-        # a collective builds no graph, so second derivatives need the plain additions
+        # autograd does not record a collective, so second derivatives need plain additions
         if root.can_collect(devices) and not torch.is_grad_enabled() and comm_dtype is None:
             return root.reduce_add(gradients, devices)
         for device, one in zip(devices, gradients, strict=True):
@@ -71,24 +71,24 @@ def _sum(parts: Sequence[torch.Tensor], devices: Sequence[Device], comm_dtype: t
 
 
 def arrive(part: torch.Tensor, source: Device, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a gradient of the replica on `source`, on the device `root` and in the gradient's own dtype.
+    """Return `part`, a gradient of the replica on `source`, as a tensor of the same dtype on `root`.
 
-    If `comm_dtype` is given, the gradient is rounded to that dtype for the transfer. Call this in the guard of `root`.
+    If `comm_dtype` is given, the gradient is rounded to that dtype for the transfer. Call this inside `root.guard()`.
     """
     home = root.torch_device
     if comm_dtype is None or not part.is_floating_point():
         return part if part.device == home else part.to(home, non_blocking=True)  # the check is cheaper than `to`
     if part.device == home:
         return part.to(comm_dtype).to(part.dtype)
-    with source.guard():  # another stream of its GPU might round the gradient before it is computed
+    with source.guard():  # on another stream, rounding could start before the gradient is computed
         rounded = part.to(comm_dtype).to(home, non_blocking=True)
     return rounded.to(part.dtype)
 
 
 def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
-    """Return the collectives with which `devices` can sum `tensors` under the schedule.
+    """Return the collectives with which `devices` can sum gradients of `tensors` under the schedule.
 
-    Return None if there are none: the tensors must then be added in replica order.
+    Return None if collectives cannot be used: gradients must then be added in replica order.
     """
     if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
@@ -97,7 +97,7 @@ def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torc
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are the indices of their parameters."""
+    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are indices of the parameters in them."""
 
     flat: int
     start: int
@@ -108,9 +108,9 @@ class Bucket:
 class Exchange:
     """Flat buffers of the same layout on all devices. They hold the gradients, which collectives sum over the devices.
 
-    `groups` are lists of parameter indices. `owners[g]` is the index of the device that gets the sums of `groups[g]`.
-    If `owners[g]` is None, the sums are split evenly: device i gets part i of them. With `everyone`, every device gets
-    all sums, and `owners` has no effect.
+    `parameters[i]` are the parameters on device i. `groups` are lists of parameter indices. `owners[g]` is the index of
+    the device that gets the sums of `groups[g]`. If `owners[g]` is None, the sums are split evenly: device i gets part
+    i of them. With `everyone`, every device gets all sums, and `owners` has no effect.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Exchange:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Queue the collectives that sum one bucket in place, on each device that must get the sums."""
+        """Queue the collectives that sum one bucket, in place in the buffers of the devices that must get the sums."""
         count, owner = len(self._devices), self._owners[bucket.flat]
         tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
         whole = self._wholes[bucket.flat]
@@ -193,7 +193,7 @@ class Exchange:
             self.lead()
 
     def lead(self) -> None:
-        """Make every device wait for the collectives queued so far, without a mark."""
+        """Make every device wait for the collectives queued so far; the wait counts for no phase."""
         for i in range(len(self._devices)):
             self._collectives.lead(i)
 
@@ -211,7 +211,7 @@ class Exchange:
     def _together(self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Call the collective `run` for each flat buffer, with the tensors of all devices.
 
-        The collective starts after the work that the devices have queued; work that they queue later waits for its end.
+        The collectives wait for the work already queued on the devices; work queued later waits for the collectives.
         """
         with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
             for i in range(len(self._devices)):
@@ -222,7 +222,7 @@ class Exchange:
                 self._collectives.lead(i)
 
     def _marked(self, phase: Phase) -> ExitStack:
-        """Begin to mark `phase` on all devices, and return a context; the marks end when it is closed."""
+        """Mark the start of `phase` on all devices; return a context manager whose exit marks the end."""
         stack = ExitStack()
         for device in self._devices:
             stack.enter_context(self._mark(phase, device.index))
@@ -258,7 +258,7 @@ Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[to
 """A function that copies tensors to all devices; it returns one list per device, the first with the originals."""
 
 FIRST = 2**63 - 1
-"""A sequence number for autograd nodes that must run first: of all ready nodes, autograd runs the highest number."""
+"""The sequence number of autograd nodes that must run first: autograd runs the ready node with the highest number."""
 
 
 def broadcast(
@@ -296,7 +296,7 @@ def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
 
 
 class Broadcast(Function):
-    """An autograd function that copies tensors to every device; its backward sums all their gradients at once.
+    """An autograd function that copies tensors to every device; its backward sums the gradients of all copies at once.
 
     Backward calls `on_reduce` first. If a single node copies all parameters, the node's backward starts when the last
     replica's backward has ended. At this point the `backward` phase ends and the `reduce` phase begins.
@@ -322,7 +322,7 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each tensor, summed over the replicas; None for each other argument of `forward`.
+        """Return the gradient of each tensor, summed over the replicas, and None for each other argument of `forward`.
 
         As in torch, the gradient of a parameter that no replica used is zero.
         """

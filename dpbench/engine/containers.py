@@ -29,7 +29,7 @@ def keys_of(value: Any) -> Collection[Any] | None:
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
-    """Return the parts of a container as a list, in the order of `keys`, which are the result of `keys_of`."""
+    """Return the parts of a container as a list, in the order of `keys`, the result of `keys_of(value)`."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):

@@ -3,7 +3,7 @@
 There are two graphs because the divisor of the loss is summed over the replicas between forward and backward. Backward
 starts from a gradient of the loss sum. This gradient is computed without a graph, so that the divisor, gradient
 accumulation and gradient scaling have bitwise the same effect as without graphs. A graph always reads and writes the
-memory with which it was recorded: each step copies its rows into that memory, and reads its gradients from there.
+memory with which it was recorded: each step copies its batch into that memory, and reads the gradients from it.
 Dropout draws new random numbers in every replay.
 
 A replay repeats the recorded kernels and runs no Python code. All graphs are therefore discarded when the module, the
@@ -30,7 +30,7 @@ LIMIT = 4
 
 
 def key_of(value: Any) -> Hashable | None:
-    """Return a key of a batch that is equal for all batches that can replay the same graph.
+    """Return a key of a batch; graphs recorded for one batch also compute every other batch with an equal key.
 
     Return None if the batch cannot be recorded, because it contains a tensor that requires a gradient, or an object
     other than tensors, numbers, strings, None and containers of these.
@@ -51,8 +51,8 @@ def key_of(value: Any) -> Hashable | None:
 class Recorded:
     """One replica's two CUDA graphs for one batch shape, and the memory that the graphs read and write.
 
-    The constructor records the graphs. `total(output, target)` returns the sum of the loss over the rows. `piece` is a
-    pair (inputs, target).
+    The constructor records the graphs. `total(output, target)` returns the sum of the loss over the rows. `piece` is
+    the replica's part of a batch, as a pair (inputs, target).
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Recorded:
             backward()
 
         recorder.warm_up(both)
-        self._slope = torch.ones_like(self._slope)  # allocate it on the stream that writes it
+        self._slope = torch.ones_like(self._slope)  # allocated on the stream that writes to it
         (self._output, self._total), self._forward = recorder.record(forward)
         self._gradients, self._backward = recorder.record(backward)
 
     def forward(self, piece: tuple[Any, Any]) -> tuple[Any, torch.Tensor]:
         """Replay the forward for the rows of `piece`, and return the output and the sum of the loss.
 
-        The next forward overwrites the memory of both.
+        The next call overwrites the memory of the output and of the sum.
         """
         copy_all(self._given, tensors_in(piece))
         self._forward()
@@ -99,8 +99,8 @@ class Recorded:
     def backward(self, slope: torch.Tensor, *, owned: bool) -> None:
         """Replay the backward, and set `.grad` of every parameter.
 
-        `slope` is the gradient with respect to the sum of the loss, with which the backward begins. With `owned`, the
-        gradients are copies. Without it, the next backward overwrites their memory.
+        `slope` is the derivative of the step's scaled loss with respect to the replica's sum of the loss; the backward
+        starts from it. With `owned`, the gradients are copies; without it, the next call overwrites their memory.
         """
         self._slope.copy_(slope)
         self._backward()
@@ -131,7 +131,7 @@ class Graphs:
         """Return the graphs of each replica for its piece of the batch; record them first if the batch's shape is new.
 
         Return None if the batch must run without graphs, because it cannot be recorded or because `LIMIT` other shapes
-        have already been recorded. Raises ValueError if the module has hooks when graphs must be recorded.
+        have already been recorded. Raises ValueError if graphs must be recorded and the module has hooks.
         """
         if (state := self._now()) != self._state:
             self._recorded, self._state = {}, state
@@ -144,7 +144,7 @@ class Graphs:
         return self._recorded[key]
 
     def _now(self) -> Hashable:
-        """Return the state on which recorded graphs depend, as a key to compare with that of an earlier step.
+        """Return a key of the state on which graphs depend; graphs that were recorded with another key are invalid.
 
         The key contains the module's version, autocast, the settings of the loss, and the addresses of weights and
         buffers.
@@ -155,7 +155,7 @@ class Graphs:
         return self._weights.version, autocast, self._loss.key(), tuple(tensor.data_ptr() for tensor in tensors)
 
     def _record(self, i: int, piece: tuple[Any, Any], replica: nn.Module) -> Recorded:
-        """Record the graphs of replica i.
+        """Record the graphs of replica i for batches of the shape of `piece`, the replica's part of the batch.
 
         The caller records one replica after the other, because two captures must not overlap.
         """
