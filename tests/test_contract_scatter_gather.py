@@ -155,7 +155,7 @@ def test_chunk_sizes_cut_as_told() -> None:
     [
         ([4, 1], r"\[4, 1\] sum to 5, but .* lengths \[6\] along dim 0"),
         ([6, 0], r"positive.*\[6, 0\]"),
-        ([2, 2, 2], r"at most one for each of the 2 devices.*\[2, 2, 2\]"),
+        ([2, 2, 2], r"at most one per device, for 2 devices.*\[2, 2, 2\]"),
         ([], r"positive.*\[\]"),
         ([3.0, 3.0], r"positive integers.*\[3\.0, 3\.0\]"),
     ],

@@ -188,7 +188,7 @@ def test_a_value_without_parts_is_not_gathered(outputs: Any) -> None:
 
 def test_caches_of_different_lengths_are_refused() -> None:
     pair = (torch.zeros(2, 3), torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="Cache has 1 parts on replica 0, but 2 on replica 1"):
+    with pytest.raises(ValueError, match="Cache has length 1 on replica 0, but 2 on replica 1"):
         gather([Cache([pair]), Cache([pair, pair])], "cpu")
 
 

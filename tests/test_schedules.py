@@ -215,7 +215,7 @@ def test_chunk_sizes_equal_a_reference_with_those_chunks(rung: str) -> None:
     assert sorted(sizes[:6]) == [2, 2, 4, 4, 4, 4]  # the tied layer runs twice
     assert not differing(run("workers=serial", [1, 2, 2])[0], ours)
     assert differing(run("reference", None)[0], ours)
-    with pytest.raises(ValueError, match="one weight above 0 for each of the 3 devices"):
+    with pytest.raises(ValueError, match="one weight above 0 per device, for 3 devices"):
         run(rung, [1, 2])
 
 

@@ -17,7 +17,7 @@ from dpbench.records.words import time as duration
 PAUSE, SKIP, BLOCK = 2, 1, 3
 """PAUSE updates at the start are not timed. A block is SKIP updates that are not timed, then BLOCK that are."""
 PAIRS = range(4, 9)
-"""The numbers of block pairs after which the choice can be made, in this order; the last is the latest."""
+"""The choice can be made after each of these numbers of block pairs, and is made at the latest after the last."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for a two-sided 95 % confidence interval, by the number of pairs."""
 ALIKE = 0.02

@@ -24,6 +24,7 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.schedule import CUDA, FASTEST, Schedule, parse
+from dpbench.records.words import count
 
 PREFIX = "module."
 
@@ -104,10 +105,10 @@ def data_parallel(
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
     This is the functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel. In addition, a
-    list such as ["cpu", "cpu"] as `device_ids` means logical CPU devices. None means all GPUs; without a GPU the module
-    is called directly. A value of `inputs` that is not a tuple is passed as a single argument; None means no positional
-    arguments. Returns the output, gathered on `output_device` (default: the first device). `compat` has the same effect
-    as in `DataParallel`.
+    list such as ["cpu", "cpu"] as `device_ids` means logical CPU devices. If `device_ids` is None, all GPUs are used;
+    without a GPU the module is called directly. If `inputs` is not a tuple, it is passed as a single argument; None
+    means no positional arguments. Returns the output, gathered on `output_device` (default: the first device). `compat`
+    has the same effect as in `DataParallel`.
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
@@ -158,9 +159,9 @@ class DataParallel(nn.Module):
     zeros. Names in `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`,
     `parallel_apply` and `gather`, as with torch.
 
-    `compat` restores torch's behaviour in the cases in which torch silently gives a wrong result, whereas this engine
-    gives the right result or raises an error: see docs/contract.md. `schedule` is a Schedule, the name of one, or its
-    switches as text, such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
+    Where torch silently gives a wrong result, this engine gives the right result or raises an error. `compat` restores
+    torch's behaviour in these cases: see docs/contract.md. `schedule` is a Schedule, the name of one, or its switches
+    as text, such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
     """
 
     def __init__(
@@ -250,7 +251,7 @@ class DataParallel(nn.Module):
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat, mark=self._mark)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without the objects that are bound to this wrapper's own module."""
+        """Return the attributes to copy or pickle; the two that refer to replicas of the wrapped module become None."""
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
@@ -299,8 +300,8 @@ def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool)
         return  # torch's own message lists the missing names
     silent = " (with strict=False, torch would raise no error and load nothing)" if not strict else ""
     raise RuntimeError(
-        f"the state dict has {len(given)} names such as {given[0]!r}, but none of them is among the "
-        f"{len(expected)} names of this module such as {expected[0]!r}: {problem}{silent}; {remedy}"
+        f"none of the names in the state dict ({count(len(given), 'name')}, such as {given[0]!r}) is among the names "
+        f"of this module ({count(len(expected), 'name')}, such as {expected[0]!r}): {problem}{silent}; {remedy}"
     )
 
 
@@ -327,7 +328,7 @@ def load_state_dict(
 
 
 def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
-    """Return whether an expected name starts with the prefix "module." and ends with one of the given names."""
+    """Return whether an expected name consists of the prefix "module." and a rest that ends with a given name."""
     return any(name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given)) for name in expected)
 
 

@@ -51,7 +51,7 @@ def call_on(device: Device, module: Any, arguments: Iterable[Any], keywords: Map
 
 
 def _left_behind(module: Any, device: Device) -> Iterator[str]:
-    """Yield a hint for each tensor of a replica that is not on `device`, because it is a plain attribute."""
+    """Yield a hint for each tensor of a replica that is not on `device` because it is only a plain attribute."""
     for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
         for key, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.device != device.torch_device:

@@ -123,7 +123,8 @@ class FlatWeights:
     """The flat buffers on the device `root` that hold a module's parameters.
 
     The constructor copies the parameters into the buffers. The Parameter objects stay the same; their data become views
-    of the buffers. `groups` consist of indices of `parameters`.
+    of the buffers. Each group in `groups` consists of indices of `parameters`; it gets one buffer per dtype, which can
+    be cut into `shares` equal parts.
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class Sum:
-    """The destination of the gradients of one segment, summed over the replicas.
+    """The memory to which the sum over the replicas of one segment's gradients is written.
 
-    `target` is the memory in the shard's gradient to which the sum is written. If the segment is a whole parameter,
-    `whole` is True and `target` has the parameter's shape; if not, `target` is a vector.
+    `target` is this memory, a view of the shard's gradient. If the segment is a whole parameter, `whole` is True and
+    `target` has the parameter's shape; if not, `target` is a vector.
     """
 
     segment: Segment
@@ -215,7 +216,7 @@ class Sum:
     whole: bool
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the part of `gradient` that belongs to the segment, in the shape of `target`.
+        """Return the segment's elements of `gradient`, in the shape of `target`.
 
         `gradient` is one replica's gradient of the whole parameter. Unless the segment is the whole parameter, the
         gradient must be dense, with the parameter's strides.
@@ -227,16 +228,16 @@ class Sum:
 
 
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
-    """Yield the destination of the summed gradients for each segment of a shard.
+    """Yield, for each segment of a shard, the memory to which the segment's summed gradient is written.
 
-    `parameters` determine the shapes and strides of the destinations. Callers should keep the destinations for all
-    steps, because creating a view takes longer than an addition.
+    The views of this memory get the shapes and strides of `parameters`. Callers should keep these views for all steps,
+    because creating a view takes longer than an addition.
     """
     for segment in shard.segments:
         like, gradient = parameters[segment.parameter], shard.gradient
         if segment.stop - segment.start < like.numel():
             yield Sum(segment, segment.of(gradient), whole=False)
-        elif gradient.shape == like.shape:  # the parameter need not be dense
+        elif gradient.shape == like.shape:  # no view is needed, so the parameter need not be dense
             yield Sum(segment, gradient, whole=True)
         else:
             at = gradient.storage_offset() + segment.at

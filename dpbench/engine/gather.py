@@ -41,7 +41,7 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return each device's part of the gradient, as a copy with the same alignment as the tensor in forward."""
+        """Return each device's part of the gradient as a copy, because a slice of the gradient may be unaligned."""
         parts = gradient.split(ctx.sizes, ctx.dim)
         placed = [
             device.put(part) if home == device.torch_device else part.to(home)
@@ -63,8 +63,8 @@ def gather(
 
     `outputs[i]` is the output of the replica on `devices[i]`. Without `devices`, the outputs' own devices are used.
     Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of them. An object of any other type that
-    yields its parts when iterated, such as a cache of transformers, is built again from the gathered parts, as in
-    torch: `type(output)(parts)`. A number, a string, a set or an object that cannot be iterated raises TypeError.
+    yields its parts when iterated, such as a cache of the library transformers, is built again from the gathered parts,
+    as in torch: `type(output)(parts)`. A number, a string, a set or an object that cannot be iterated raises TypeError.
     Scalars become a vector, with torch's warning. Raises ValueError when replicas return different structures, and
     RuntimeError when the shapes of tensors do not match. With `compat`, replica 0 determines the structure, and any
     iterable is treated as a sequence, as in torch.
@@ -82,7 +82,7 @@ def gather(
 def target_of(target: Device | DeviceId) -> Device:
     """Return the device on which to gather; -1 means the host, with a deprecation warning as in torch."""
     if target == -1:
-        warnings.warn('-1 for the CPU is deprecated; use "cpu"', FutureWarning, stacklevel=3)
+        warnings.warn('-1 as the device to gather on is deprecated; use "cpu"', FutureWarning, stacklevel=3)
         target = "cpu"
     (device,) = as_devices([target])
     return device
@@ -122,9 +122,9 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
 def _gather_parts(
     outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]
 ) -> Any:
-    """Return an object of the replicas' type, made from the gathered parts that the replicas' objects yield.
+    """Iterate the replicas' objects, gather their corresponding parts, and return a new object made from the results.
 
-    Raises TypeError if the objects yield no parts in a fixed order, and ValueError if their numbers of parts differ.
+    Raises TypeError if the objects cannot be iterated in a fixed order, and ValueError if their lengths differ.
     """
     kind = type(outputs[0])
     if not isinstance(outputs[0], Iterable) or isinstance(outputs[0], str | bytes | Set | Iterator):
@@ -136,8 +136,8 @@ def _gather_parts(
     for replica, parts in enumerate(rows):
         if len(parts) != len(rows[0]):
             raise ValueError(
-                f"replicas returned different structures: {_named(path)} of type {kind.__name__} has {len(rows[0])} "
-                f"parts on replica 0, but {len(parts)} on replica {replica}"
+                f"replicas returned different structures: {_named(path)} of type {kind.__name__} has length "
+                f"{len(rows[0])} on replica 0, but {len(parts)} on replica {replica}"
             )
     columns = enumerate(zip(*rows, strict=True))
     return kind([_gather(column, target, devices, dim, (*path, number)) for number, column in columns])
@@ -161,7 +161,7 @@ def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
 
 
 def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
-    """Raise TypeError if an accelerator's replica returned a host tensor, and RuntimeError if shapes do not match."""
+    """Raise TypeError if a replica on an accelerator returned a CPU tensor, and RuntimeError if shapes do not match."""
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(

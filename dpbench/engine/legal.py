@@ -1,7 +1,7 @@
 """Legal: find the switches of a schedule that the module, loss, optimizer or devices forbid, and the reasons.
 
-A schedule that the user has named runs unchanged or is refused. `fastest` sets the forbidden switches to other
-positions, and reports the reasons.
+A schedule that the user has named runs unchanged or is refused. `fastest` sets the forbidden switches to other values,
+and reports the reasons.
 
 An `Identity` records properties of the parameters and the optimizer on which the engine's persistent state depends. It
 is compared at the start of each step, so that a change of such a property takes effect, or raises an error, in that
@@ -126,7 +126,7 @@ FALLBACKS = {
     "storage": {"storage": "separate", "optimizer": "per_parameter"},
     "update": {"update": "root", "optimizer": "per_parameter"},
 }
-"""For each switch of `BEST` that may be forbidden, the positions of switches that `fastest` uses instead."""
+"""For each switch of `BEST` that may be forbidden, the values of switches that `fastest` uses instead."""
 CACHED = Schedule(workers="pool", replicas="cached")
 """The schedule that `fastest` selects if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
@@ -303,14 +303,14 @@ ALWAYS: dict[Reason, str] = {
     _update: "update",
     _flat_optimizer: "optimizer",
 }
-"""The checks that can forbid any schedule, each with the switch that it forbids."""
+"""The checks that every schedule must pass, each with the switch that it can forbid."""
 FOR_FASTEST: dict[Reason, str] = {
     _unwatched: "replicas",
     _unwatched_optimizer: "update",
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""The additional checks for `fastest`, each with the switch that it forbids.
+"""The additional checks for `fastest`, each with the switch that it can forbid.
 
 They exclude schedules whose results could differ from those of `reference` in any bit, and schedules that hooks would
 slow down.
@@ -320,7 +320,7 @@ slow down.
 def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]) -> Iterator[tuple[str, str]]:
     """Yield a pair (switch, reason) for each check that forbids the schedule.
 
-    `reasons` maps each check to the switch that it forbids.
+    `reasons` maps each check to the switch that it can forbid.
     """
     for find, switch in reasons.items():
         try:
@@ -345,8 +345,8 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
 def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
     """Return the schedule that `fastest` selects, and the reasons why it differs from `BEST`.
 
-    The results of this schedule are bitwise equal to those of `reference`. With a single device it is `reference`
-    itself, without reasons.
+    The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
+    With a single device, the schedule is `reference` itself, and there are no reasons.
     """
     if len(setup.devices) == 1:
         return Schedule(), []
@@ -369,6 +369,6 @@ def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first to the last element of a tensor in its storage."""
+    """Return the number of bytes from the first to the last element of a tensor in its storage, both included."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     return (steps + 1) * tensor.itemsize

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # cuda_graphs imports this module
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""A function of output, target and the loss's keywords; it returns the contribution of their rows to the divisor."""
+"""A function of the output and target of some rows, and of the loss's keywords: the rows' part of the divisor."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
@@ -97,7 +97,7 @@ _RULES = {
 """The rule of each loss module. tests/test_losses.py measures `bits` on gradients of many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""Settings that make every loss `ROUNDED`: its divisor is then not a count, or its terms have different divisors."""
+"""Settings that make any loss `ROUNDED`: with them the divisor is not a count, or terms have different divisors."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
@@ -133,8 +133,8 @@ class Summed:
     def weight_of(self, target: Any) -> int | None:
         """Return the divisor for all rows if the host can compute it before the outputs exist; otherwise None.
 
-        Only a count of class indices can be computed in advance. The losses with this divisor raise an error themselves
-        if the rows of output and target do not correspond.
+        Only a count of class indices can be computed in advance. No check of the rows is needed in this case: these
+        losses themselves raise an error if the rows of output and target do not correspond.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -252,8 +252,8 @@ def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: A
 def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     """Compare `parts`, the loss computed from the replicas' sums, with the loss of the whole batch.
 
-    Return whether they could be compared: a loss that is not finite cannot. Raises ValueError if the two losses differ
-    by more than rounding.
+    Return True if the two losses agree, and False if the loss of the whole batch is not finite, so that they cannot be
+    compared. Raises ValueError if they differ by more than rounding.
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
@@ -274,8 +274,8 @@ class LocalLoss:
     """The loss of one step, of which each replica computes the part over its own rows.
 
     Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. `weight` is
-    the number by which the summed loss over all rows is divided. If it is known in advance, call `alone` for each
-    replica, then `add` once, instead of these methods. The result is in `loss`.
+    the number by which the loss summed over all rows is divided. If `weight` is given, call `alone` for each replica,
+    then `add` once, instead of these methods. The result is in `loss`.
 
     `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If `recorded` graphs
     are given, they are replayed instead of running the replicas. If rows of output and target do not correspond one to
@@ -318,7 +318,7 @@ class LocalLoss:
             self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
-        """Add the replicas' parts of the loss on the first device; set `split` to whether this was possible."""
+        """Add the replicas' parts of the loss on the first device; set `split` to False if a replica has no part."""
         self.split = all(total is not None for total in self._totals)
         if not self.split:
             return

@@ -128,12 +128,12 @@ class FetchedState(State):
         return super().items()
 
     def pop(self, *arguments: Any) -> Any:
-        """Remove the entry of a parameter and return it, with the arguments of `dict.pop`."""
+        """Remove the entry of a parameter and return it; the arguments are those of `dict.pop`."""
         self._load()
         return super().pop(*arguments)
 
     def popitem(self) -> Any:
-        """Remove the last entry; return its parameter and the entry as a pair."""
+        """Remove the last entry; return a pair of its parameter and the entry."""
         self._load()
         return super().popitem()
 
@@ -143,7 +143,7 @@ class FetchedState(State):
         return super().setdefault(key, default)
 
     def update(self, *arguments: Any, **entries: Any) -> None:
-        """Set entries of parameters, with the arguments of `dict.update`."""
+        """Set entries of parameters; the arguments are those of `dict.update`."""
         self._load()
         super().update(*arguments, **entries)
 
@@ -217,7 +217,7 @@ class Stepper:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Indices of parameters that can be joined and stepped as one tensor; `number` is their optimizer group's index."""
+    """Indices of parameters that can be stepped as one tensor; `number` is the index of their optimizer group."""
 
     number: int
     parameters: tuple[int, ...]
@@ -266,7 +266,7 @@ def _plain(value: Any) -> Hashable:
 def mirror(optimizer: Optimizer) -> Optimizer:
     """Return a new optimizer of the same type and options, without parameters and state.
 
-    It is created as unpickling would create it, without a call of its constructor.
+    It is created as by unpickling, without a call of the constructor.
     """
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))

@@ -51,11 +51,11 @@ def in_stages(
     devices: Sequence[Device],
     workers: Workers,
 ) -> None:
-    """Call `first(i)` for each device, then `between()` once, then `second(i)` for each, as `run_on_devices` does.
+    """Call `first(i)` for each device i, then `between()` once, then `second(i)` for each device i.
 
-    Concurrent threads meet at a barrier between the two stages and do not return to the caller. The last thread to
-    arrive calls `between`, so that only the other threads must be woken. After an error, no later function is called.
-    If `between` is None, only the two stages run.
+    Threads, settings and errors are as in `run_on_devices`. Concurrent threads meet at a barrier between the two stages
+    and do not return to the caller. The last thread to arrive calls `between`, so that only the other threads must be
+    woken. After an error, no later function is called. If `between` is None, only the two stages run.
     """
     _run([first, second], between, devices, workers)
 
@@ -85,7 +85,7 @@ def _run(
                 devices[i].settle()
             with settings(), guards[i]:
                 stage(i)
-        except BaseException as error:  # raised in the caller after all have ended
+        except BaseException as error:  # `_raise` raises it in the caller after all stages have ended
             errors[i] = error
 
     def pause() -> None:
@@ -122,12 +122,12 @@ def _run(
 BETWEEN = -1
 """The key of an error that `between` has raised, in a dict of errors by device index.
 
-Such an error is raised unchanged, because it belongs to no replica.
+This error is raised unchanged, because no replica has raised it.
 """
 
 
 def _meet(meeting: threading.Barrier) -> bool:
-    """Wait until all threads have arrived at the barrier; return False if the wait was broken off.
+    """Wait until all threads have arrived at the barrier; return False if another thread has broken the barrier.
 
     A thread that is interrupted while it waits breaks the barrier, so that the other threads stop waiting.
     """
@@ -175,8 +175,8 @@ def parallel_apply(
     kwargs = kwargs or [{}] * len(modules)
     if not len(modules) == len(inputs) == len(kwargs) == len(devices):
         raise ValueError(
-            "parallel_apply needs one element of inputs, kwargs and devices per module; got "
-            f"{len(modules)} modules, {len(inputs)} inputs, {len(kwargs)} kwargs, {len(devices)} devices"
+            "parallel_apply needs one element of inputs, kwargs and devices per module; the numbers of elements are "
+            f"{len(modules)} (modules), {len(inputs)} (inputs), {len(kwargs)} (kwargs), {len(devices)} (devices)"
         )
 
     def call(i: int) -> Any:

@@ -20,7 +20,7 @@ from dpbench.records import Mark, Phase
 
 
 class ReplicaWeights:
-    """One persistent replica per device, each with leaf parameters whose gradients belong to that replica alone.
+    """One persistent replica per device. Its parameters are leaf tensors, which get only this replica's gradients.
 
     Replica 0's parameters share the memory of the module's parameters, and its buffers are the module's own buffers.
     The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
@@ -129,11 +129,11 @@ class ReplicaWeights:
 class Overlap:
     """Hooks that call `ready` with a bucket as soon as all replicas have its gradients, while backward still runs.
 
-    Buckets are ordered from the last parameters to the first, the order in which backward finishes them. For each
-    bucket, `staged` is called once per replica, with the replica's index, in the thread that computed the replica's
-    gradients. After the last of these calls, `ready` is called. Some gradients are never computed (those of unused
-    parameters) or are computed more than once (by reentrant checkpoints); their buckets are left to the end of the
-    step.
+    A bucket is a list of parameter indices. Buckets are ordered from the last parameters to the first, the order in
+    which backward finishes them. For each bucket, `staged` is called once per replica, with the replica's index, in the
+    thread that computed the replica's gradients. After the last of these calls, `ready` is called. Some gradients are
+    never computed (those of unused parameters) or are computed more than once (by reentrant checkpoints); their buckets
+    are left to the end of the step.
     """
 
     def __init__(

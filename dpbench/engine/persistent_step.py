@@ -204,7 +204,7 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add each sum to the gradient of its parameter, as autograd would; `sums` are by parameter index.
+        """Add each sum to the gradient of its parameter, as autograd would; `sums` maps parameter indices to sums.
 
         A parameter that no replica used gets zeros, unless there is only one device.
         """
@@ -279,7 +279,7 @@ class PersistentReplicas:
             if update.shared:
                 update.spread(workers)
         if update.shared and not update.collective:
-            for device in self._devices[1:]:  # all later writes of weights wait for device 0
+            for device in self._devices[1:]:  # later writes of weights wait for device 0, so it waits here for all
                 self._devices[0].wait(device)
         self._weights.clear()
         update.show()
@@ -302,7 +302,7 @@ class PersistentReplicas:
         if self._overlap:
             self._overlap.close()
             self._overlap = None
-        if exchange := self._update.exchange:  # a failed step leaves work behind that uses the memory freed here
+        if exchange := self._update.exchange:  # after a failed step, queued work may still use the memory freed here
             exchange.lead()
         for device in self._devices[1:]:
             self._devices[0].wait(device)
@@ -314,7 +314,10 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """All devices' optimizers, with the interface of an optimizer; GradScaler decides whether to call `step`."""
+    """The optimizers of all devices, with the interface of one optimizer.
+
+    If there is a GradScaler, it calls `step`, unless a gradient is infinite or NaN.
+    """
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
         self._replicas, self._workers = replicas, workers

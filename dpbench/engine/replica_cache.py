@@ -29,9 +29,9 @@ class ReplicaCache:
     without gradients may happen between forward and backward.
 
     Before every use the module is compared with a record of its state when the copies were made. If its parameters,
-    submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the copies are made again. This also
-    happens if a forward has written attributes of a replica, because torch's replicas lose such attributes after each
-    forward.
+    submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the copies are made again. The copies are
+    also made again if a forward has written attributes of a replica, because torch's replicas lose these attributes
+    after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ class ReplicaCache:
 
 
 def _is_library(module: nn.Module) -> bool:
-    """Return whether a module's forward is torch's own code, which sets no attributes; hooks may set some."""
+    """Return whether a module's forward is torch's own code, which sets no attributes; hooks are not checked."""
     return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
 
 
@@ -188,9 +188,9 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
-    """Yield the dicts and lists of all modules of a tree: attribute dicts, and the containers that are attributes.
+    """Yield, for each module of a tree, its attribute dict, its attributes that are lists, and the dicts in `_HOLDERS`.
 
-    These include the containers in which some modules keep tensors, such as the `_flat_weights` of RNNs.
+    The lists include those in which some modules keep tensors, such as the `_flat_weights` of RNNs.
     """
     for module in root.modules():
         yield module.__dict__
@@ -203,7 +203,7 @@ _HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function of a sequence that returns the items at the indices `numbers`, as a tuple or list.
+    """Return a function that returns the items of a sequence at the indices `numbers`, as a tuple or list.
 
     For two or more indices this function is implemented in C.
     """

@@ -91,7 +91,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
 
 class Autograd:
-    """Replicas joined to the module by a Broadcast node; backward adds gradients to the module's parameters."""
+    """Replicas that autograd joins to the module; backward adds their gradients to those of the module's parameters."""
 
     unusual = ""
 
@@ -109,7 +109,7 @@ class Autograd:
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:
-        """Return whether parameters may have been moved out of the flat buffers; always False without flat buffers."""
+        """Return whether a parameter's memory or hooks, or the optimizer, have changed; False without flat buffers."""
         return self._identity is not None and self._identity.changed()
 
     def stale(self) -> list[int]:
@@ -117,7 +117,7 @@ class Autograd:
         return []
 
     def abandon(self) -> None:
-        """Do nothing, because the gradients of a failed step have not reached the module."""
+        """Do nothing: a failed backward leaves the `.grad` of the module's parameters as in an ordinary loop."""
 
     def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
         """Return the first `count` replicas; with a single device, the module itself is the only replica."""

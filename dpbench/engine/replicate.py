@@ -110,7 +110,7 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
             copies[id(original)]._parameters = {}
     for original in modules:
         copy = copies[id(original)]
-        # module.compile() keeps a call of the original: a replica with it would run the original's weights
+        # module.compile() stores a compiled call of the original; a copy that kept it would use the original's weights
         copy.__dict__.pop("_compiled_call_impl", None)
         for name, child in original._modules.items():
             copy._modules[name] = None if child is None else copies[id(child)]

@@ -20,6 +20,7 @@ from dpbench.engine.containers import device_of, first_tensor, keys_of, mapped, 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, chunk_sizes, no_mark
+from dpbench.records.words import count
 
 AUTO = "auto"
 SETTLING = 8
@@ -28,7 +29,7 @@ SETTLING = 8
 
 @dataclass(frozen=True)
 class _Timed:
-    """The time of one phase on a device: its seconds on the host's clock, or its two timing events."""
+    """The time of one phase on a device: `seconds` of the host's clock, or the timing events at its start and end."""
 
     device: int
     seconds: float = 0.0
@@ -56,7 +57,8 @@ class Shares:
             self.weights = tuple(chunk_sizes)
             if len(self.weights) != len(devices) or min(self.weights, default=0) <= 0:
                 raise ValueError(
-                    f"chunk_sizes needs one weight above 0 for each of the {len(devices)} devices, got {chunk_sizes}"
+                    f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')}; got "
+                    f"{chunk_sizes}"
                 )
         self._steps: list[tuple[list[int], list[_Timed]]] = []
         self._rows: list[int] = []
@@ -76,7 +78,7 @@ class Shares:
 
     @property
     def settled(self) -> bool:
-        """Return whether no further steps need to be timed."""
+        """Return whether the weights are final, so that steps are not timed any more."""
         return not self._auto or len(self._devices) == 1
 
     @contextmanager
@@ -95,7 +97,7 @@ class Shares:
             with mark(phase, index):
                 yield
             if start is not None:
-                # in other phases, a GPU waits for other GPUs
+                # other phases are left out, because a GPU waits for other GPUs in them
                 if phase in WORK:
                     found.append(_Timed(index, events=(start, devices[index].event())))
             elif index in devices:
@@ -109,9 +111,10 @@ class Shares:
     def _decide(self) -> None:
         """Set the devices' weights in inverse proportion to their costs.
 
-        The cost of a device is its measured time per row, including the time of its other work. If all devices report
-        their peak memory, time and memory are each taken relative to the lowest of all devices, and the cost is the
-        higher of the two. The host waits for GPUs here, once, because their events must be complete.
+        The cost of a device is its measured time per row; this time includes its other work, such as the optimizer. If
+        all devices report their peak memory, time and memory are each divided by their minimum over the devices, and
+        the cost is the higher of the two ratios. The host waits for GPUs here, once, because their events must be
+        complete.
         """
         for device in self._devices:
             device.synchronize()
@@ -150,7 +153,7 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 class Scatter(Function):
-    """An autograd function that copies one tensor's chunks to the devices; backward concatenates their gradients."""
+    """An autograd function that copies one tensor's chunks to the devices; backward concatenates chunk gradients."""
 
     @staticmethod
     def forward(
@@ -265,9 +268,9 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
-            f"cannot scatter over {devices} devices: tensors of lengths {sorted(lengths)} along dim {dim} "
-            f"would give {sorted(counts)} chunks; give all tensors the same batch size; to share a tensor instead of "
-            "splitting it, wrap it in an object of a class that you define"
+            f"cannot scatter tensors of different lengths along dim {dim} ({sorted(lengths)}) over "
+            f"{count(devices, 'device')}, because their rows do not correspond; give all tensors the same batch size; "
+            "to share a tensor instead of splitting it, wrap it in an object of a class that you define"
         )
     return pieces
 
@@ -280,7 +283,8 @@ def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) ->
     """
     if not 0 < len(sizes) <= devices or any(not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
-            f"chunk_sizes must be positive integers, at most one for each of the {devices} devices; got {[*sizes]}"
+            f"chunk_sizes must be positive integers, at most one per device, for {count(devices, 'device')}; got "
+            f"{[*sizes]}"
         )
     if lengths - {sum(sizes)}:
         raise ValueError(

@@ -44,10 +44,10 @@ class _Marking:
 class TrainStep:
     """A training step over several devices: `step(inputs, target)` runs one step on a batch and returns its loss.
 
-    The phases are scatter, replicate, forward, gather, loss, backward, reduce and update. `module` stays unwrapped and
+    The phases are scatter, replicate, forward, gather, loss, backward, reduce, optimizer. `module` stays unwrapped and
     has the current weights and buffers after every call. `loss_fn(output, target)` returns a scalar. If it is one of
     torch's own losses, or a pair of functions `(sum_fn, weight_fn)`, each replica can compute it over its own rows.
-    `optimizer_fn(parameters)` is called once; its result is the attribute `optimizer`, to which schedulers attach.
+    `optimizer_fn(parameters)` is called once; it returns the optimizer, which is then the attribute `optimizer`.
     `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
     device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or "fastest". "fastest"
     selects the best schedule with results bitwise equal to those of "reference" (on distinct GPUs: equal within
@@ -207,8 +207,8 @@ class TrainStep:
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
-                f"{len(stale)} parameters, the first of which is {names[stale[0]]}, differ from their copies on other "
-                "devices, because the parameters were written in ways that torch does not track; call sync() after "
+                f"weights differ from their copies on other devices ({len(stale)} of {len(names)} parameters, first "
+                f"{names[stale[0]]}), because they were written in ways that torch does not track; call sync() after "
                 "such writes"
             )
 
@@ -240,7 +240,7 @@ class TrainStep:
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
         """Run the replicas, compute the loss over the gathered batch, and run backward; return the loss.
 
-        The gradients stay with the replicas.
+        Persistent replicas keep their gradients; autograd sums the gradients of other replicas into the module's.
         """
         with ExitStack() as running:  # the `backward` phase ends when autograd starts the reduction
             pieces = self._scatter(arguments, mark)
@@ -254,7 +254,7 @@ class TrainStep:
     ) -> torch.Tensor:
         """Gather the outputs, compute the loss of the whole batch, and run one backward through all replicas.
 
-        Return the loss. The marks of the backward phase are entered in `running`.
+        Return the loss. The backward phase begins here and ends when `running` is closed.
         """
         root = self.devices[0]
         output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
@@ -365,7 +365,7 @@ class TrainStep:
 
     @property
     def settled(self) -> bool:
-        """Return whether all is chosen; until then, steps are timed to choose workers ("fastest") and chunk sizes."""
+        """Return whether all timed choices are made: workers for "fastest", and weights for chunk_sizes="auto"."""
         return self._shares.settled and (self._autotuner is None or self._autotuner.settled)
 
     @property

@@ -29,7 +29,7 @@ from dpbench.records.work import owners
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """For each replica that has gradients: its device, and its gradients in the order of the parameters."""
 SMALL_BYTES = 2**16
-"""The size in bytes up to which gradients are summed in one call, which writes each sum twice, but within the cache."""
+"""Gradients of at most this size in bytes are summed in one call; it writes sums twice, but within the CPU's cache."""
 FEW = 8
 """The minimum number of small gradients to sum in one call; fewer gradients are summed separately."""
 HELD = 2
@@ -100,9 +100,9 @@ class Update:
     def _keep_state(self) -> None:
         """Move the optimizer's state to the shards.
 
-        `optimizer.state` becomes a mapping that gathers the state from the shards at the first access. If the training
-        loop has accessed an earlier such mapping, that mapping stays in place, because the loop may have references to
-        its entries.
+        `optimizer.state` becomes a mapping that gathers the state from the shards at the first access. If it already is
+        a mapping of this kind that the training loop has accessed, it stays in place, because the loop may have
+        references to its entries.
         """
         state: Any = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
@@ -246,7 +246,7 @@ class Update:
         A parameter whose reduced gradient is not complete on device 0 (or, for logical CPU devices, on the host) gets
         None.
         """
-        # a loop may have kept the views, or `module.to()` may have replaced their storage
+        # `hide` or `module.to()` may have given earlier gradients other memory
         if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
             self._shown = [view.detach() for view in self._views]
         for parameter, gradient in zip(self._seen, self._shown, strict=True):
@@ -264,7 +264,7 @@ class Update:
     def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
         """Return, by parameter index, the reduced gradients that are complete in one tensor.
 
-        These tensors are on device 0; with logical CPU devices, they may belong to any device.
+        These tensors are on device 0; with logical CPU devices, any device may have summed them.
         """
         if self._whole_buffers and flat is not None:
             return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])

@@ -31,8 +31,8 @@ def capture(*, compat: bool = False) -> Enter:
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
     saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are only
-    those that torch.nn.DataParallel forwards: grad mode, and which autocasts are on. The dtypes of these autocasts are
-    then those of the receiving thread.
+    those that torch.nn.DataParallel forwards: grad mode, and which autocasts are on. The receiving thread then
+    determines the dtypes of these autocasts.
     """
     settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -320,6 +320,6 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 
 def choose(name: str) -> Workers:
-    """Return new workers for a position of the schedule's switch `workers`: "spawn", "pool" or "serial"."""
+    """Return new workers of the kind `name`, a value of the schedule's switch `workers`: spawn, pool or serial."""
     kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
     return kinds[name]()
