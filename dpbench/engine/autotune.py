@@ -15,13 +15,13 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.words import time as duration
 
 PAUSE, SKIP, BLOCK = 2, 1, 3
-"""PAUSE updates at the start are not timed. A block is SKIP updates that are not timed, then BLOCK that are."""
+"""Numbers of updates: PAUSE untimed ones at the start, then blocks of SKIP untimed ones and BLOCK timed ones."""
 PAIRS = range(4, 9)
-"""The choice can be made after each of these numbers of block pairs, and is made at the latest after the last."""
+"""The numbers of block pairs after which the choice can be made; after the largest number it is made in any case."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-"""Student's t for a two-sided 95 % confidence interval, by the number of pairs."""
+"""Student's t for a two-sided 95 % confidence interval, by the number of block pairs."""
 ALIKE = 0.02
-"""The pool is kept unless running without threads saves more than this fraction of an update's time."""
+"""Running without threads must save more than this fraction of an update's time; otherwise the pool is kept."""
 WORK = (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 """The phases that also exist in training on one device."""
 
@@ -50,7 +50,7 @@ class Autotuner:
         self.advice = ""
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
-        """Yield, for each update, the index of the candidate that runs it and whether its time counts."""
+        """Yield, for each update, the index of the candidate that runs it, and whether the update is timed."""
         for _ in range(PAUSE):
             yield 0, False
         for pair in range(PAIRS.stop - 1):
@@ -72,7 +72,7 @@ class Autotuner:
         return self._running
 
     def _count(self) -> None:
-        """Store the time of the update that has just ended, if that time counts."""
+        """Store the time of the update that has just ended, if it was a timed one."""
         if self._counts:
             candidate, seconds = self._blocks[-1]
             seconds.append(self._update_s)

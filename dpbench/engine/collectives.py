@@ -198,7 +198,7 @@ class Exchange:
             self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Run an all-gather on the flat weights, in place, after each device has stepped its own part of them.
+        """Run an in-place all-gather on the flat weights, after each device has stepped its own part.
 
         `weights[i][f]` is flat buffer f on device i.
         """
@@ -255,7 +255,7 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""A function that copies tensors to all devices; it returns one list per device, the first with the originals."""
+"""A function that copies tensors to all devices; it returns one list per device. The first list has the originals."""
 
 FIRST = 2**63 - 1
 """The sequence number of autograd nodes that must run first: autograd runs the ready node with the highest number."""

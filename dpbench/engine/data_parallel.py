@@ -295,7 +295,8 @@ def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool)
         )
         remedy = "strip the prefix: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
     elif not strict and given:
-        problem, remedy = "the names are unrelated", "load a state dict that was saved from a module of this class"
+        problem = f'the names differ in more than the prefix "{PREFIX}"'
+        remedy = "load a state dict that was saved from a module of this class"
     else:
         return  # torch's own message lists the missing names
     silent = " (with strict=False, torch would raise no error and load nothing)" if not strict else ""
@@ -328,7 +329,7 @@ def load_state_dict(
 
 
 def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
-    """Return whether an expected name consists of the prefix "module." and a rest that ends with a given name."""
+    """Return whether given names may lack the prefix "module.": an expected name has it and ends with a given one."""
     return any(name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given)) for name in expected)
 
 

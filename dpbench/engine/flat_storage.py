@@ -139,7 +139,7 @@ class FlatWeights:
             self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
-        """Copy each flat buffer to `device` in one transfer; return, by parameter index, the views of these copies."""
+        """Copy each flat buffer to `device` in one transfer; return, by parameter index, views of these copies."""
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
@@ -205,7 +205,7 @@ class ParamShard:
 
 @dataclass(frozen=True)
 class Sum:
-    """The memory to which the sum over the replicas of one segment's gradients is written.
+    """The memory for the gradient of one segment, summed over the replicas.
 
     `target` is this memory, a view of the shard's gradient. If the segment is a whole parameter, `whole` is True and
     `target` has the parameter's shape; if not, `target` is a vector.
@@ -230,8 +230,8 @@ class Sum:
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
     """Yield, for each segment of a shard, the memory to which the segment's summed gradient is written.
 
-    The views of this memory get the shapes and strides of `parameters`. Callers should keep these views for all steps,
-    because creating a view takes longer than an addition.
+    For a whole parameter, this memory is a view with the shape of that tensor in `parameters`; otherwise it is a vector
+    view. Callers should keep the views for all steps, because creating a view takes longer than an addition.
     """
     for segment in shard.segments:
         like, gradient = parameters[segment.parameter], shard.gradient
@@ -278,7 +278,7 @@ def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Se
 
 
 def cut(given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]) -> State:
-    """Return the optimizer state by shard, cut from `given`, the optimizer state by parameter."""
+    """Return the optimizer state by shard weight, cut from `given`, which is the optimizer state by parameter."""
     found: State = State(dict)
     with torch.no_grad():
         for shard in shards:

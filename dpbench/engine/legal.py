@@ -3,10 +3,10 @@
 A schedule that the user has named runs unchanged or is refused. `fastest` sets the forbidden switches to other values,
 and reports the reasons.
 
-An `Identity` records properties of the parameters and the optimizer on which the engine's persistent state depends. It
-is compared at the start of each step, so that a change of such a property takes effect, or raises an error, in that
-step. Writing values into a parameter in place changes none of these properties; `ReplicaWeights.versions` and
-`TrainStep.sync` handle such writes.
+An `Identity` records properties of the parameters and the optimizer on which the engine's persistent state depends. The
+record is compared at the start of each step, so that a changed property takes effect, or raises an error, in that step.
+Writing values into a parameter in place changes none of these properties; `ReplicaWeights.versions` and
+`TrainStep.sync` handle these writes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 class Muted:
     """Hooks of parameters, removed while a backward may reach the parameters directly, not through the replicas.
 
-    Such a backward computes only a part of the whole gradient, but hooks must be called once, with the whole gradient.
+    This backward computes only a part of the whole gradient, but hooks must be called once, with the whole gradient.
     The constructor removes the hooks.
     """
 
@@ -191,7 +191,7 @@ def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared:
         return (
             "storage=flat needs parameters that share no memory with other tensors, but the memory of one parameter "
-            "belongs to a larger tensor; use storage=separate"
+            "is part of a larger tensor; use storage=separate"
         )
     return storage(schedule, setup.module, setup.devices)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # cuda_graphs imports this module
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""A function of the output and target of some rows, and of the loss's keywords: the rows' part of the divisor."""
+"""A function of (output, target, keywords of the loss) that returns these rows' contribution to the mean's divisor."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
@@ -55,7 +55,7 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """The degree to which the sums of the replicas' gradients agree with the gradients of the whole batch's loss."""
+    """How closely gradients summed over the replicas agree with the gradients of the loss of the whole batch."""
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"

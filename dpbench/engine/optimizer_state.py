@@ -183,7 +183,7 @@ class Stepper:
         self.state: Any = defaultdict(dict)
 
     def step(self) -> None:
-        """Step the shards with the present options of `leader`."""
+        """Step the shards with the present options of the user's optimizer."""
         for weight, gradient, _ in self._shards:
             weight.grad = gradient
         with self._swapped():

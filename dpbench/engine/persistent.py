@@ -20,7 +20,7 @@ from dpbench.records import Mark, Phase
 
 
 class ReplicaWeights:
-    """One persistent replica per device. Its parameters are leaf tensors, which get only this replica's gradients.
+    """One persistent replica per device. Each replica has its own leaf parameters, which get only its own gradients.
 
     Replica 0's parameters share the memory of the module's parameters, and its buffers are the module's own buffers.
     The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
@@ -161,9 +161,9 @@ class Overlap:
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop further calls of `ready`; return the indices of the parameters in buckets for which it was not called.
+        """Stop further calls of `ready`; return the parameter indices of all buckets for which `ready` was not called.
 
-        If a gradient was computed more than once, return the parameters of all buckets, because `ready` may have been
+        If a gradient was computed more than once, return the indices of all buckets, because `ready` may have been
         called too early.
         """
         self._expected = 0

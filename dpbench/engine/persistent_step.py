@@ -62,7 +62,7 @@ class PersistentReplicas:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
 
     def _has_unstepped(self) -> bool:
-        """Return whether the optimizer lacks some trained parameters, whose gradients then accumulate over steps."""
+        """Return whether some trained parameters are not in the optimizer; their gradients accumulate over steps."""
         stepped = set(map(id, self._stepped))
         return any(p.requires_grad and id(p) not in stepped for p in self._weights.originals)
 
@@ -136,7 +136,7 @@ class PersistentReplicas:
         return [[wanted[i] for i in run] for run in buckets_of([self._weights.parameters[0][n] for n in wanted])]
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
-        """Copy replica i's gradients of one bucket to the buffers of the exchange, if there is an exchange.
+        """Copy replica i's gradients of one bucket to the buffers of the `Exchange`, if there is one.
 
         The replica's backward continues while the bucket is reduced. `numbers` are the parameter indices of the bucket.
         """
@@ -178,7 +178,7 @@ class PersistentReplicas:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """Add this call's gradients to the `.grad` of the module's parameters, if whole gradients are needed there.
+        """Add this call's gradients to the `.grad` of the module's parameters, if the optimizer step needs them there.
 
         The order of additions is that of torch.
         """

@@ -75,7 +75,7 @@ class ReplicaCache:
             return True
         try:
             return self._watched != self._seen or list(map(type, self._modules)) != self._types
-        except (RuntimeError, ValueError):  # comparing two distinct tensors or arrays raises
+        except (RuntimeError, ValueError):  # comparing distinct tensors or arrays raises one
             return True
 
     def bind(
@@ -171,7 +171,7 @@ class _CachedReplica:
         try:
             # a mutable value must be the same object; for an immutable value, equality is enough
             return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
-        except (RuntimeError, ValueError):  # comparing two distinct tensors or arrays raises
+        except (RuntimeError, ValueError):  # comparing distinct tensors or arrays raises one
             return True
 
     def _values(self) -> list[Any]:

@@ -210,7 +210,7 @@ def scatter(
 def _split(
     value: Any, devices: Sequence[Device], pieces: int, sizes: Sequence[int] | None, dim: int, mark: Mark
 ) -> list[Any]:
-    """Return `value` split into `pieces` pieces, by `torch.chunk`, or into `sizes` rows if they are given."""
+    """Return `value` split into `pieces` pieces, by `torch.chunk`; if `sizes` is given, piece i has `sizes[i]` rows."""
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     keys = keys_of(value)

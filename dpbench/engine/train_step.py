@@ -275,7 +275,7 @@ class TrainStep:
         """
         summed = self._loss.summed()
         if summed is None:
-            reason = "loss=local: the divisor of the loss is unknown, because its settings have changed or it has hooks"
+            reason = "loss=local: the divisor of the loss is unknown; the loss has hooks, or its settings have changed"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
         elif self._has_history(arguments, target):
@@ -293,7 +293,7 @@ class TrainStep:
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
         """Return whether the target requires gradients, or an input results from operations that autograd has recorded.
 
-        The replicas' separate backwards would share such a history.
+        The replicas' separate backwards would share this history, but it allows only one backward.
         """
         if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
             return target.requires_grad or any(one.grad_fn is not None for one in arguments)
@@ -370,7 +370,7 @@ class TrainStep:
 
     @property
     def advice(self) -> str:
-        """Return advice to use one device if `fastest` has found this likely to be faster, or an empty string."""
+        """Return advice to use one device if `fastest` has found that it is likely to be faster; otherwise ""."""
         return self._autotuner.advice if self._autotuner else ""
 
     @property

@@ -1,4 +1,4 @@
-"""Update: step the optimizer on device 0, on every device for all weights, or on every device for a share of them.
+"""Update: step all weights on device 0, all weights on every device, or a share of the weights on each device.
 
 A shard is a tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat buffer. The
 user's optimizer steps device 0's shards, so that its param_groups, schedulers and hooks take effect. The optimizers of
@@ -144,7 +144,7 @@ class Update:
         return Exchange(collectives, self._devices, parameters, groups, owners, everyone=everyone, mark=self._mark)
 
     def _whole(self, i: int) -> list[ParamShard]:
-        """Return device i's shards if each parameter is stepped separately: one per parameter that device i steps."""
+        """Return one shard per parameter that device i steps, for a schedule that steps parameters separately."""
         parameters = self._weights
         mine = [(g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i]
         shards = []
@@ -160,7 +160,7 @@ class Update:
         return shards
 
     def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
-        """Return device i's shards if flat buffers are stepped.
+        """Return device i's shards for a schedule that steps flat buffers.
 
         If the update is divided among the devices, a shard is device i's slice of a flat buffer; if not, it is the
         whole buffer. A flat buffer whose parameters are not in the optimizer has no shard.
@@ -255,7 +255,7 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """If the user's code still references a gradient, copy it to separate memory before a step overwrites it."""
+        """Move each gradient that the user's code still references to separate memory, before a step overwrites it."""
         shown = self._shown
         for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
@@ -305,7 +305,7 @@ class Update:
 
     @property
     def shared(self) -> bool:
-        """Return whether each device steps only a share of the weights, and gets the others from other devices."""
+        """Return whether each device steps a share of the weights, and gets all other weights from other devices."""
         return self._sharded
 
     def gather_gradients(self) -> None:
@@ -367,7 +367,7 @@ class Update:
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Cut the optimizer state by parameter into the state of each device's shards."""
+        """Set the state of each device's shards, cut from `state`, which is the optimizer state by parameter."""
         for i in self.owners:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
