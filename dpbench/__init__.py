@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from dpbench.observe.watching import watch
 
 _HOMES = dict.fromkeys(("run", "load", "open_trials", "Run"), "dpbench.api") | {"watch": "dpbench.observe.watching"}
-"""The names that `dpbench.engine` does not define, with the modules that define them."""
+"""The names in `__all__` that `dpbench.engine` does not define, with the modules that define them."""
 
 
 def __getattr__(name: str) -> Any:

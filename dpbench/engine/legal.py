@@ -229,7 +229,7 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
         return ""
     if schedule.update == "sharded" and kind not in ELEMENTWISE:
         return (
-            "update=sharded needs an optimizer that is known to step each parameter independently, but the optimizer "
+            "update=sharded needs an optimizer that is known to step every element independently, but the optimizer "
             f"is {kind.__name__}; use update=root"
         )
     if not kind.__module__.startswith("torch.optim."):
@@ -260,8 +260,8 @@ def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
     return (
-        "the loss is computed over the gathered batch, because the gradients of a sum of the replicas' losses could "
-        "differ in the last bit"
+        "the loss is computed over the gathered batch, because summing the replicas' losses could change the last bit "
+        "of the gradients"
     )
 
 
@@ -346,7 +346,7 @@ def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
     """Return the schedule that `fastest` selects, and the reasons why it differs from `BEST`.
 
     The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
-    With a single device, the schedule is `reference` itself, and there are no reasons.
+    With a single device, the schedule is `reference`, and the list of reasons is empty.
     """
     if len(setup.devices) == 1:
         return Schedule(), []

@@ -124,7 +124,7 @@ class Summed:
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
-        """Return whether each row's loss can be computed separately; always True for a pair of functions."""
+        """Return whether each row's loss can be computed separately; always True for a pair (sum_fn, weight_fn)."""
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
@@ -271,7 +271,7 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
 
 
 class LocalLoss:
-    """The loss of one step, of which each replica computes the part over its own rows.
+    """The loss of one step; each replica computes its part, the loss over its own rows.
 
     Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. `weight` is
     the number by which the loss summed over all rows is divided. If `weight` is given, call `alone` for each replica,
@@ -304,7 +304,7 @@ class LocalLoss:
         self.loss = torch.empty(0)
 
     def forward(self, i: int) -> None:
-        """Run replica i, and compute the sum of the loss over its rows."""
+        """Run replica i, and compute the sum of the loss over the replica's rows."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
             if self._recorded:

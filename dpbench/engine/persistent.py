@@ -22,10 +22,10 @@ from dpbench.records import Mark, Phase
 class ReplicaWeights:
     """One persistent replica per device. Each replica has its own leaf parameters, which get only its own gradients.
 
-    Replica 0's parameters share the memory of the module's parameters, and its buffers are the module's own buffers.
+    Replica 0's parameters share the memory of the module's parameters; replica 0's buffers are those of the module.
     The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
-    `.grad` and their hooks. The buffers of all other replicas are new tensors in every step, or with `fixed` the same
-    tensors, which are written in place. `version` is the number of changes of the module that `notice` has found.
+    `.grad` and their hooks. The buffers of replicas 1, 2, ... are new tensors in every step; with `fixed`, the tensors
+    stay the same and are written in place. `version` is the number of changes of the module that `notice` has found.
     """
 
     def __init__(

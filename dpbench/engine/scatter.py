@@ -262,7 +262,8 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
     """Return the number of pieces into which all tensors are cut; `lengths` are their lengths along `dim`.
 
-    Raises ValueError if the tensors would give different numbers of pieces, or if their lengths do not match.
+    Raises ValueError if the tensors would give different numbers of pieces, or if their lengths differ. A tensor with
+    exactly one row per piece may differ in length from the others.
     """
     counts = {_chunks(length, devices) for length in lengths}
     pieces = max(counts, default=devices)

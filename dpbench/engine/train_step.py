@@ -207,9 +207,9 @@ class TrainStep:
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
-                f"weights differ from their copies on other devices ({len(stale)} of {len(names)} parameters, first "
-                f"{names[stale[0]]}), because they were written in ways that torch does not track; call sync() after "
-                "such writes"
+                f"weights differ from their copies on other devices ({len(stale)} of {len(names)} parameters, starting "
+                f"with {names[stale[0]]}), because they were written in ways that torch does not track; call sync() "
+                "after such writes"
             )
 
     def _rebuild(self) -> None:
@@ -282,8 +282,8 @@ class TrainStep:
             reason = "loss=local: an input or the target has an autograd history, which allows only one backward"
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
             reason = (
-                "the loss is computed over the gathered batch, because the gradients of a sum of the replicas' losses "
-                "could differ in the last bit"
+                "the loss is computed over the gathered batch, because summing the replicas' losses could change the "
+                "last bit of the gradients"
             )
         else:
             return summed
@@ -370,7 +370,7 @@ class TrainStep:
 
     @property
     def advice(self) -> str:
-        """Return advice to use one device if `fastest` has found that it is likely to be faster; otherwise ""."""
+        """Return a message if `fastest` has found that one device is likely to be faster than several; otherwise ""."""
         return self._autotuner.advice if self._autotuner else ""
 
     @property

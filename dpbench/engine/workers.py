@@ -291,8 +291,8 @@ class Pool:
 def _all(waits: Iterable[Callable[[], object]]) -> None:
     """Call all functions in `waits`, each of which waits for one job, even if the calling thread is interrupted.
 
-    The interrupt is raised after the last call; a second interrupt is raised at once. A job that is still running in
-    the next step would write into that step's tensors.
+    The interrupt is raised after the last call, because a job that is still running in the next step would write into
+    that step's tensors. A second interrupt is raised at once.
     """
     interrupt: BaseException | None = None
     for wait in waits:
