@@ -386,7 +386,7 @@ def _here(value: Any, device: Device) -> Any:
 def _sum(values: Sequence[Any], device: Device) -> Any:
     """Return the sum of numbers or tensors on a device, added in order.
 
-    Python's `sum` would begin with an addition to 0.
+    Python's `sum` is not used, because it would also add 0.
     """
     return functools.reduce(operator.add, [_here(value, device) for value in values])
 

@@ -20,7 +20,7 @@ from dpbench.records import Mark, Phase
 
 
 class ReplicaWeights:
-    """One persistent replica per device. Each replica has its own leaf parameters, which get only its own gradients.
+    """One persistent replica per device; its parameters are leaf tensors, whose gradients come from this replica only.
 
     Replica 0's parameters share the memory of the module's parameters; replica 0's buffers are those of the module.
     The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
