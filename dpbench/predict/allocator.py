@@ -3,9 +3,9 @@
 The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
 default settings:
 
-- Sizes are rounded up to 512 bytes.
+- Sizes are rounded up to multiples of 512 bytes.
 - Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20 MiB. A larger block
-  has a separate segment, whose size is rounded up to 2 MiB.
+  has a separate segment, whose size is rounded up to a multiple of 2 MiB.
 - The allocator takes the smallest free block that fits, and splits it. It merges a freed block with free neighbours.
 - When the device is full, the allocator releases all segments that are completely free, then tries once more.
 
@@ -137,8 +137,8 @@ class Allocator:
             self._release()
             if self.reserved_bytes + length > self.capacity_bytes:
                 raise OutOfDeviceMemory(
-                    f"cannot allocate {size} bytes: of the {self.capacity_bytes} bytes of the device, "
-                    f"{self.reserved_bytes} bytes are already reserved, and {self.allocated_bytes} of these are "
+                    f"cannot allocate {size} bytes: of the {self.capacity_bytes} bytes that the process may reserve on "
+                    f"the device, {self.reserved_bytes} are already reserved, and {self.allocated_bytes} of these are "
                     "allocated; reduce the batch size"
                 )
         self.reserved_bytes += length
@@ -189,15 +189,15 @@ class Allocator:
 
 
 Names = dict[int, int]
-"""A mapping from the number of a storage in a trace to the holding of its allocation on a tape (see `Tape`)."""
+"""A mapping from the number of a storage in a trace to the number of the storage's allocation on a `Tape`."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
     """An allocation on a device, or the release of an allocation if `taken` is False.
 
-    `holding` is the number that identifies the allocation on its tape, `kind` the kind of tensor, and `stage` the part
-    of the step.
+    `holding` is the number that identifies the allocation on its tape. `kind` is the kind of tensor, such as
+    "gradients", and `stage` the part of the step, such as "backward".
     """
 
     device: int
@@ -212,8 +212,8 @@ class MemoryChange:
 class Peak:
     """The peak memory of one device: requested, allocated in blocks, and reserved in segments, in bytes.
 
-    At the moment of the peak of `allocated_bytes`, `stage` is the part of the step, and `kinds` are the requested bytes
-    by kind of tensor.
+    `stage` is the part of the step in which `allocated_bytes` peaks, and `kinds` are the bytes that are requested at
+    that time, by kind of tensor.
     """
 
     requested_bytes: int
@@ -226,7 +226,7 @@ class Peak:
 class Tape:
     """The list of allocations and releases on several devices, in chronological order.
 
-    The holding of an allocation is the number with which the tape later releases it.
+    Each allocation has a number, its holding, with which the tape later releases the allocation.
     """
 
     def __init__(self) -> None:
@@ -235,7 +235,7 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Add the allocation of one tensor; return a list with the number by which it is released later (its holding).
+        """Add the allocation of one tensor; return a list with the number that later releases the allocation.
 
         For an empty tensor, add no allocation and return an empty list.
         """
@@ -247,11 +247,11 @@ class Tape:
         return [change.holding]
 
     def take_all(self, device: int, sizes_bytes: Iterable[int], kind: str) -> list[int]:
-        """Add the allocations of tensors of these sizes; return their holdings. An empty tensor has no holding."""
+        """Add the allocations of tensors of these sizes; return their numbers. An empty tensor has no allocation."""
         return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
 
     def give(self, holdings: Iterable[int]) -> None:
-        """Add the releases of the allocations with these holdings; a holding that is already released is ignored."""
+        """Add the releases of the allocations with the numbers `holdings`; those already released are ignored."""
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
@@ -264,8 +264,8 @@ class Tape:
         """Add the allocations and releases of a trace's ops on a device.
 
         `kinds` maps storages to kinds of tensors; a storage that is not in `kinds` is of the kind `kind`. `names` maps
-        the allocated storages to their holdings and is updated. The release of a storage that is not in `names` is
-        ignored.
+        each allocated storage to the number of its allocation on the tape, and is updated. The release of a storage
+        that is not in `names` is ignored.
         """
         kinds = kinds or {}
         for op in ops:
@@ -280,8 +280,9 @@ class Tape:
 def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
     """Return the memory peaks of one device, from a replay of its allocations and releases.
 
-    `capacity_bytes` and `rounding_bytes` are those of `Allocator`; None selects their defaults. Raises
-    OutOfDeviceMemory, with a note on the part of the step and the kind of tensor, if `capacity_bytes` is exceeded.
+    `capacity_bytes` limits the memory that is reserved on the device; None sets no limit. Sizes are rounded up to
+    multiples of `rounding_bytes`; None means `ROUNDING_BYTES`. Raises OutOfDeviceMemory if the limit is exceeded, with
+    a note that names the part of the step and the kind of tensor.
     """
     allocator = Allocator(capacity_bytes) if rounding_bytes is None else Allocator(capacity_bytes, rounding_bytes)
     blocks: dict[int, MemoryBlock] = {}
@@ -321,44 +322,53 @@ def settle(tape: Tape, device: int, trace: Trace) -> None:
 
 
 def take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
-    """Add the allocations of a batch's inputs and target on a device to the tape; return their holdings."""
+    """Add the allocations of a batch's inputs and target on a device to the tape; return their numbers."""
     return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
 
 
 def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the forward of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
+    """Add the allocations and releases of a trace's forward on a device to the tape, and update `names`.
+
+    `names` maps each allocated storage to the number of its allocation on the tape.
+    """
     tape.stage = "forward"
     tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
 
 
 def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the loss of a trace on a device to the tape; update `names`, which maps allocated storages to holdings."""
+    """Add the allocations and releases of a trace's loss on a device to the tape, and update `names`.
+
+    `names` maps each allocated storage to the number of its allocation on the tape.
+    """
     tape.stage = "loss"
     tape.play(device, trace.loss, names, "loss")
 
 
 def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
-    """Add the backward ops of a trace from `start` up to, but not including, `stop` (None: the end) to the tape.
+    """Add the allocations and releases of some backward ops of a trace to the tape, and update `names`.
 
-    `names` maps allocated storages to holdings and is updated.
+    The ops are those from the index `start` up to, but not including, `stop`; None means up to the last op. `names`
+    maps each allocated storage to the number of its allocation on the tape.
     """
     kinds = dict.fromkeys(trace.gradients, "gradients")
     tape.play(device, trace.backward[start:stop], names, "backward", kinds)
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Remove the gradients of some parameters from `names`; return the holdings of these gradients.
+    """Remove the gradients of some parameters from `names`; return the numbers of the gradients' allocations.
 
-    `numbers` are the indices of the parameters; None means all parameters.
+    `names` maps each allocated storage to the number of its allocation. `numbers` are the indices of the parameters;
+    None means all parameters.
     """
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
 def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
-    """Add the start of a training loop's step to the tape: drop the gradients with these holdings.
+    """Add `zero_grad` at the start of a step to the tape; return the allocation numbers of the gradients that remain.
 
-    With `keeps`, the loop fills the gradients with zeros instead. Return the holdings of the gradients that stay.
+    `gradients` are the allocation numbers of the gradients, which are released. With `keeps`, the training loop fills
+    them with zeros instead, so that all remain.
     """
     tape.stage = "optimizer"
     tape.give([] if keeps else gradients)
@@ -366,6 +376,9 @@ def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
 
 
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Add the ops of an optimizer step on a device to the tape; update `state`, which maps storages to holdings."""
+    """Add the allocations and releases of an optimizer step's ops on a device to the tape, and update `state`.
+
+    `state` maps each allocated storage to the number of its allocation on the tape.
+    """
     tape.stage = "optimizer"
     tape.play(device, ops, state, "optimizer")

@@ -1,7 +1,7 @@
 """Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits.
 
-A tape is the list of all allocations and releases of a case, in order. A holding is the number with which the tape
-later releases an allocation.
+A tape is the list of all allocations and releases of a case, in order. Each allocation has a number, its holding, with
+which the tape later releases the allocation.
 
 torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two differences. First, torch
 releases its references to the replicas and outputs at the end of forward. From then on, the autograd graph alone keeps
@@ -45,7 +45,7 @@ from dpbench.strategies.ddp import DistributedDataParallel
 from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
-"""A number of backward ops, and the holdings of the allocations that are released after this number of ops."""
+"""A pair (n, numbers): the numbers of the allocations that are released after the first n backward ops."""
 
 
 class WrapperMemory(EngineMemory):
@@ -93,10 +93,10 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Add the copies of tensors of these sizes to the tape; return, for each device, pairs of (indices, holdings).
+        """Add the copies of device 0's tensors of these sizes to the tape; return a list of pairs for each device.
 
-        In each pair, `indices` are those of the copied tensors, and `holdings` are those of the allocations that
-        contain the copies. `first` is the index of the first tensor. Device 0 has no copies, so its list is empty.
+        A pair contains the indices of the copied tensors, and the numbers of the allocations that contain the copies.
+        `first` is the index of the first tensor. Device 0 has no copies, so its list is empty.
         """
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
@@ -117,7 +117,8 @@ class WrapperMemory(EngineMemory):
     ) -> list[Release]:
         """Return the releases of the copies, inputs and outputs of device i during backward.
 
-        `copies` is the device's list from `_copied`. The released outputs are removed from `names`.
+        `copies` is the device's list from `_copied`, and `inputs` are the numbers of the inputs' allocations. `names`
+        maps each allocated storage to the number of its allocation; the outputs are removed from `names`.
         """
         at = part.released_at
         found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
@@ -129,7 +130,7 @@ class WrapperMemory(EngineMemory):
         ]
 
     def _sums(self) -> list[int]:
-        """Add the reduction to the tape and return the holdings of the summed gradients.
+        """Add the reduction to the tape and return the numbers of the summed gradients' allocations.
 
         Gradients are joined into buffers on every device, and the buffers are summed on device 0. The buffers of one
         iteration of torch's loop are freed in the next iteration, because loop variables keep them alive.
@@ -169,9 +170,10 @@ A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up 
 NCCL_BYTES = 400 * 2**20
 """The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
 
-In 184 pairs of published totals (the runs LPT of tests/data/published.csv, whose memory the table leaves out: 2, 4 or 8
-GPUs of 2018, minus one GPU with the same batch), GPU 0 takes 30 MiB more in the median, and at most 374 MiB more in
-nine of ten pairs. The source of `CONTEXT_BYTES` has an example of 1.45 GB on nodes of eight H100. The value is a prior.
+The value is a prior. In 184 published pairs of runs on GPUs of 2018, GPU 0 uses 30 MiB more memory in the median if 2,
+4 or 8 GPUs train than if one GPU trains with the same batch; in nine of ten pairs, it uses at most 374 MiB more. These
+runs are the group LPT of tests/data/published.csv, which leaves out their memory. The source of `CONTEXT_BYTES` has an
+example of 1.45 GB on nodes of eight H100.
 """
 
 
@@ -266,7 +268,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _ddp_of(case: Case) -> DistributedDataParallel:
-    """Return the strategy of a case, which is a form of ddp without a communication hook; else raise ValueError."""
+    """Return the strategy of a case. Raises ValueError unless it is a form of ddp without a communication hook."""
     with suppress(LookupError):
         strategy = load(case.strategy)
         if isinstance(strategy, DistributedDataParallel) and not strategy.traits.rounds_gradients:
@@ -281,9 +283,9 @@ def _ddp_of(case: Case) -> DistributedDataParallel:
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
     """Return the memory that a case needs on each device, from a replay of its allocations.
 
-    `traces` are by default those of the case's model. `capacity_bytes` is the total memory of a device, None for no
-    limit; the CUDA context and NCCL take an assumed part of this memory. Raises OutOfDeviceMemory if a device needs
-    more.
+    `traces` are the traces of the case's model; None means that this function makes them. `capacity_bytes` is the total
+    memory of a device, None for no limit; the CUDA context and NCCL take an assumed part of this memory. Raises
+    OutOfDeviceMemory if a device needs more.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"

@@ -27,12 +27,12 @@ FREE = {
 }
 """Ops that start no kernel. Views start no kernel either, but are not listed."""
 SILENT = {torch.ops.prim.device.default, aten.detach.default}
-"""Ops that are not recorded, because they do no work and their number varies: hooks on saved tensors add some."""
+"""Ops that are not recorded: they do no work, and there are more of them if hooks on saved tensors are active."""
 PASSES = {
     aten.native_batch_norm: 1, aten.cudnn_batch_norm: 1, aten._batch_norm_with_update: 1,
     aten.native_batch_norm_backward: 2, aten.cudnn_batch_norm_backward: 2, aten.batch_norm_backward: 2,
 }  # fmt: skip
-"""The number of times that an op reads its first argument in addition to the first time.
+"""For each op that reads its first argument more than once: the number of these reads after the first read.
 
 For example, BatchNorm reads its input once for the statistics and again for the normalisation.
 """
@@ -156,7 +156,7 @@ Autocast on the CPU computes most of them in 16 bits.
 class AsOnGpus(TorchFunctionMode):
     """A mode under which functions on CPU tensors call the operators that GPUs use.
 
-    These operators save other tensors for the backward than those of the CPU. Dropout keeps a mask of one byte per
+    For backward, these operators save other tensors than the operators of the CPU. Dropout keeps a mask of one byte per
     element. Fused attention with dropout keeps a seed instead of a mask. Autocast computes the functions of
     `FULL_PRECISION` in fp32.
     """
@@ -179,7 +179,7 @@ def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bo
 
 
 def _causal(args: Sequence[Any]) -> dict[str, Any]:
-    """Return the argument `is_causal` of scaled_dot_product_attention if it is given by position."""
+    """Return `is_causal` as a keyword argument if the arguments `args` of attention contain it by position, else {}."""
     return {"is_causal": args[5]} if len(args) > 5 else {}
 
 

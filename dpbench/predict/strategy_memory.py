@@ -1,7 +1,7 @@
 """Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
 
-A tape is the list of all allocations and releases, in order. A holding is the number with which the tape later releases
-an allocation.
+A tape is the list of all allocations and releases, in order. Each allocation has a number, its holding, with which the
+tape later releases the allocation.
 
 With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor stays
 allocated for as long as a variable or an autograd graph keeps it alive in that code. The allocations of forward and
@@ -42,7 +42,7 @@ class Shards:
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """A function of tensors' sizes in bytes that returns the ops of the first and of a later optimizer step."""
+    """A function that takes the sizes of tensors in bytes, and returns the ops of the first and of a later step."""
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool = False) -> None:
@@ -63,10 +63,10 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
 
 
 def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tuple[Names, list[int]]:
-    """Add forward, loss and backward on one device to the tape; return what stays allocated.
+    """Add forward, loss and backward on one device to the tape; return (names, gradients), which remain allocated.
 
-    These are the storages of the trace with their holdings, and the holdings of the gradients. `kept` contains the
-    holdings of earlier gradients; if there are any, backward adds each new gradient to one of them.
+    `names` maps storages of the trace to allocation numbers. `gradients` are the allocation numbers of the gradients,
+    and `kept` those of earlier gradients. If there are any, backward adds the new gradients to them.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -87,8 +87,8 @@ def ddp(
 ) -> None:
     """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape.
 
-    `traces` has the trace of each micro-batch of a step; their gradients are added. With `keeps`, the loop fills
-    gradients with zeros instead of dropping them. With `views`, gradients are views of the buckets.
+    `traces` has the trace of each micro-batch of a step; the gradients of all micro-batches are added. With `keeps`,
+    the loop fills gradients with zeros instead of dropping them. With `views`, gradients are views of the buckets.
     """
     trace = traces[0]
     settle(tape, device, trace)
@@ -123,7 +123,7 @@ class EngineMemory:
 
     `collective` is True if the devices are distinct GPUs: collectives then transfer weights, buffers and gradients,
     which are coalesced into larger messages. Each method adds the allocations and releases of one part of a step to the
-    tape. In the methods, `names` maps, for each device, the allocated storages of the device's trace to their holdings.
+    tape. In the methods, `names` maps, for each device, the allocated storages of its trace to allocation numbers.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class EngineMemory:
     def _gather(self) -> list[int]:
         """Add the gather to the tape: the outputs are copied to device 0 and concatenated there.
 
-        Return the holdings of the concatenated outputs; an empty list for a single device.
+        Return the numbers of the concatenated outputs' allocations; an empty list for a single device.
         """
         tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
         tape.stage = "gather"
@@ -265,7 +265,7 @@ class EngineMemory:
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
         """Add the backward of the gathered output's loss to the tape, and then the scatter of the output's gradient.
 
-        `whole` maps the allocated storages of the trace of the whole batch to holdings.
+        `whole` maps the allocated storages of the whole batch's trace to the numbers of their allocations.
         """
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"

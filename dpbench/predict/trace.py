@@ -53,8 +53,8 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` belongs to the first step, which
-    creates the optimizer's state. `parameters` and `trainable` have the order of `module.parameters()`. `ready` lists
+    `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` are those of the optimizer's first
+    step, which creates its state. `parameters` and `trainable` have the order of `module.parameters()`. `ready` lists
     the indices of the parameters in the order in which backward completes their gradients. In the same order,
     `ready_at` lists the number of backward ops after which each gradient is complete. `outputs`, `output_gradients`,
     `gradients` and `losses` are the numbers of these tensors' storages; a missing gradient is None. `fake` is False if
@@ -116,8 +116,8 @@ def trace(
 
     `device` is the device of the fake tensors, which determines the operators that torch selects: "cpu" works
     everywhere, "lazy:0" selects the same operators as emulated devices (unfused attention), and "cuda:0" needs a CUDA
-    build of torch and a GPU. Forward and loss run in the context `precision()`. They and the backward of the module run
-    in the context `mode()`.
+    build of torch and a GPU. Forward and loss run in the context `precision()`. Forward, loss and the backward of the
+    module run in the context `mode()`.
 
     A model that fails on fake tensors, because it reads values or hides tensors from torch, is traced on real tensors
     on the CPU; with `fake_only`, the error propagates instead. An error on real tensors always propagates.
@@ -267,7 +267,7 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 
 
 def _run_backward(end: torch.Tensor) -> None:
-    """Run backward from a scalar; unlike `end.backward()`, leave modes of torch functions active meanwhile."""
+    """Run backward from the scalar `end` with TorchFunctionModes active, which `end.backward()` would deactivate."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -314,7 +314,7 @@ class _Saved:
     def at(self, tensor: torch.Tensor) -> int:
         """Return the number of backward ops that had run when autograd released its last reference to a tensor.
 
-        These are the references that forward saved for backward. Return 0 if forward did not save the tensor.
+        Only the references that forward saved for backward count. Return 0 if forward did not save the tensor.
         """
         return self._at.get(self._recorder.storage(tensor), 0)
 
