@@ -53,11 +53,11 @@ def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
         ("-3", "must be a number of GB/s from 0.01 to 10000, got -3"),
         ("inf", "must be a number of GB/s from 0.01 to 10000, got inf"),
         ("42e9", "must be a number of GB/s from 0.01 to 10000, got 42e9"),
-        ("gather.txt", "has 0 usable lines"),
+        ("gather.txt", "has usable lines of all_reduce_perf for 0 sizes"),
         ("scatter.txt", "is the output of reduce_scatter_perf: give that of all_reduce_perf"),
         ("absent.txt", "neither a bandwidth in GB/s nor a file that can be read"),
-        ("empty.txt", "has 0 usable lines of all_reduce_perf, and at least 3 sizes are needed"),
-        ("short.txt", "has 2 usable lines"),
+        ("empty.txt", "has usable lines of all_reduce_perf for 0 sizes, but at least 3 sizes are needed"),
+        ("short.txt", "has usable lines of all_reduce_perf for 2 sizes"),
     ],
 )
 def test_a_bus_that_cannot_be_read_is_an_error_of_usage(

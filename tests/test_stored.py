@@ -61,7 +61,7 @@ def test_seconds_are_lines_through_the_newest_runs_batch_sizes(tmp_path: Path) -
     assert found.profile.forward is not None
     assert found.profile.forward.at(64) == pytest.approx(0.5 / 3, rel=0.01)
     assert found.profile.parameter_tensors > 0
-    assert f"MEASURED on {GPU} at batch sizes 16, 32" in found.words
+    assert f"MEASURED on {GPU} (batch sizes 16, 32)" in found.words
 
 
 def test_one_batch_size_leaves_a_tenth_fixed(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_the_profile_of_one_device_has_the_seconds_of_its_phases() -> None:
     assert found.profile.parameter_bytes == 4e6
     assert found.profile.forward
     assert found.profile.forward.at(64) == pytest.approx(0.004, rel=1e-3)
-    assert found.words.startswith("train.py: the phases of its steps were MEASURED in the user's own loop")
+    assert found.words.startswith("train.py: its launches are estimated, and the phases of its steps were MEASURED")
     assert "may be far off" not in found.words
 
 
@@ -65,7 +65,7 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
 
 
 LACKING: dict[str, tuple[Callable[[], watched.Loop], str]] = {
-    "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown: give --model"),
+    "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown; give --model"),
     "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
     "processor": (lambda: loop_of(of=loops.case()), "kind cpu, but the machine rtx-3090-x8 has"),
@@ -136,7 +136,7 @@ def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reas
     facts = {**loops.GPU_FACTS, "gpus": {"gpus": [{"name": "NVIDIA GB999"}] * 4}}
     trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
     known = watched.alternatives(trials, facts)
-    assert str(known[four]).startswith("no described machine has 4 GPUs like NVIDIA GB999")
+    assert str(known[four]).startswith("no described machine has 4 GPUs of the model NVIDIA GB999")
     found = Report.of(trials, run_id="r", started_s=0.0, provenance=facts, alternatives=known).diagnoses[0]
     assert any("whether DistributedDataParallel is faster (no described machine" in one for one in found.unjudged)
     assert not watched.alternatives(loops.loop(of=GPU), loops.GPU_FACTS), "one device has no such question"

@@ -1,4 +1,4 @@
-"""NCCL: the measured bus of a machine, as a number or from the output of nccl-tests, for predictions of collectives."""
+"""NCCL: the measured bus bandwidth of a machine, given as a number or as a file with the output of nccl-tests."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpbench.predict.constants import DEFAULT
+from dpbench.records import words
 from dpbench.records.machine import Collective
 
 GB = 1e9
 _LINE = re.compile(
     r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
 )
-"""A line of all_reduce_perf: size in bytes, count, type, operation, root, then time (µs), algbw and busbw (GB/s), first
-of the out-of-place all-reduce."""
+"""Matches a line of all_reduce_perf's output: size in bytes, count, type, operation, root, and for the out-of-place
+all-reduce its time (µs), algbw and busbw (GB/s)."""
 FEWEST = 3
-"""The least number of sizes from which a curve is read."""
+"""The minimum number of different sizes to which a curve is fitted."""
 MOST = 1.25
-"""The bandwidth of a curve is at most this many times the best measured one."""
+"""The maximum bandwidth of a fitted curve, divided by the best measured bandwidth."""
 LIMITS = (0.01, 10_000.0)
-"""The bandwidths in GB/s that a bus can have: from a slow network to twice the fastest NVLink switches, and more."""
+"""The minimum and the maximum bus bandwidth in GB/s that is accepted; real networks and NVLinks lie well between."""
 _OTHER = re.compile(r"\b(?!all_reduce)(\w+)_perf\b")
 """Matches the name of another program of nccl-tests, whose `busbw` has another meaning."""
 
 
 def collective(given: str) -> Collective:
-    """Return the curve of an all-reduce: from a bus bandwidth in GB/s, or from a file with the output of nccl-tests.
+    """Return the durations of all-reduces as a curve, from a bus bandwidth in GB/s or a file with nccl-tests' output.
 
-    A bandwidth is the `busbw` that all_reduce_perf prints for its largest sizes; the start-up time and the root term
-    are then those of `constants`. Raises ValueError if the text is neither a positive number nor such a file.
+    `given` is the bandwidth as text or the path of the file. A bandwidth is the `busbw` that all_reduce_perf prints for
+    its largest sizes; the start-up time and the root term are then those of `constants.DEFAULT`. Raises ValueError for
+    a number outside `LIMITS`, and for a file from which no curve can be fitted.
     """
     try:
         rate = float(given)
@@ -56,18 +58,19 @@ def _from_file(path: Path) -> Collective:
     if other := _OTHER.search(text):
         raise ValueError(f"{path} is the output of {other[0]}: give that of all_reduce_perf")
     usable = [point for point in points if min(point) > 0]
-    if len({size for size, _, _ in usable}) < FEWEST:
+    if (sizes := len({size for size, _, _ in usable})) < FEWEST:
         raise ValueError(
-            f"{path} has {len(usable)} usable lines of all_reduce_perf, and at least {FEWEST} sizes are needed; give "
-            "the whole output, such as that of: all_reduce_perf -b 8 -e 1G -f 2 -g N"
+            f"{path} has usable lines of all_reduce_perf for {words.count(sizes, 'size')}, but at least {FEWEST} sizes "
+            "are needed; give the whole output, such as that of: all_reduce_perf -b 8 -e 1G -f 2 -g N"
         )
     return fitted(usable)
 
 
 def fitted(points: Sequence[tuple[int, float, float]]) -> Collective:
-    """Return the curve through measured all-reduces, each given as (bytes, seconds, bus bandwidth in bytes per second).
+    """Return the curve fitted to measured all-reduces, each given as (bytes, seconds, bus bandwidth in bytes/s).
 
-    The start-up time, the bandwidth and the root term have the least squared relative errors, and are not negative.
+    The fit minimises the sum of the squared relative errors of the seconds. The start-up time, the bandwidth and the
+    root term are not negative.
     """
     import numpy as np
     from scipy.optimize import nnls

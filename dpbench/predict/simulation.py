@@ -15,7 +15,7 @@ from dpbench.predict import events, network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.events import SimulatedJob
 from dpbench.predict.network import DeviceGroup
-from dpbench.records import Case, Cost, Phase, Profile, Span, Task
+from dpbench.records import Case, Cost, Phase, Profile, Span, Task, words
 from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.strategies import load
 from dpbench.strategies._tasks import PASSES
@@ -255,15 +255,15 @@ def check(case: Case, machine: Machine) -> None:
     """
     if case.devices > machine.devices:
         raise UnknownMachine(
-            f"{case.label}: the machine {machine.name} has {machine.devices} GPUs ({machine.nodes} nodes with "
-            f"{machine.gpu.count} GPUs each), but the case needs {case.devices}; give --devices up to "
-            f"{machine.devices}, or choose a machine with more nodes"
+            f"{case.label}: the machine {machine.name} has {words.count(machine.devices, 'GPU')} (nodes: "
+            f"{machine.nodes}, GPUs per node: {machine.gpu.count}), but the case needs {case.devices}; give --devices "
+            f"up to {machine.devices}, or choose a machine with more nodes"
         )
     if case.traits.threads and case.devices > machine.gpu.count:
         raise UnknownMachine(
             f"{case.label}: the strategy {case.strategy} drives all devices from one process on one node, but the case "
-            f"has {case.devices} devices and a node of {machine.name} has {machine.gpu.count} GPUs; give --devices up "
-            f"to {machine.gpu.count}, or --strategies ddp"
+            f"has {case.devices} devices and a node of {machine.name} has {words.count(machine.gpu.count, 'GPU')}; "
+            f"give --devices up to {machine.gpu.count}, or --strategies ddp"
         )
 
 

@@ -88,13 +88,13 @@ class Stored:
     wanted: str
     """The name of the device on the described machine."""
     basis: str = "the step on one device was MEASURED"
-    """A clause on the origin of the seconds."""
+    """A clause that states where the seconds come from."""
 
     @property
     def words(self) -> str:
         """Return the origin of the profile as text, with a warning if the described machine has another device."""
-        sizes = ", ".join(map(str, self.batches))
-        said = f"{self.profile.model}: {self.basis} on {self.device} at batch sizes {sizes}"
+        sizes = f"batch size{'s' if len(self.batches) > 1 else ''} {', '.join(map(str, self.batches))}"
+        said = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
         other = not alike(self.wanted, self.device)
         return f"{said}; the described machine has {self.wanted}, so the prediction may be far off" if other else said
 

@@ -1,4 +1,4 @@
-"""Watched: the profile of one device from an observed loop, whose script dpbench cannot build and trace.
+"""Watched: the profile of one device from an observed training loop, whose model dpbench cannot build and trace.
 
 The sizes of the model and the seconds of its phases come from the trials. The number of kernels that the host launches
 is estimated from the number of parameter tensors, as for a model that is known by name only.
@@ -22,7 +22,7 @@ from dpbench.records.trial import Estimate
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
 """The facts about the model without which a prediction is not possible, by their names in a trial's provenance."""
 PRECISIONS = ("fp32", "bf16")
-"""The precisions of predictions."""
+"""The precisions of observed loops that can be predicted."""
 
 
 @dataclass(frozen=True)
@@ -41,26 +41,27 @@ class Loop:
     def on(self, target: Machine) -> stored.Stored:
         """Return the loop's profile of one device, for predictions on the machine `target`.
 
-        Raises UnknownMachine if the loop lacks a fact, or if it ran on another kind of device than the machine has.
+        Raises UnknownMachine if a needed fact is missing, if the loop's precision cannot be predicted, or if the loop
+        ran on another kind of device than the machine has.
         """
         self._check(target)
         device = stored.device_of(self.facts, self.case)
         label = (self.trials[0].source.value if self.trials else Source.MEASURED.value).upper()
-        of = f" as a share of {self.case.devices} devices" if self.case.devices > 1 else ""
-        basis = f"the phases of its steps{of} were {label} in the user's own loop, its launches are estimated,"
+        of = f" (per device, on {self.case.devices} devices)" if self.case.devices > 1 else ""
+        basis = f"its launches are estimated, and the phases of its steps{of} were {label} in the user's own loop"
         return stored.Stored(self._profile(), device, (self.rows,), target.gpu.name, basis)
 
     def _check(self, target: Machine) -> None:
         kind = "cpu" if target.logical else "cuda"
         lacking = [name for name in NEEDED if name not in self._model]
         problems = [
-            (not self.trials, "it has no usable timed step: watch more steps"),
-            (not self.case.batch_size, "its batch size is unknown: give --model FILE.py:NAME and --step-s instead"),
-            (bool(lacking), f"its run lacks {', '.join(lacking)}: give --model FILE.py:NAME and --step-s instead"),
+            (not self.trials, "it has no usable timed step; watch more steps"),
+            (not self.case.batch_size, "its batch size is unknown; give --model FILE.py:NAME and --step-s instead"),
+            (bool(lacking), f"its run lacks {', '.join(lacking)}; give --model FILE.py:NAME and --step-s instead"),
             (self.case.precision not in PRECISIONS, f"only {' and '.join(PRECISIONS)} can be predicted, and it used "
              f"{self.case.precision}"),
             (self.case.device_kind != kind, f"it ran on devices of the kind {self.case.device_kind}, but the machine "
-             f"{target.name} has devices of the kind {kind}: choose another --machine"),
+             f"{target.name} has devices of the kind {kind}; choose another --machine"),
         ]  # fmt: skip
         if found := next((text for is_so, text in problems if is_so), ""):
             raise UnknownMachine(f"the loop {self.case.model} cannot be the basis of a prediction: {found}")
@@ -70,10 +71,10 @@ class Loop:
         return next((one.provenance["model"] for one in self.trials if one.provenance.get("model")), {})
 
     def _profile(self) -> Profile:
-        """Return the profile of one device with its share of the batch.
+        """Return the profile of one device, which processes its share of the batch.
 
-        The seconds of the phases are known, but FLOP are not: the assumed FLOP only divide the seconds of a phase among
-        its parts.
+        The seconds of each phase are known, but not its FLOP. The FLOP are assumed; they only divide the seconds of a
+        phase among the parts of the phase.
         """
         model = self._model
         tensors = int(model["parameter_tensors"])
@@ -92,8 +93,8 @@ class Loop:
     def _phases(self) -> dict[Phase, float]:
         """Return the seconds of one device in each phase of a step, for a loop on several devices.
 
-        A phase on the host or on device 0 alone, such as the loss of DataParallel, processes the samples of all
-        devices; a device alone would process its share of them. Ranks process their own samples only.
+        If forward, loss or backward runs on a single device, such as the loss of DataParallel, it processes the samples
+        of all devices, so its seconds are divided by the number of devices. Ranks process their own samples only.
         """
         seconds: dict[Phase, list[float]] = defaultdict(list)
         shared: set[Phase] = set()
@@ -113,7 +114,7 @@ class Loop:
 
 
 def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
-    """Yield the spans of each timed step. A summary has only the spans of the median step."""
+    """Yield the spans of each timed step, or of the median step alone if the trial keeps no other spans."""
     if not trial.spans:
         yield trial.ledger.median_step[1] if trial.ledger.median_step else ()
         return
@@ -125,8 +126,8 @@ def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
 def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case, Alternative | str]:
     """Return, for each observed loop in which one process runs several GPUs, the prediction with one process per GPU.
 
-    Without a prediction, return the reason. The prediction is the slowest of those for all described machines that have
-    enough of the loop's GPUs, because the links of the loop's machine are unknown.
+    The links of the loop's machine are unknown. Therefore, all described machines with enough GPUs of the same model
+    are predicted, and the slowest prediction is returned. If none is possible, the value is the reason as text.
     """
     found: dict[Case, Alternative | str] = {}
     for case in dict.fromkeys(trial.case for trial in trials):
@@ -145,8 +146,8 @@ def _alternative(loop: Loop) -> Alternative | str:
     alike = [one for one in known if loop.case.devices <= one.gpu.count and stored.alike(one.gpu.name, device)]
     if not alike:
         return (
-            f"no described machine has {loop.case.devices} GPUs like {device}: describe yours, and give it to "
-            "dpbench predict --machine FILE.toml --from RUN"
+            f"no described machine has {loop.case.devices} GPUs of the model {device}; describe yours in a file, and "
+            "run dpbench predict --machine FILE.toml --from RUN"
         )
     own = loop.case
     case = Case(
@@ -162,13 +163,13 @@ def _alternative(loop: Loop) -> Alternative | str:
             return str(error)
     worst = max(predicted, key=lambda each: each.seconds)
     step = Estimate(worst.seconds, worst.low_s, worst.high_s, 0)
-    return Alternative(step=step, basis=f"on the described machine {worst.machine}, the slowest with this GPU")
+    return Alternative(step=step, basis=f"on {worst.machine}, the slowest described machine with this GPU")
 
 
 def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> Loop | None:
-    """Return the observed loop of a run with these trials and facts; None for a run of dpbench's own loops.
+    """Return the observed loop of a run with these trials and facts; None for a run without an observed loop.
 
-    Of several loops, the one with the most steps is returned.
+    If the run has several observed loops, return the one with the most timed steps.
     """
     mine: dict[Case, list[Trial]] = {}
     for trial in trials:
