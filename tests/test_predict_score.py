@@ -194,9 +194,9 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"value": "n/a"}, "not a valid number: Expected `float`, got `str`"),
-        ({"value": "-3"}, "not a valid number: the row has the value -3"),
-        ({"n_gpu": ""}, "not a valid number: Expected `float`, got `str`"),
+        ({"value": "n/a"}, "the row cannot be read: Expected `float`, got `str`"),
+        ({"value": "-3"}, "the row cannot be read: the row has the value -3"),
+        ({"n_gpu": ""}, "the row cannot be read: Expected `float`, got `str`"),
         (
             {"metric": "mem_mib_gpu0", "value": 3},
             "the duration of a step cannot be derived from the metric mem_mib_gpu0",
@@ -230,7 +230,7 @@ def test_suspect_rows_and_repeats_come_in_when_asked(tmp_path: Path) -> None:
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"wrong\.csv: the columns id, metric, model, n_gpu, strategy, value are"):
+    with pytest.raises(ValueError, match=r"required columns are missing: id, metric, model, n_gpu, strategy, value;"):
         score.score(path)
 
 

@@ -131,8 +131,8 @@ class Excluded:
 class _Line:
     """The cells of one line of a table, by column.
 
-    A missing number is 0, and a missing text "". The first six fields are required: a line without a value in one of
-    these columns is excluded.
+    A missing number is 0, and a missing text "". The first six fields are required: a line without one of these cells,
+    or without a number in `n_gpu` or `value`, is excluded.
     """
 
     id: str
@@ -173,7 +173,7 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
         raise ValueError(f"{path} is not a CSV table in UTF-8: {error}") from None
     if missing := set(REQUIRED) - set(columns):
         raise ValueError(
-            f"{path}: the columns {', '.join(sorted(missing))} are missing; the table has the columns "
+            f"{path}: these required columns are missing: {', '.join(sorted(missing))}; the table has the columns "
             f"{', '.join(columns) or 'none'}; add or rename columns"
         )
     rows, excluded = [], []
@@ -181,7 +181,7 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
         try:
             rows.append(_row(_line(line)))
         except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
-            excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"not a valid number: {error}"))
+            excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"the row cannot be read: {error}"))
     return rows, excluded
 
 
@@ -272,9 +272,9 @@ def _setting(row: PublishedRow) -> tuple[str, ...]:
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
     """Return a row with its baseline, which has the same or the nearest batch size per device.
 
-    `ones` are the one-device rows with the same setting; if there are none, return None. If several of them have the
-    baseline's batch size, its duration is the median over those whose interconnect and notes are most similar to the
-    row's.
+    `ones` are the one-device rows with the same setting; if there are none, return None. If several of them have this
+    batch size, the baseline's duration is the median over those whose interconnect and notes are most similar to those
+    of the row.
     """
     if not ones:
         return None

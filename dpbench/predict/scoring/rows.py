@@ -33,7 +33,7 @@ Generations that are not listed have no maximum. The reason for this limit: in t
 are slower on hosts with two EPYC processors (PCIe 4) than on hosts with two Xeon processors (PCIe 3).
 """
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
-"""The rate of the links between two processors in GB/s, by the PCIe generation of the same years.
+"""The rate of the links between two processors in GB/s, by the PCIe generation of the processors.
 
 NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids processors. These
 values do not depend on the number of links between the processors (two, three, and three or four).

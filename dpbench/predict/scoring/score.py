@@ -208,9 +208,8 @@ class ScoreLine:
     is the mean of the signed relative errors. `skill` is 1 minus the ratio of `mape` to the same mean for linear
     scaling. `coverage` is the share of intervals that contain the measured step, None without intervals. `excluded` is
     the number of excluded rows of the group. The overhead of a row is the ratio of its step to the step under linear
-    scaling, minus 1; `overhead` is the sum of the predicted minus the measured overheads, divided by the sum of the
-    measured overheads. `hard_n` is the number of hard rows (see `Scored.hard`), and `hard_mape` their mean absolute
-    relative error.
+    scaling, minus 1; `overhead` is the relative error of the sum of the predicted overheads. `hard_n` is the number of
+    hard rows (see `Scored.hard`), and `hard_mape` their mean absolute relative error.
     """
 
     group: str
@@ -302,7 +301,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 
 def priors(asked: Question) -> dict[str, float]:
-    """Return the standard deviation of the logarithm of each constant on which the row's step depends, by name."""
+    """Return the prior of each constant on which the row's step depends: the standard deviation of its logarithm."""
     found = priors_of(asked.case, asked.machine.machine)
     if asked.machine.assumed:
         found |= ASSUMED
