@@ -1,4 +1,4 @@
-"""Cases: predictions of cases on a described machine, with 80 % intervals, which are stored as the trials of a run.
+"""Cases: predict cases on a described machine, with 80 % intervals, and store the predictions as trials of a run.
 
 A `Need` has the memory that a case needs on each device, whether the case fits, and the largest batch that fits.
 """
@@ -57,7 +57,7 @@ class Need:
         return Status.OOM if self.fits is False else Status.OK
 
     def peaks(self, kind: str) -> list[int]:
-        """Return the peak of the memory of one kind ("allocated" or "reserved") in bytes, for each device."""
+        """Return the peak memory of each device in bytes; `kind` is the kind of memory, "allocated" or "reserved"."""
         return [one.peak_bytes for one in self.memory if one.kind == kind]
 
 
@@ -111,7 +111,7 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The priors that change traced and counted profiles, because launches set lower bounds on their durations."""
+"""The names of the priors on which traced and counted profiles depend: launches limit the durations from below."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class Prediction:
     machine: str = ""
     need: Need | None = None
     draws: tuple[float, ...] = ()
-    """The logarithm of the error of `seconds` in each draw; the draws of all predictions are paired."""
+    """The logarithm of the error of `seconds` in each random draw; draw i has the same random numbers in all
+    predictions."""
 
     def trial(self) -> Trial:
         """Return the prediction as a trial, for reports and results files.
@@ -157,7 +158,7 @@ class Prediction:
 
 
 def _span(one: Prediction) -> float:
-    """Return the length of the interval of a prediction, relative to the step."""
+    """Return the length of a prediction's interval, divided by the predicted duration of the step."""
     return (one.high_s - one.low_s) / one.seconds
 
 
@@ -185,7 +186,7 @@ class Predictor:
     """Profiles that were measured on one device, by model, size and precision."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return the prediction of one case. Raises UnknownMachine if the machine file lacks a value that is needed."""
+        """Return the prediction of one case. Raises UnknownMachine if the machine lacks devices or a needed value."""
         if self.machine.logical:
             return self._on_host(case)
         simulation.check(case, self.machine)
@@ -216,8 +217,8 @@ class Predictor:
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
         """Return a sentence on the interval that a measured bus would narrow most, with its length before and after.
 
-        Only cases whose devices exchange gradients between processes count. Return "" if there is no such case, if the
-        bus is measured, or if its measurement would narrow no interval by a tenth or more.
+        Only cases with several ranks are considered. Return "" if there is no such case, if the bus is measured, or if
+        its measurement would shorten that interval by less than a tenth.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
@@ -300,11 +301,11 @@ def most_devices(machine: Machine) -> int:
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
-    """Return the speed-up of the prediction `one` over a single device in samples per second, and the kind of scaling.
+    """Return the throughput of the prediction `one` relative to a single device, and the kind of scaling.
 
-    The prediction for a single device is one of `others`. The kind of scaling is "strong" if the single device has the
-    total batch of `one`, and "weak" if the single device has the batch per device of `one`. If `others` contain no such
-    prediction, return None and "". The 80 % interval leaves out errors that both steps share.
+    The prediction for a single device is searched in `others`. The scaling is "strong" if the single device has the
+    total batch of `one`, and "weak" if the single device has the batch per device of `one`. Without a prediction for
+    either batch, return None and "". The 80 % interval leaves out errors that both steps share.
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
@@ -332,7 +333,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     found = [one.case for one in predictions]
     gpus = [] if machine.logical else [{"name": machine.gpu.name}] * min(machine.devices, 64)
     facts = {
-        "host": {"name": f"{machine.name} (described, not here)", "cpu": machine.description},
+        "host": {"name": f"{machine.name} (described, not measured)", "cpu": machine.description},
         "gpus": {"gpus": gpus},
         "sources": dict(machine.sources),
     }  # fmt: skip

@@ -77,8 +77,8 @@ class Constants:
     peer_efficiency: float = 0.85
     """The share of a PCIe path's rate that a collective reaches with peer access."""
     nvlink_efficiency: float = 0.98
-    """The share of NVLink's rate, as NCCL's table gives it (20 GB/s per link for Volta and Ampere), that a collective
-    reaches."""
+    """The share of NVLink's rate that a collective reaches. The rate is that of NCCL's table: 20 GB/s per link for
+    Volta and Ampere."""
     network_efficiency: float = 0.8
     """The share of a network card's rate that a collective reaches: 0.74 on EFA, and 0.85 on the first version of EFA
     (ml-engineering)."""
@@ -160,22 +160,22 @@ class HostCosts:
 
 DRAWS = 200
 HOST_FACTOR = "host"
-"""The name of the prior that applies to a machine's host factor; all other priors apply to constants."""
+"""The name of the prior of a machine's host factor; the names of the other priors in `STATED` are constants."""
 STATED = {
     HOST_FACTOR: 0.15, "bus_scale": 0.6, "forward_share": 0.12, "pageable_bytes_per_s": 0.3, "slowdown": 0.7,
     "variation": 0.7, "launch_s": 0.3,
 }  # fmt: skip
 """The priors for a machine that is fully described: the standard deviation of each constant's logarithm, by name.
 
-The bus has the widest prior, because a description errs most there: with 0.2, the 80 % intervals contained 66 % of
-1,818 published steps of all-reduces, and with 0.6 they contain 76 % at a lower interval score.
+The bus has a wide prior, because descriptions are often wrong about it. With 0.2, the 80 % intervals contained 66 %
+of 1,818 published steps of all-reduces. With 0.6, they contain 76 %, and the interval score is better (lower).
 
-For torch.nn.DataParallel, 0.3 would contain 80 % of 398 published steps instead of 88 %, with a mean interval score of
-0.52 instead of 0.56. It is not used, because it does not hold out: chosen on the TITAN RTX, it raises the score of the
-RTX 2080 Ti from 0.51 to 0.61, and there are rows of no third machine of this kind.
+For torch.nn.DataParallel, intervals with 0.3 would contain 80 % of 398 published steps instead of 88 %, and the mean
+interval score would be 0.52 instead of 0.56. The prior remains 0.6, because 0.3 suits the TITAN RTX only: for the
+RTX 2080 Ti, it raises the score from 0.51 to 0.61. No steps of a third machine are published.
 """
 MEASURED_BUS = 0.1
-"""The prior that replaces that of the bus if the bandwidth of the machine's bus was measured."""
+"""The prior of the bus, in place of that in `STATED`, for a machine whose bus bandwidth was measured."""
 APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),
@@ -194,8 +194,8 @@ RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
 
 Durations predicted from traces differ by at most 34 % from four published steps. Durations predicted from counts were
 compared with 161 published steps. For half of these steps, the prediction is off by more than a factor of two: the nets
-are light, the hosts are from 2019-21, and the predicted step is too fast. Of the 33 steps that keep a GPU busy, a fifth
-are predicted with an error of more than 32 %.
+are light, the hosts are from 2019-21, and the predicted step is too short. Of the 33 steps that keep a GPU busy, a
+fifth are predicted with an error of more than 32 %.
 """
 
 ON_HOST = 0.2

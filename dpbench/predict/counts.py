@@ -40,7 +40,7 @@ _CONVOLUTIONAL = re.compile(
     "alexnet|vgg|resnet|resnext|densenet|mnasnet|mobilenet|shufflenet|squeezenet|googlenet|inception|efficientnet|"
     "regnet|nasnet|ssd300|maskrcnn|fasterrcnn|unet"
 )
-"""Matches the plain names of stored models whose FLOP are almost all those of convolutions."""
+"""Matches the names of convolutional nets, written as `plain` returns them; almost all their FLOP are convolutions."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _aliases() -> list[tuple[str, str]]:
 
 
 def plain(name: str) -> str:
-    """Return a name in lower case and without all characters that are not letters or digits."""
+    """Return the letters and digits of a name, in lower case."""
     return re.sub(r"[^a-z0-9]+", "", name.lower())
 
 
@@ -95,7 +95,7 @@ def exact(name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
-    """Return the features of the model with this name.
+    """Return the counts of the model with this name, and their origin.
 
     `parameters` is the published number of parameters, or None if it was not published. If no model is stored under
     this name, or the stored model has a very different number of parameters, the counts are estimated from

@@ -26,7 +26,10 @@ KIB = 2**10
 MOST = 2
 """The largest number of devices in a prediction, because the probe measures at most two concurrent replicas."""
 CHAIN_MODULES = 3
-"""The number of modules that each of the probe's chains contains besides its layers; each layer has two parameters."""
+"""The number of modules that are not layers in each chain of tiny layers that the probe measures.
+
+Each layer has two parameters.
+"""
 LONG_S = 2e-3
 """The total duration in seconds of a replica's forward and backward above which its kernels count as long.
 
@@ -61,7 +64,11 @@ class ProbedHost:
         return max(1.0, self[name if name in self.figures else f"{OTHERS}_{what}_ratio"])
 
     def engine_s(self, schedule: str, phase: str, tensors: int) -> float:
-        """Return the seconds of the engine's own work in a phase under a schedule, for `tensors` parameter tensors."""
+        """Return the seconds that the engine or DDP itself takes in a phase, for `tensors` parameter tensors.
+
+        `schedule` and `phase` are the parts of a figure's name, such as "fastest_pool" or "ddp", and "reduce" or
+        "loss_more".
+        """
         return self[f"{schedule}_{phase}_s"] + tensors * self[f"{schedule}_{phase}_tensor_s"]
 
     def copy_s(self, tensors: int, size_bytes: float) -> float:
@@ -72,7 +79,7 @@ class ProbedHost:
         """Return the duration in seconds of a copy of `size_bytes` bytes, without the fixed cost of a copy.
 
         The rate depends on the size, because small copies stay in caches. The rate is that of the smallest measured
-        size that is not below `size_bytes`; for a copy above all measured sizes, that of the largest measured size.
+        size of at least `size_bytes`; if all measured sizes are smaller, it is that of the largest.
         """
         sizes = sorted(
             int(name.split("_")[1]) * KIB for name in self.figures if name.startswith("copy_") and "_kib_" in name
@@ -87,8 +94,9 @@ class ProbedHost:
     def all_reduce_s(self, size_bytes: float) -> float:
         """Return the duration of an all-reduce in seconds, interpolated linearly between the measured sizes.
 
-        If the measured duration of one size exceeds that of a larger size, the measurement was disturbed. The duration
-        of the larger size is then used for both sizes.
+        Sizes above the largest are extrapolated. Sizes below the smallest take as long as the smallest. If the measured
+        duration of one size exceeds that of a larger size, the measurement was disturbed. The duration of the larger
+        size is then used for both sizes.
         """
         measured = sorted(
             (int(name.split("_")[2]) * KIB, value)
@@ -102,7 +110,7 @@ class ProbedHost:
 
 
 def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds of one step of a case by name of the phase, including unattributed time outside all phases.
+    """Return the seconds of one step of a case by name of the phase; `UNATTRIBUTED` names the time outside all phases.
 
     Raises ValueError for a case that this model does not cover.
     """
@@ -124,7 +132,7 @@ def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
         return _fastest(case, profile, host)
     raise ValueError(
         f"{case.label}: on logical CPU devices, only the strategies single, ddp, and dp under the schedule {REFERENCE} "
-        f"or {FASTEST} can be predicted"
+        f"or {FASTEST} can be predicted; choose them with --strategies and --schedules"
     )
 
 
@@ -184,7 +192,7 @@ def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, floa
     found[Phase.LOSS.value] = _at(profile.loss, case.batch_size)
     backward = host.engine_s(REFERENCE, "backward_more", profile.parameter_tensors)
     found[Phase.BACKWARD.value] = sum(_at(profile.backward, n) for n in rows) + backward
-    found[Phase.REDUCE.value] += 1.5 * moved  # two tensors read, a new one written
+    found[Phase.REDUCE.value] += 1.5 * moved  # an addition reads two tensors and writes one; a copy reads only one
     more = host.engine_s(REFERENCE, "optimizer_more", profile.parameter_tensors)
     found[Phase.OPTIMIZER.value] = _at(profile.optimizer, case.batch_size) + more
     return found
@@ -193,8 +201,8 @@ def _reference(case: Case, profile: Profile, host: ProbedHost) -> dict[str, floa
 def _fastest(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     """Return the seconds of each phase of a step under the schedule `fastest`.
 
-    Either each replica runs in a persistent thread, or all replicas run in one thread; the faster of the two is
-    returned.
+    Either each replica runs in a persistent thread, or all replicas run in one thread. The seconds of the faster
+    variant are returned.
     """
     ways = [_kept(case, profile, host, pool=True), _kept(case, profile, host, pool=False)]
     return min(ways, key=lambda phases: sum(phases.values()))
@@ -263,7 +271,7 @@ def _ddp(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     forward, backward = (max(_at(cost, n) for n in rows) for cost in (profile.forward, profile.backward))
     late, later = (host.beside(case.model, f"{what}_2_processes") for what in ("forward", "training"))
     reduction = "ddp_long" if forward + backward > LONG_S else "ddp"
-    bucket = host.all_reduce_s(_last_bucket(profile))  # replaces the bucket of the probe's chains, which has few bytes
+    bucket = host.all_reduce_s(_last_bucket(profile))  # replaces that of the probe's chains, whose bucket has few bytes
     if len(rows) == 1:
         late, later, reduction, bucket = 1.0, 1.0, "ddp", 0.0
     # a hook per parameter copies its gradient into a bucket, and the sum is copied back

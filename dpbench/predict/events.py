@@ -167,7 +167,7 @@ Resource = TypeVar("Resource", bound=Hashable)
 
 
 def rates(flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]) -> dict[Flow, float]:
-    """Return the max-min fair rate of each flow: no rate can rise unless an equal or smaller rate falls.
+    """Return the max-min fair rate of each flow: a rate can rise only if an equal or smaller rate falls.
 
     `flows` maps each flow to the resources that it uses, and `capacity` maps each resource to its total rate. The
     method is progressive filling: all rates grow together until a resource is full. The rates of the flows over that

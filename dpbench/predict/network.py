@@ -164,8 +164,8 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
 }
-"""For each collective: a function of the number of devices that returns the bytes on each link of a ring per byte of
-the message."""
+"""For each collective: a function that takes the number of devices, and returns the bytes that each link of a ring
+carries per byte of the message."""
 ONE_WAY = ("broadcast", "reduce")
 
 

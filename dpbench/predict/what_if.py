@@ -22,8 +22,8 @@ class WhatIf:
 
     `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is the throughput in
     samples per second with the change, divided by the throughput without the change; `gain_low` and `gain_high` are the
-    ends of its 80 % interval. `schedule` is the rung to which the change sets the schedule; it is empty for all other
-    changes.
+    ends of the 80 % interval of `gain`. `schedule` is the rung to which the change sets the schedule; it is empty for
+    all other changes.
     """
 
     model: str
@@ -38,9 +38,10 @@ class WhatIf:
 
 
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
-    """Return the what-ifs for one case of each model: DistributedDataParallel, schedules, and changes of the machine.
+    """Return the what-ifs for one case of each model: DistributedDataParallel, schedules, and other changes.
 
-    Schedules and changes of the machine are each in descending order of gain; a case without a change comes last.
+    The other changes are a faster machine and a larger batch. Schedules and other changes are each in descending order
+    of gain; the what-if without a change comes last.
 
     For each model, the case with the most devices on one node is selected. A model without a case on two or more
     devices of one node has no what-ifs.

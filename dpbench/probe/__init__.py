@@ -65,7 +65,7 @@ class Probe:
 
     @property
     def peer_access(self) -> bool:
-        """Return whether all GPUs can access each other's memory; False without several GPUs."""
+        """Return whether all GPUs can access each other's memory; False with fewer than two GPUs."""
         return any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)
 
     def __getitem__(self, name: str) -> float:
@@ -202,7 +202,7 @@ def _on_the_host() -> Parts:
     yield "memory", host.memory
     yield "dpbench's engine on tiny nets", engine.figures
     yield "nets in two threads", host.nets
-    # with several GPUs, the all-reduce between them yields the figures with these names
+    # with several GPUs, the all-reduces between GPUs yield these figures instead
     sizes = collective.SIZES if torch.cuda.device_count() < 2 else ()
     yield "two processes", lambda: collective.figures(host.NETS, sizes)
 
@@ -221,7 +221,7 @@ def _on_gpus() -> Parts:
 
 
 def _links(count: int) -> Iterator[Figure]:
-    """Yield the figures of the links of this many GPUs."""
+    """Yield the figures of the links of the first `count` GPUs."""
     with open_nvml() as nvml:
         yield from gpu.links(open_devices("cuda", count), {one.index: one for one in nvml.gpus} if nvml else {})
 
@@ -285,7 +285,7 @@ def to_toml(found: Probe) -> str:
 
 
 def _between(found: Probe) -> Iterator[str]:
-    """Yield the lines about the links between the GPUs."""
+    """Yield the lines of a machine file for the links between the GPUs: a TOML table, a comment, or no lines."""
     values = {one.name: one.value for one in found.figures}
     pairs = [
         pair for pair in permutations(range(len(found.gpus)), 2) if "link_{}_{}_bytes_per_s".format(*pair) in values

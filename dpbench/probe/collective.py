@@ -45,8 +45,8 @@ LIMIT_S = 60.0
 def figures(rows: Mapping[str, int], sizes: Sequence[int] = SIZES, ranks: int = 2) -> Iterator[Figure]:
     """Yield all figures that need several processes on the host; the ranks are started once for all figures.
 
-    `rows` maps the name of each net to its number of samples per rank. `sizes` are the bytes of the all-reduces; if it
-    is empty, no all-reduce is measured.
+    `rows` maps the name of each net to its number of samples per rank. `sizes` has the bytes of each all-reduce; if
+    `sizes` is empty, no all-reduce is measured.
     """
     found = _measured(ranks, "gloo", {"nets": dict(rows), "chains": engine.LAYERS, "reduce": sizes})
     yield from _of_nets(found["nets"], rows, ranks)
@@ -118,7 +118,7 @@ def _measured(ranks: int, backend: str, wanted: Mapping[str, Any]) -> dict[str, 
 
     `wanted` maps the name of each measurement to its argument. Raises RuntimeError if a rank fails.
     """
-    processes.roam()  # each rank is pinned to another core
+    processes.roam()  # each rank will be pinned to a different core
     with scratch.folder() as folder:
         command = [sys.executable, "-m", "dpbench.probe.collective", str(os.getpid()), str(folder), str(ranks), backend]
         done = subprocess.run(
@@ -139,7 +139,7 @@ def _start(parent: int, folder: Path, ranks: int, backend: str, wanted: Mapping[
     This process ends when the process with the id `parent` ends.
     """
     processes.die_with_parent(parent)
-    importlib.import_module("torch._dynamo")  # the first optimizer of a process imports it, and so would each rank
+    importlib.import_module("torch._dynamo")  # each rank would import it for its first optimizer
     measured: dict[str, Any] = run(partial(_rank, backend, wanted), ranks, folder, backend)[0]
     return measured
 

@@ -41,7 +41,7 @@ OWN = (
 The other phases, which are forward, loss and backward, also contain the time of the net itself.
 """
 BLOCKS = 4
-"""The number of blocks into which a chain's timed steps are split; a figure's range is its range over the blocks."""
+"""The number of blocks into which a chain's timed steps are split; the values of the blocks give a figure's range."""
 Phases = Sequence[Mapping[str, float]]
 """The typical seconds of a step by phase: the first item is over all timed steps, each further item over one block."""
 Found = Mapping[int, Phases]
@@ -81,10 +81,9 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
-    """Return the seconds that each phase in `times` takes in addition to those of the same chain on one device.
+    """Return, for each phase in `times`, the seconds in `found` minus `times[phase]` times those in `alone`.
 
-    `found` has the seconds of the chains, and `alone` those on one device. The values of `alone` are multiplied by
-    `times[phase]` and subtracted.
+    `found` has the seconds of chains on several devices, and `alone` the seconds of the same chains on one device.
     """
     return {
         layers: [

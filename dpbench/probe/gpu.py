@@ -120,8 +120,8 @@ def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterato
     """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one copy at a time.
 
     The figures are the share of the pairs with peer access, the rate of each link, and, for each link between GPUs, the
-    share of its copies that NVLink carried. `counters` has NVML's GPUs by CUDA ordinal; the last figure is left out for
-    a GPU that is missing there or has no counter of NVLink.
+    share of its copies that NVLink carried. `counters` maps CUDA ordinals to NVML's GPUs; the last figure is left out
+    for a GPU that is not in `counters` or has no NVLink counter.
     """
     pairs = list(permutations([device.torch_device.index for device in devices], 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
@@ -139,12 +139,12 @@ def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterato
         yield spread(f"{name}_bytes_per_s", rates, f"copies of {size} from {source} to {target}, one at a time")
         if link.source in after and link.source in before:
             share = (after[link.source] - before[link.source]) / (link.bytes * (1 + facts.LINK_COPIES))
-            how = f"the bytes that {source} sent over NVLink by NVML's counter, over those of the copies to {target}"
+            how = f"the bytes that {source} sent over NVLink by NVML's counter, per byte of the copies to {target}"
             yield Figure(f"{name}_nvlink_ratio", share, how)
         before = after
 
 
 def _sent(counters: Mapping[int, NvmlGpu]) -> dict[int, float]:
-    """Return the bytes that each GPU with a counter of NVLink has sent over NVLink so far, by CUDA ordinal."""
+    """Return the bytes that each GPU with an NVLink counter has sent over NVLink so far, by CUDA ordinal."""
     found = {ordinal: gpu.read("nvlink_sent_bytes") for ordinal, gpu in counters.items()}
     return {ordinal: sent for ordinal, sent in found.items() if sent is not None}

@@ -86,8 +86,7 @@ def _adder(x: torch.Tensor) -> Work:
 def nets() -> Iterator[Figure]:
     """Yield, for several nets, the slowdown of two concurrent replicas in persistent threads and in new threads.
 
-    New threads are measured separately, because the thread-local caches of libraries and of the allocator are empty in
-    them.
+    New threads are measured separately, because they start with empty thread-local caches of libraries and allocator.
     """
     for name, rows in NETS.items():
         count = repeats(name, rows)
@@ -206,7 +205,7 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, the size in FLOP at half of the fitted rate, and the slowdown by threads."""
+    """Yield the rates of matrix products, the size that reaches half of the fitted rate, and slowdown by threads."""
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)
@@ -285,9 +284,9 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the intercept, at least 0, and the slope, above 0, of the line with the least squared relative errors.
 
-    The line is fitted to `points`, which are pairs of an amount of work and its seconds. If that line has no slope,
-    because noise made larger works as quick as smaller ones, the slope is the least seconds per unit of work of all
-    points, thus the best measured rate, and only the intercept is fitted.
+    The line is fitted to `points`, which are pairs of an amount of work and its seconds. Noise can make large amounts
+    as quick as small ones, so that the fitted slope is 0. The slope is then the smallest measured number of seconds per
+    unit of work, and only the intercept is fitted.
     """
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)
