@@ -88,7 +88,7 @@ def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None
     assert stored.read(path, ASKED, MACHINE) == measured
     other = tmp_path / "y.db"
     keep(other, [predictor.predict(single(32))], MACHINE)
-    with pytest.raises(UnknownMachine, match=r"has no measured step on one device of .* needs"):
+    with pytest.raises(UnknownMachine, match=r"has no measured step of .* on one device, .* needs"):
         stored.read(other, ASKED, MACHINE)
 
 

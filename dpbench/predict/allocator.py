@@ -300,8 +300,8 @@ def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, roundi
             blocks[change.holding] = allocator.take(change.size_bytes)
         except OutOfDeviceMemory as error:
             error.add_note(
-                f"on device {device} in the stage {change.stage}, the allocation of a tensor of the kind {change.kind} "
-                "failed"
+                f"the allocation failed on device {device}, in the stage {change.stage!r}, for a tensor of the kind "
+                f"{change.kind!r}"
             )
             raise
         now[change.kind] += change.size_bytes

@@ -111,7 +111,7 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The names of the priors on which traced and counted profiles depend: launches limit the durations from below."""
+"""The names of the priors on which traced and counted profiles depend: no phase is shorter than its launches."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,8 @@ class Predictor:
         rate = words.number(network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9)
         return (
             f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but described. The interval of "
-            f"{wide.case.label} spans {words.percent(_span(wide))} of its step; with a measured bus (--bus GB/s, or "
-            f"the output of nccl-tests) it would span about {words.percent(_span(narrow))}."
+            f"{wide.case.label} spans {words.percent(_span(wide))} of its step; with a measured bus (--bus with a "
+            f"rate in GB/s or a file of nccl-tests' output), it would span about {words.percent(_span(narrow))}."
         )
 
     def _with_described_bus(self, case: Case) -> Prediction:
@@ -303,7 +303,7 @@ def most_devices(machine: Machine) -> int:
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
     """Return the throughput of the prediction `one` relative to a single device, and the kind of scaling.
 
-    The prediction for a single device is searched in `others`. The scaling is "strong" if the single device has the
+    The prediction for a single device is looked up in `others`. The scaling is "strong" if the single device has the
     total batch of `one`, and "weak" if the single device has the batch per device of `one`. Without a prediction for
     either batch, return None and "". The 80 % interval leaves out errors that both steps share.
     """

@@ -119,7 +119,8 @@ class Constants:
         known = {f.name for f in fields(self)}
         if unknown := sorted(set(values) - known):
             raise ValueError(
-                f"unknown constants {', '.join(unknown)}; the known constants are {', '.join(sorted(known))}"
+                f"these names of constants are unknown: {', '.join(unknown)}; the known names are "
+                f"{', '.join(sorted(known))}"
             )
         return replace(self, **values)
 
@@ -160,7 +161,7 @@ class HostCosts:
 
 DRAWS = 200
 HOST_FACTOR = "host"
-"""The name of the prior of a machine's host factor; the names of the other priors in `STATED` are constants."""
+"""The name of the prior of a machine's host factor; all other priors in `STATED` have the names of constants."""
 STATED = {
     HOST_FACTOR: 0.15, "bus_scale": 0.6, "forward_share": 0.12, "pageable_bytes_per_s": 0.3, "slowdown": 0.7,
     "variation": 0.7, "launch_s": 0.3,
@@ -175,7 +176,7 @@ interval score would be 0.52 instead of 0.56. The prior remains 0.6, because 0.3
 RTX 2080 Ti, it raises the score from 0.51 to 0.61. No steps of a third machine are published.
 """
 MEASURED_BUS = 0.1
-"""The prior of the bus, in place of that in `STATED`, for a machine whose bus bandwidth was measured."""
+"""The standard deviation of the logarithm of a bus bandwidth that was measured; replaces the prior in `STATED`."""
 APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),

@@ -40,7 +40,7 @@ _CONVOLUTIONAL = re.compile(
     "alexnet|vgg|resnet|resnext|densenet|mnasnet|mobilenet|shufflenet|squeezenet|googlenet|inception|efficientnet|"
     "regnet|nasnet|ssd300|maskrcnn|fasterrcnn|unet"
 )
-"""Matches the names of convolutional nets, written as `plain` returns them; almost all their FLOP are convolutions."""
+"""Matches the names, as `plain` returns them, of nets whose FLOP are almost all in convolutions."""
 
 
 @dataclass(frozen=True)

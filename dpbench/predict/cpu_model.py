@@ -117,7 +117,7 @@ def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
     if case.device_kind != "cpu" or case.devices > MOST:
         raise ValueError(
             f"{case.label}: only steps on one or two logical CPU devices can be predicted, because dpbench probe "
-            "measures one replica and two concurrent replicas only; give --devices 1,2"
+            "measures at most two concurrent replicas; give --devices 1,2"
         )
     role = case.traits.role
     if role is Role.BASELINE or (role is Role.ENGINE and len(case.rows) == 1):

@@ -41,7 +41,7 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
 
 
 def _listed(machine: Machine) -> str:
-    return ", ".join(f"{link.a}-{link.b}" for link in machine.links)
+    return ", ".join(f"{link.a}-{link.b}" for link in machine.links) or "none"
 
 
 def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) -> tuple[Direction, ...]:

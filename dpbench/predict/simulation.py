@@ -133,7 +133,7 @@ class _Prices:
         )
         if cost is None:
             raise ValueError(
-                f"the profile of {profile.model} has no duration of the phase {task.phase}; add durations with "
+                f"the profile of {profile.model} has no duration for the phase {task.phase}; add durations with "
                 "dpbench.predict.profiles.given or dpbench.predict.profiles.counted"
             )
         rows = self._rows[task.device]
@@ -300,7 +300,7 @@ def _tasks(case: Case, profile: Profile) -> list[Task]:
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return the expected duration of the slowest rank's step as a ratio to the mean over all ranks; 1 for one rank."""
+    """Return the expected duration of the slowest rank's step, divided by the mean of all ranks; 1 without ranks."""
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))

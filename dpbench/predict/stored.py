@@ -129,7 +129,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise UnknownMachine(
-        f"{path} has no measured step on one device of {_setting(missing)}, which a prediction for {machine.name} "
+        f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for {machine.name} "
         f"needs (the file has: {', '.join(sorted(known)) or 'no steps of the strategy single'}); "
         f"{way_out(missing, path)}"
     )

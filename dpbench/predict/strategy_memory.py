@@ -227,7 +227,7 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Add the copies of tensors of device 0 on the other devices to the tape.
+        """Add copies of tensors from device 0 to all other devices to the tape; `sizes` are the bytes of the tensors.
 
         With `flat`, the copies are in one flat buffer per device. Otherwise, collectives copy coalesced tensors;
         without collectives, the tensors are copied one by one.

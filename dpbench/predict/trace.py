@@ -90,7 +90,7 @@ class Trace:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Return the ops of one complete step other than the first step, in the order of execution."""
+        """Return the ops of one complete step after the first step, in the order of execution."""
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
     def flop(self, *phases: Phase) -> float:

@@ -58,8 +58,8 @@ class Loop:
             (not self.trials, "it has no usable timed step; watch more steps"),
             (not self.case.batch_size, "its batch size is unknown; give --model FILE.py:NAME and --step-s instead"),
             (bool(lacking), f"its run lacks {', '.join(lacking)}; give --model FILE.py:NAME and --step-s instead"),
-            (self.case.precision not in PRECISIONS, f"only {' and '.join(PRECISIONS)} can be predicted, and it used "
-             f"{self.case.precision}"),
+            (self.case.precision not in PRECISIONS, f"it used {self.case.precision}, but only "
+             f"{' and '.join(PRECISIONS)} can be predicted"),
             (self.case.device_kind != kind, f"it ran on devices of the kind {self.case.device_kind}, but the machine "
              f"{target.name} has devices of the kind {kind}; choose another --machine"),
         ]  # fmt: skip

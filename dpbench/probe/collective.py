@@ -202,7 +202,7 @@ def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
             dist.barrier()
             _compute()  # long enough for gloo's threads to fall asleep
             joint.append(step())
-        # the last rank to finish determines the step of all
+        # a step ends when its last rank ends
         last = [max(ranks, key=lambda times: times[-1]) for ranks in zip(*_gathered(joint), strict=True)]
         found[name] = tuple([asdict(one) for one in makespans([each])] if each else None for each in (alone, last))
     return found

@@ -81,7 +81,7 @@ def figures(devices: int = 2) -> Iterator[Figure]:
 
 
 def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
-    """Return, for each phase in `times`, the seconds in `found` minus `times[phase]` times those in `alone`.
+    """Return the seconds of each phase in `times` without the net's own time: found - times[phase] * alone.
 
     `found` has the seconds of chains on several devices, and `alone` the seconds of the same chains on one device.
     """

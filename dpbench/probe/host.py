@@ -75,7 +75,7 @@ def calls() -> Iterator[Figure]:
             )  # fmt: skip
     depth = 100
     chain = nn.Sequential(*(nn.Identity() for _ in range(depth)))
-    how = f"each module, when a chain of {depth} nn.Identity modules is called"
+    how = f"the time per module when a chain of {depth} nn.Identity modules is called"
     yield figure("module_call_s", time_call(lambda: chain(x)), how, per=depth)
 
 
@@ -156,18 +156,18 @@ def replication() -> Iterator[Figure]:
     table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
     yield figure(
         "module_replica_s", time_call(lambda: rebuild(module, table)),
-        f"each module, when dpbench rebuilds a ResNet-18 of {modules} modules for a replica, without copying tensors",
+        f"the time per module when dpbench rebuilds a ResNet-18 of {modules} modules for a replica, without tensors",
         per=modules,
     )  # fmt: skip
     count = 200
     tensors = [torch.zeros(16) for _ in range(count)]
     flat = _flatten_dense_tensors(tensors)
     joined = time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors))
-    how = f"each tensor, when {count} tensors of 64 bytes are joined and split again"
+    how = f"the time per tensor when {count} tensors of 64 bytes are joined and split again"
     yield figure("tensor_s", joined, how, per=count)
     del flat
     root, other = resolve(["cpu", "cpu"])
-    how = f"each tensor, when {count} tensors of 64 bytes are copied"
+    how = f"the time per tensor when {count} tensors of 64 bytes are copied"
     yield figure("tensor_copy_s", time_call(lambda: other.clone(tensors)), how, per=count)
     pairs = [tensors, [t.clone() for t in tensors]]
     added = time_call(lambda: reduce(pairs, [root, other]), setting=torch.no_grad)
@@ -205,7 +205,7 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, the size that reaches half of the fitted rate, and slowdown by threads."""
+    """Yield the rates of matrix products, the size at half of the fitted rate, and the slowdown by threads."""
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)

@@ -92,7 +92,7 @@ class PublishedRow:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens per sample if the metric of the measurement counts tokens, else 1.
+        """Return the number of tokens per sample if the metric counts tokens (64 if the number is unknown), else 1.
 
         Any clause of the notes may state the unit, as "unit tokens/s" or "tokens per second".
         """
@@ -221,7 +221,7 @@ def _row(line: _Line) -> PublishedRow:
 def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
     """Return the measurements on several devices with their baselines, and the excluded rows.
 
-    With `all_rows`, rows that repeat other rows or are not trusted are not excluded.
+    With `all_rows`, rows that repeat other rows and rows that are not trusted are included.
     """
     rows, matched, excluded = list(rows), [], []
     ones: dict[tuple[str, ...], list[PublishedRow]] = {}

@@ -35,8 +35,8 @@ are slower on hosts with two EPYC processors (PCIe 4) than on hosts with two Xeo
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the processors.
 
-NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids processors. These
-values do not depend on the number of links between the processors (two, three, and three or four).
+NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids processors,
+regardless of how many links connect the two processors.
 """
 MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
         "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
@@ -197,7 +197,7 @@ def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) 
         assumed.append("peer access is unknown, so the default of this kind of GPU is assumed")
         return bool(figures.get("peer", True))
     if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
-        assumed.append("the links are unknown, so no peer access is assumed")
+        assumed.append("the links are unknown, so it is assumed that GPUs have no peer access")
         return False
     if re.search(r"no p2p|without p2p|p2p disable|p2p off|no peer", text):
         return False

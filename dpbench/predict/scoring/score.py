@@ -93,8 +93,8 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
     """Yield rows, predicted with the bus bandwidth that was fitted to another model on the same machine.
 
     For each machine and device count, the bandwidth is fitted to the model with the largest overhead, and only the rows
-    of the other models are yielded. The bandwidth does not depend on the precision, so rows of all precisions are used
-    together.
+    of the other models are yielded. Rows with an extrapolated baseline are left out. The bandwidth does not depend on
+    the precision, so rows of all precisions are used together.
     """
     machines: dict[tuple[str, str], list[Matched]] = {}
     for one in matched:
@@ -190,7 +190,7 @@ class Scored:
 
     @property
     def interval_score(self) -> float:
-        """Return the score of the 80 % interval, whose ends must be positive, as `Coverage` defines it."""
+        """Return the interval score of the 80 % interval, as `Coverage` defines it; its ends must be positive."""
         low, measured, high = (math.log(seconds) for seconds in (self.low_s, self.measured_s, self.high_s))
         return high - low + 10 * (max(0.0, low - measured) + max(0.0, measured - high))
 
@@ -232,10 +232,11 @@ class ScoreLine:
 class Coverage:
     """The share of intervals that contain the measured step, over `rows` rows of `machines` machines.
 
-    `low` and `high` are the ends of its 95 % interval. Rows of one machine share the errors of its description, so the
-    interval comes from the variation between machines (Cochran, "Sampling Techniques", 1977, section 9A.1). `score` is
-    the mean interval score of the logarithms of the steps, of which less is better: the width of an interval, plus ten
-    times the distance by which it misses the step (Gneiting and Raftery, "Strictly Proper Scoring Rules", 2007).
+    `low` and `high` are the ends of the 95 % interval of `share`. Rows of one machine share the errors of its
+    description, so the interval comes from the variation between machines (Cochran, "Sampling Techniques", 1977,
+    section 9A.1). `score` is the mean interval score of the logarithms of the steps; a lower score is better. The score
+    of an interval is its width, plus ten times the distance by which it misses the step (Gneiting and Raftery,
+    "Strictly Proper Scoring Rules", 2007).
     """
 
     rows: int
