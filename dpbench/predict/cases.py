@@ -131,8 +131,7 @@ class Prediction:
     machine: str = ""
     need: Need | None = None
     draws: tuple[float, ...] = ()
-    """The logarithm of the error of `seconds` in each random draw; draw i has the same random numbers in all
-    predictions."""
+    """log(duration / seconds) in each random draw; draw i uses the same random numbers in all predictions."""
 
     def trial(self) -> Trial:
         """Return the prediction as a trial, for reports and results files.
@@ -165,7 +164,7 @@ def _span(one: Prediction) -> float:
 def _prediction(
     case: Case, seconds: float, draws: tuple[float, ...], profile: Profile, spans: tuple[Span, ...], machine: Machine
 ) -> Prediction:
-    """Return the prediction of a case with the interval that follows from the draws of its error."""
+    """Return the prediction of a case, with the 80 % interval of its `draws` of log(duration / seconds)."""
     low, high = interval(seconds, draws)
     return Prediction(case, seconds, low, high, profile.source, spans, machine.name, draws=draws)
 

@@ -88,7 +88,7 @@ class Constants:
     """The maximum bus bandwidth of a staged broadcast or reduction, which sends data in one direction only, relative to
     `staged_bytes_per_s`; fitted."""
     socket_efficiency: float = 0.32
-    """The share of the rate of the links between two processors that peer-to-peer writes of GPUs reach."""
+    """The share of the rate of the links between two processors that peer-to-peer writes over these links reach."""
     pageable_bytes_per_s: float = 4.2e9
     """The rate of a copy from pageable memory to a GPU, during which the calling thread waits: 3-6 GB/s; fitted."""
     copy_s: float = 10e-6
@@ -191,7 +191,7 @@ ESTIMATED = {"features": 0.6}
 """An additional prior for a model whose counts are estimated from its number of parameters: the standard deviation of
 the logarithm of a common factor on these counts."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
-"""The standard deviation of the logarithm of the duration of a step on one device, by the source of the profile.
+"""The standard deviation of log(duration) of a step on one device, by the source of the profile.
 
 Durations predicted from traces differ by at most 34 % from four published steps. Durations predicted from counts were
 compared with 161 published steps. For half of these steps, the prediction is off by more than a factor of two: the nets
@@ -200,7 +200,7 @@ fifth are predicted with an error of more than 32 %.
 """
 
 ON_HOST = 0.2
-"""The standard deviation of the logarithm of the duration of a step on logical CPU devices.
+"""The standard deviation of log(duration) of a step that is predicted for logical CPU devices.
 
 For each of the nine steps in reports/cpu-truth, the median of the predictions from ten probes is off by 8 % at most.
 The prediction from a single probe is off by less than 20 % in four of five cases, and by 65 % at worst.
@@ -217,18 +217,18 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
 COLUMNS = ("residual", *STATED, *ESTIMATED)
 """The causes of errors, in the order of the columns of random numbers.
 
-A cause has the same random numbers in all predictions, so that its errors in two steps are not independent.
+A cause has the same random numbers in all predictions, so that its errors in two steps are correlated.
 """
 
 
 def drawn(
     step_s: float, evaluate: Callable[[str, float], float], priors: Mapping[str, float], residual: float
 ) -> tuple[float, ...]:
-    """Return the logarithm of the error of a step's predicted duration in each of the `DRAWS` draws.
+    """Return log(duration / step_s) in each of the `DRAWS` random draws of a step's duration.
 
     `step_s` is the predicted duration. `evaluate(name, factor)` returns the duration with the constant `name`
     multiplied by `factor`. `priors` maps the names of constants to the standard deviations of their logarithms.
-    `residual` is the standard deviation of the duration's logarithm due to all other causes.
+    `residual` is the standard deviation of log(duration) due to all other causes.
     """
     responses = []
     for name, deviation in priors.items():
@@ -246,7 +246,7 @@ def drawn(
 
 
 def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
-    """Return the lower and the upper end of the 80 % interval of a duration in seconds, from the draws of its error."""
+    """Return the ends of the 80 % interval of a duration in seconds, from draws of log(duration / step_s)."""
     low, high = middle_draws(draws)
     return step_s * math.exp(min(0.0, low)), step_s * math.exp(max(0.0, high))
 

@@ -119,7 +119,7 @@ def _inside(link: Link, gpus: list[str]) -> bool:
 
 
 def _tightest(links: list[Link], gpus: list[str]) -> float:
-    """Return the smallest of the minimum cuts between two of the GPUs, in bytes per second.
+    """Return the smallest minimum cut between any two of the GPUs, in bytes per second.
 
     For a single GPU, return the total bytes per second of the links of this GPU.
     """

@@ -227,7 +227,7 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Add copies of tensors from device 0 to all other devices to the tape; `sizes` are the bytes of the tensors.
+        """Add to the tape the copies of device 0's tensors on all other devices; `sizes` are the bytes of the tensors.
 
         With `flat`, the copies are in one flat buffer per device. Otherwise, collectives copy coalesced tensors;
         without collectives, the tensors are copied one by one.
@@ -305,7 +305,7 @@ class EngineMemory:
     def _backward(self, names: Sequence[Names]) -> None:
         """Add the backward of all replicas to the tape.
 
-        If the reduction overlaps, also add the reduction of each bucket as soon as its gradients are complete.
+        If the reduction overlaps backward, also add the reduction of each bucket once its gradients are complete.
         """
         tape, parts = self._tape, self._shards.parts
         self._reduced: set[int] = set()

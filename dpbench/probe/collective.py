@@ -184,11 +184,10 @@ def _reduce(sizes: Sequence[int], device: torch.device) -> list[tuple[int, dict[
 
 
 def _nets(rows: Mapping[str, int]) -> dict[str, Any]:
-    """Return, by the net's name, the timings in rank 0 while the other ranks wait, and those in all ranks at once.
+    """Return a pair for each net, by name: the timings in rank 0 while the other ranks wait, and in all ranks at once.
 
-    The value of a net has two items, one for each of these two situations. Each item has two timings, of forward and of
-    the whole step, as dictionaries of the fields of `Timing`. In all ranks except rank 0, the first item is None.
-    `rows` maps the name of a net to its samples per rank.
+    Each item of the pair has two timings, of forward and of the whole step, as dictionaries of the fields of `Timing`.
+    In all ranks except rank 0, the first item is None. `rows` maps the name of each net to its samples per rank.
     """
     found = {}
     for name, count in rows.items():

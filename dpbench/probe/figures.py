@@ -61,7 +61,7 @@ class Figure:
 
 
 def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Return one figure per name, which joins the figures with this name from all passes."""
+    """Return one figure per name, with the median and the range of the figures with this name over all passes."""
     found: dict[str, list[Figure]] = {}
     for figures in passes:
         for one in figures:

@@ -109,9 +109,9 @@ def nets() -> Iterator[Figure]:
 
 
 def repeats(name: str, rows: int) -> int:
-    """Return the number of steps to time for a net on `rows` samples: from 20 for long to 80 for short steps.
+    """Return the number of steps to time for a net on `rows` samples: from 20 long steps to 80 short steps.
 
-    The durations of short steps vary more.
+    Short steps are timed more often, because their durations vary more.
     """
     step = timed_training(name, rows)
     step()

@@ -155,7 +155,7 @@ def _scored(one: Matched, seconds: float) -> Scored:
 
 
 HARD = 1.1
-"""The minimum ratio of a hard row's measured step to its step under linear scaling."""
+"""The ratio of the measured step to the step under linear scaling, from which a row counts as hard."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
 
 
 def priors(asked: Question) -> dict[str, float]:
-    """Return the prior of each constant on which the row's step depends: the standard deviation of its logarithm."""
+    """Return the prior of each constant that affects the row's step, by name: a standard deviation of its logarithm."""
     found = priors_of(asked.case, asked.machine.machine)
     if asked.machine.assumed:
         found |= ASSUMED
@@ -312,7 +312,7 @@ def priors(asked: Question) -> dict[str, float]:
 
 
 def residual(asked: Question) -> float:
-    """Return the standard deviation of the logarithm of the duration of the baseline's step.
+    """Return the standard deviation of log(duration) of the baseline's step.
 
     It is three times as large if the baseline has another batch size per device than the row.
     """
