@@ -158,7 +158,7 @@ def _at(cost: Cost | None, rows: float) -> float:
 
 
 def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
-    """Return the seconds of the engine's own work in each phase, including the copies of inputs and buffers."""
+    """Return the seconds of the engine's own work by phase of `ENGINE`, including the copies of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # the engine manages and frees replicas in unattributed time, which therefore grows with the number of modules
     modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))

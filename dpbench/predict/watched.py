@@ -127,7 +127,8 @@ def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case
     """Return, for each observed loop in which one process runs several GPUs, the prediction with one process per GPU.
 
     The links of the loop's machine are unknown. Therefore, all described machines with enough GPUs of the same model
-    are predicted, and the slowest prediction is returned. If none is possible, the value is the reason as text.
+    are predicted, and the slowest prediction is returned. Without such a machine, or if the loop cannot be predicted,
+    the value is the reason as text.
     """
     found: dict[Case, Alternative | str] = {}
     for case in dict.fromkeys(trial.case for trial in trials):

@@ -205,7 +205,10 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, the size at half of the fitted rate, and the slowdown by threads."""
+    """Yield the rates of matrix products, and the slowdown of a product by a second thread.
+
+    Also yield the size in FLOP at which a product reaches half of the rate of a fitted line.
+    """
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
         spent = time_call(_product(side), setting=torch.inference_mode)

@@ -37,7 +37,7 @@ from dpbench.predict.scoring.published import NAMED, Excluded, Matched
 from dpbench.predict.scoring.rows import Question
 
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
-"""The host factors that a calibration tries, as ratios to the assumed host factor of published runs."""
+"""The host factors that a calibration tries, as ratios to the host factor before the calibration."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
 """The bus bandwidths that a calibration tries, as ratios to the bandwidths of the described machine."""
 FEW = 3
