@@ -279,7 +279,7 @@ def test_what_the_driver_shows_is_more_than_the_segments(bert: Traces) -> None:
 def test_out_of_memory_says_where_and_what_for(bert: Traces) -> None:
     with pytest.raises(OutOfDeviceMemory) as caught:
         needed(cuda(2, 4), bert, capacity_bytes=memory.CONTEXT_BYTES + memory.NCCL_BYTES + 2**30)
-    assert caught.value.__notes__[0].startswith("on device 0 in ")
+    assert caught.value.__notes__[0].startswith("the allocation failed on device 0, in the stage ")
     with pytest.raises(OutOfDeviceMemory, match="context and NCCL alone"):
         needed(cuda(2, 4), bert, capacity_bytes=memory.CONTEXT_BYTES + memory.NCCL_BYTES - 1)
 

@@ -132,7 +132,8 @@ DEFAULT = Constants()
 class HostCosts:
     """The seconds of each operation on a host, and the relative increase `hand_off` for each competing thread.
 
-    A figure that was measured on the host replaces the constant of the operation.
+    An operation that was measured on the host has its measured duration; each other operation has the duration in
+    `Constants`, multiplied by the host's factor.
     """
 
     launch_s: float

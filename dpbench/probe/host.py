@@ -207,7 +207,7 @@ def threads() -> Iterator[Figure]:
 def arithmetic() -> Iterator[Figure]:
     """Yield the rates of matrix products, and the slowdown of a product by a second thread.
 
-    Also yield the size in FLOP at which a product reaches half of the rate of a fitted line.
+    Also yield the size in FLOP at which a product reaches half of the rate that a fitted line gives.
     """
     times: list[tuple[float, Timing]] = []
     for side in SIDES:

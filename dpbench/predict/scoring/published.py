@@ -170,7 +170,7 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
             columns = table.fieldnames or ()
             lines = [everywhere(line) for line in table]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV table in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not a CSV table in UTF-8 ({error}); save the table in this format") from None
     if missing := set(REQUIRED) - set(columns):
         raise ValueError(
             f"{path}: these required columns are missing: {', '.join(sorted(missing))}; the table has the columns "

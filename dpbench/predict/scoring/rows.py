@@ -79,7 +79,7 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
     """
     text = f" {gpu} {interconnect} ".lower().replace("_", " ")
     figures = _figures(gpu) or _figures(interconnect)
-    assumed = [] if figures else [f"the GPU {gpu!r} is unknown, so PCIe 4 is assumed"]
+    assumed = [] if figures else [f"the GPU {gpu!r} is unknown, so PCIe 4 with peer access is assumed"]
     figures = figures or {"pcie": 4, "peer": True}
     node, nodes = (count, 1) if one_node else _nodes(text, count)
     nvlink = list(_nvlink(text, figures, node, assumed))
