@@ -97,9 +97,9 @@ def exact(name: str) -> bool:
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
     """Return the counts of the model with this name, and their origin.
 
-    `parameters` is the published number of parameters, or None if it was not published. If no model is stored under
-    this name, or the stored model has a very different number of parameters, the counts are estimated from
-    `parameters`, or from `PARAMETERS` if `parameters` is None. `precision` determines the number of bytes per value.
+    `parameters` is the published number of parameters, or None if it was not published. The counts are estimated if no
+    model is stored under this name, or if the stored model has a very different number of parameters. The estimate uses
+    `parameters`, or `PARAMETERS` if `parameters` is None. `precision` determines the number of bytes per value.
     """
     table, key = _table(), plain(name)
     row = table.get(key)

@@ -170,10 +170,10 @@ A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up 
 NCCL_BYTES = 400 * 2**20
 """The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
 
-The value is a prior. In 184 published pairs of runs on GPUs of 2018, GPU 0 uses 30 MiB more memory in the median if 2,
-4 or 8 GPUs train than if one GPU trains with the same batch; in nine of ten pairs, it uses at most 374 MiB more. These
-runs are the group LPT of tests/data/published.csv, which leaves out their memory. The source of `CONTEXT_BYTES` has an
-example of 1.45 GB on nodes of eight H100.
+The value is a prior. Published totals of memory contain 184 pairs of runs with the same batch on GPUs of 2018: one run
+on a single GPU, the other on 2, 4 or 8 GPUs. With several GPUs, GPU 0 uses 30 MiB more in the median, and at most 374
+MiB more in nine of ten pairs. The runs are the group LPT of tests/data/published.csv, which leaves out their memory.
+The source of `CONTEXT_BYTES` has an example of 1.45 GB on nodes of eight H100.
 """
 
 

@@ -93,8 +93,8 @@ class Loop:
     def _phases(self) -> dict[Phase, float]:
         """Return the seconds of one device in each phase of a step, for a loop on several devices.
 
-        If forward, loss or backward runs on a single device, such as the loss of DataParallel, it processes the samples
-        of all devices, so its seconds are divided by the number of devices. Ranks process their own samples only.
+        A forward, loss or backward on a single device, such as the loss of DataParallel, processes the samples of all
+        devices. Its seconds are therefore divided by the number of devices. Ranks process their own samples only.
         """
         seconds: dict[Phase, list[float]] = defaultdict(list)
         shared: set[Phase] = set()

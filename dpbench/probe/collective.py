@@ -66,8 +66,8 @@ def all_reduce(ranks: int = 2, backend: str = "gloo", sizes: Sequence[int] = SIZ
 def _of_reductions(found: Sequence[tuple[int, Mapping[str, float]]], ranks: int, backend: str) -> Iterator[Figure]:
     """Yield the figures of `all_reduce` from measurements: pairs of a size in bytes and the fields of its `Timing`.
 
-    The line is fitted to the seconds as a function of the bytes that each rank sends in a ring all-reduce, which are
-    2 (n - 1) / n of the size for n ranks.
+    The line is fitted to the seconds as a function of the bytes that each rank sends in a ring all-reduce. For n ranks,
+    these bytes are 2 (n - 1) / n times the size.
     """
     timed = [(size, Timing(**seconds)) for size, seconds in found]
     for size, spent in timed:
@@ -231,9 +231,10 @@ def _gathered(mine: Any) -> list[Any]:
 def _chains(lengths: Sequence[int]) -> list[Any]:
     """Return a pair for each number of layers in `lengths`: this number, and a chain's seconds by setting and phase.
 
-    A chain is a net of tiny layers; see `engine.chain`. The settings are `alone` (rank 0 runs the chain while the other
-    ranks wait; only in the result of rank 0), `beside` (all ranks run it at once, without communication), and `ddp` and
-    `ddp_long` (DistributedDataParallel with kernels that are short or take milliseconds).
+    A chain is a net of tiny layers; see `engine.chain`. In the setting `alone`, rank 0 runs the chain while the other
+    ranks wait; only the result of rank 0 has this setting. In `beside`, all ranks run it at once, without
+    communication. In `ddp` and `ddp_long`, DistributedDataParallel runs it, with short kernels or with kernels that take
+    milliseconds.
     """
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]

@@ -48,8 +48,8 @@ class Figure:
     """One measured number of a machine. `name` ends with the unit, and `how` describes the measurement.
 
     `value` is the median of the values from `passes` passes of the probe. `low` and `high` are the smallest and the
-    largest value of all passes, including the range within each pass if it was measured (10th to 90th percentile of the
-    repetitions). They are None for a single pass in which no range was measured.
+    largest value of all passes. If the range within a pass was measured, from the 10th to the 90th percentile of the
+    repetitions, `low` and `high` include it. They are None for a single pass in which no range was measured.
     """
 
     name: str

@@ -119,9 +119,9 @@ def _transfers() -> Iterator[Figure]:
 def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterator[Figure]:
     """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one copy at a time.
 
-    The figures are the share of the pairs with peer access, the rate of each link, and, for each link between GPUs, the
-    share of its copies that NVLink carried. `counters` maps CUDA ordinals to NVML's GPUs; the last figure is left out
-    for a GPU that is not in `counters` or has no NVLink counter.
+    The figures are the share of the pairs with peer access, and the rate of each link. A link between GPUs also has the
+    share of its copies that NVLink carried, unless its source is not in `counters` or has no NVLink counter. `counters`
+    maps CUDA ordinals to NVML's GPUs.
     """
     pairs = list(permutations([device.torch_device.index for device in devices], 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
