@@ -1,6 +1,6 @@
-"""Records: the data types of dpbench, for cases, trials and estimates.
+"""Records: the data types of dpbench, for cases, trials, schedules, machines and estimates.
 
-All of them are immutable. The package imports only the standard library and, for machine files, msgspec.
+The dataclasses are frozen. Besides the standard library, the package imports only msgspec, for machine files.
 """
 
 from dpbench.records.case import (

@@ -1,8 +1,9 @@
 """Activity: arithmetic of time intervals, and how long a device computes, copies, communicates and is idle.
 
-An activity is one kernel, copy or collective on a device. Activities of different streams overlap, so the time of a
-kind is the length of the union of its intervals, and not their sum. Communication is exposed where no compute kernel
-runs at the same time: |C| - |C and K|, with the union C of the communication and the union K of the compute kernels.
+An activity is one kernel, copy or collective on a device; its kind is compute, copy or communication. Activities of
+different streams overlap, so the time of a kind is the length of the union of its intervals, and not their sum.
+Communication is exposed where no compute kernel runs at the same time: |C| - |C and K|, with the union C of the
+communication and the union K of the compute kernels.
 The functions on intervals work with any unit of time.
 """
 
@@ -36,14 +37,14 @@ _COPY = re.compile(r"Memcpy|Memset|dma")
 _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
 KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
-"""The metrics of a device in one step: kernels and copies, communication, and its exposed part."""
+"""The metrics of a device in one step: seconds of kernels and copies, of communication, of exposed communication."""
 EXPOSED_REDUCTION = "exposed_reduction_s"
-"""The metric for the exposed part of the collectives that reduce gradients, in one step of a rank's device."""
+"""The metric of a rank's device in one step: the exposed seconds of the collectives that reduce gradients."""
 
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> Kind:
-    """Return the kind of the activity that a profiler of torch calls `name`."""
+    """Return the kind of an activity, whose name in torch's profile is `name`."""
     if _COMMUNICATION.match(name):
         return Kind.COMMUNICATION
     return Kind.COPY if _COPY.match(name) else Kind.COMPUTE
@@ -51,10 +52,10 @@ def kind_of(name: str) -> Kind:
 
 @lru_cache(maxsize=4096)
 def phase_of_collective(name: str) -> Phase | None:
-    """Return the phase that a kernel of a collective belongs to, wherever it was launched.
+    """Return the phase of a collective from the name of its kernel, whichever phase launched the kernel.
 
-    All-gather and broadcast are `replicate`, all-reduce and reduce-scatter are `reduce`. Return None for others, such
-    as all-to-all, which belong to the phase that launched them.
+    All-gather and broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. Return None for other
+    collectives, such as all-to-all, which count for the phase that launched them.
     """
     if _SHARES.search(name):
         return Phase.REPLICATE
@@ -89,7 +90,7 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of two unions that `union` returned."""
+    """Return the intersection of `one` and `other`, which are results of `union`."""
     found: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):
@@ -104,7 +105,7 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 
 def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of `one` that are not in `other`; both are unions that `union` returned."""
+    """Return the parts of `one` that are not in `other`; both are results of `union`."""
     found: list[Interval] = []
     j = 0
     for first, end in one:
@@ -124,11 +125,12 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """The use that a device made of the time `span_s` from its first to its last activity, in seconds.
+    """The seconds in which a device computed, copied, communicated and was idle; 0 without activities.
 
-    `compute_s`, `copies_s` and `communication_s` are the lengths of the unions of the activities of a kind; they may
-    overlap. The exposed parts are those during which the device ran no compute kernel. `kernels_s` is the length of the
-    union of all activities except communication. In `idle_s` the device ran nothing.
+    `span_s` is the time from the device's first to its last activity. `compute_s`, `copies_s` and `communication_s` are
+    the times with at least one activity of that kind; these times may overlap. During the exposed times, the device ran
+    no compute kernel. `kernels_s` is the time with at least one compute kernel or copy, and `idle_s` the time without
+    any activity.
     """
 
     span_s: float = 0.0
@@ -142,13 +144,13 @@ class Busy:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of a device by metric; those of communication only if there was any."""
+        """Return the device's seconds by metric; metrics of communication are left out if there was none."""
         found = {COLLECTIVES: self.communication_s, EXPOSED: self.exposed_communication_s}
         return {KERNELS: self.kernels_s} | (found if self.communication_s else {})
 
 
 def busy(activities: Iterable[Activity]) -> dict[int, Busy]:
-    """Return, by device, the use of the time from the first to the last of the device's activities."""
+    """Return the `Busy` of each device that has an activity, by the device's index."""
     by_device: dict[int, dict[Kind, list[Interval]]] = {}
     for device, name, start_s, end_s in activities:
         by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append((start_s, end_s))

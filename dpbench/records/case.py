@@ -15,11 +15,11 @@ from dpbench.records import registry, visible
 from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
-"""The device index of the host; in a trial on several machines, that of the first machine."""
+"""The device index of the host; in a trial on several machines, the index of the first machine's host."""
 
 
 def host_device(number: int) -> int:
-    """Return the device index of the machine with the index `number`: HOST, then the integers below it."""
+    """Return the device index of the host of machine `number`, counted from 0: -1, -2, -3 and so on."""
     return HOST - number
 
 
@@ -27,9 +27,9 @@ class Phase(StrEnum):
     """The phases of one training step, in the order in which DataParallel runs them.
 
     `data` is the host's wait for a batch from a DataLoader. `clip` is the clipping of gradients, and `read` the host's
-    wait for values from a device, such as that of the loss. Only observed training loops have these two phases.
-    Host-to-device copies count as `scatter`, and `zero_grad` counts as `optimizer`. All-reduce and reduce-scatter count
-    as `reduce`. All-gather, weight refresh and buffer synchronisation count as `replicate`.
+    wait for values from a device, such as the loss. Only observed training loops have `clip` and `read`. Host-to-device
+    copies count as `scatter`, and `zero_grad` counts as `optimizer`. All-reduce and reduce-scatter count as `reduce`.
+    All-gather, weight refresh and buffer synchronisation count as `replicate`.
     """
 
     DATA = "data"
@@ -63,7 +63,7 @@ TRAIN = "train"
 MODES = (TRAIN, "forward", "no_grad", "inference")
 """The modes of a step: training, or the forward alone, with autograd, under no_grad or under inference_mode."""
 HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero_grad")
-"""The names of a case's fields for the mode, the habits and the neighbour of a training loop, which are axes."""
+"""The habits: the fields of `Case` that describe how a training loop works. Each can be an axis of a sweep."""
 
 
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
@@ -109,9 +109,9 @@ class Case:
     If a strategy has one process per device, "device" puts the whole batch on each device, and memory peaks include it.
     """
     hosts: int = 1
-    """The number of machines on which the ranks run, in the order of a launch by torchrun or srun."""
+    """The number of machines on which the ranks run, which torchrun or srun started; 1 for a strategy without ranks."""
     read_loss: int = 0
-    """The training loop reads the loss as a number in every step whose index is a multiple of this; 0 means never."""
+    """The loop reads the loss as a number once per this number of steps, beginning with step 0; 0 means never."""
     zero_grad: str = "none"
     """The way in which the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
     compile: bool = False
@@ -146,13 +146,16 @@ class Case:
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """Return the case with the fields that `to_dict` returned, also after a conversion to JSON and back.
 
-        All texts are made visible. Raises ValueError for an unknown field.
+        Control characters in the texts are escaped. Raises ValueError for an unknown field.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
             expected = ", ".join(sorted(known))
-            raise ValueError(f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}")
+            raise ValueError(
+                f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}; update dpbench if a newer "
+                "version wrote the case"
+            )
         values = visible.everywhere(data)
         values["device_ids"] = tuple(values.get("device_ids", ()))
         values["options"] = tuple((str(k), str(v)) for k, v in values.get("options", ()))
@@ -162,7 +165,10 @@ class Case:
 
     @property
     def fingerprint(self) -> str:
-        """Return the permanent id of this case: the SHA-256 of its fields that differ from their defaults, as JSON."""
+        """Return the permanent id of this case: the SHA-256 of a JSON text of all fields except `declared`.
+
+        Fields at their default are left out of the text.
+        """
         asked = {name: value for name, value in self.to_dict().items() if name != "declared"}
         text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -179,14 +185,14 @@ class Case:
 
     @property
     def batch(self) -> str:
-        """Return the global batch size as text, which is "unknown" if it is unknown."""
+        """Return the global batch size as text; "unknown" if it is 0."""
         return str(self.batch_size or "unknown")
 
     @property
     def working(self) -> int:
-        """Return the number of devices that do work; with few samples, some replicas have none.
+        """Return the number of devices that do work; a replica without samples does none.
 
-        If the batch size is unknown, all devices count.
+        All devices count if the batch size is unknown, or if the parallelism is LAYERS: each then has some layers.
         """
         if self.traits.parallelism is Parallelism.LAYERS or not self.batch_size:
             return self.devices
@@ -199,11 +205,11 @@ class Case:
 
     @cached_property
     def habits(self) -> tuple[str, ...]:
-        """Return a short text for the mode and each habit of the training loop that differ from the default."""
+        """Return a short text for each of `HABITS` that differs from its default."""
         return tuple(filter(None, map(self.habit, HABITS)))
 
     def habit(self, name: str) -> str:
-        """Return a short text on one of `HABITS`; an empty text if it has its default."""
+        """Return a short text about the field `name`, one of `HABITS`; an empty text if the field has its default."""
         if getattr(self, name) == getattr(type(self), name):
             return ""
         every = f" every {self.read_loss}" if self.read_loss > 1 else ""
@@ -219,9 +225,9 @@ class Case:
         return texts[name]
 
     def without(self, habit: str) -> Case:
-        """Return the case with one habit, given by the name of its field, set to its default.
+        """Return the case with the field `habit`, one of `HABITS`, set to its default.
 
-        For the mode of a forward alone, the default is the forward with autograd, because training is other work.
+        In a forward alone, the field `mode` is set to "forward" (with autograd), because training does other work.
         """
         if habit == "mode" and not self.trains:
             return replace(self, mode="forward")

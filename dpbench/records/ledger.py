@@ -1,8 +1,8 @@
 """Ledger: the split of a step's time into phases, which sum to the whole step.
 
-The algorithm goes back in time from the end of the step. It charges the span that ended last with the time back to the
-start of this span, and continues from there. The spans that it meets are the critical path of the step. Time that no
-span covers is charged as `unattributed`. It is not computed as a difference, so it is never negative.
+The algorithm goes back in time from the end of the step. It charges one span for the time back to the start of this
+span, and continues from there; `walk` explains how it chooses the span. The charged stretches are the critical path of
+the step. Time that no span covers is charged as `unattributed`; no difference is computed, so it is never negative.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Value = TypeVar("Value")
 
 
 class Ledger:
-    """The ledger of one trial; each property is computed on first use and then kept."""
+    """The seconds of one trial's steps by phase; each property is computed on first use and then kept."""
 
     def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
         self._steps, self._spans = steps, spans
 
     @classmethod
     def recorded(cls, steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> Self:
-        """Return the ledger of a trial of which only the seconds by phase of every step are known.
+        """Return the ledger of a trial without spans; `phases` has the seconds of each step by phase.
 
-        It has no seconds by device.
+        This ledger has no seconds by device.
         """
         found = cls(steps, ())
         known = {"phases": tuple(phases), "charged": ({},) * len(phases), "occupied": {}, "concurrency": {}}
@@ -61,7 +61,7 @@ class Ledger:
 
     @cached_property
     def middle(self) -> Mapping[str, float]:
-        """Return the total seconds of each phase over the middle half of the timed steps, sorted by their duration."""
+        """Return, by phase, the total seconds in the timed steps, without the fastest and the slowest quarter."""
         total: dict[str, float] = {}
         for phases in _middle(self._steps, self.phases):
             for name, seconds in phases.items():
@@ -104,7 +104,7 @@ class Ledger:
     def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
         """Return the index and the spans of the timed step with the median duration; None if no step was timed.
 
-        If the number of timed steps is even, it is the shorter one of the two steps in the middle.
+        If the number of timed steps is even, this is the shorter one of the two steps in the middle.
         """
         timed = sorted((step.seconds, number) for number, step in enumerate(self._steps) if not step.warmup)
         if not timed:
@@ -162,14 +162,14 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
 
 
 TIE_S = 5e-6
-"""The largest difference in seconds at which two ends of spans count as equal, if a clock of a GPU measured any span.
+"""The largest difference in seconds at which two ends of spans count as equal, if a GPU's clock measured some spans.
 
-These clocks round their times, and their relation to the host's clock is known only within a few microseconds.
+GPU clocks round their times, and their relation to the host's clock is known only within a few microseconds.
 """
 
 
 def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> Iterator[Part]:
-    """Yield the critical path from `end_s` back to `start_s` through these parts of spans, as `walk` does.
+    """Yield the critical path from `end_s` back to `start_s`, as `walk` does; `parts` are the parts of spans to charge.
 
     Ends that differ by at most `tie_s` seconds count as equal.
     """
@@ -196,10 +196,11 @@ def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> 
 
 
 def _began(span: Span, spans: Iterable[Span], tie_s: float) -> float:
-    """Return the time in seconds from which a span works; until then, its device waits for the other devices.
+    """Return the time in seconds from which `span` works; before, its device waits for other devices.
 
-    It is the latest end, more than `tie_s` seconds before the end of the span, of work of another device that the phase
-    of the span needs, or else the start of the span.
+    If `span` needs a phase of other devices (see `_NEEDS`), this is the latest end of that phase on another device, or
+    the start of `span` if that is later. Ends less than `tie_s` seconds before the end of `span`, or after it, do not
+    count. If `span` needs no phase of another device, this is its start.
     """
     if (needed := _NEEDS.get(span.phase)) is None:
         return span.start_s
@@ -222,7 +223,7 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
 
 
 def _open_before(spans: Iterable[Span]) -> Callable[[float], float]:
-    """Return a function of a time that returns the seconds before this time in which at least one of `spans` was open.
+    """Return a function that maps a time to the seconds before it in which at least one of `spans` was open.
 
     The time is in seconds on the clock of the spans.
     """
@@ -307,7 +308,10 @@ def typical(trial: Trial) -> dict[str, float]:
 
 
 def middle(trial: Trial) -> list[dict[str, float]]:
-    """Return the seconds by phase of the middle half of a trial's timed steps, sorted by the duration of the step."""
+    """Return the seconds by phase of each timed step of a trial, except the fastest and the slowest quarter.
+
+    The steps are sorted by duration.
+    """
     return _middle(trial.steps, trial.ledger.phases)
 
 
@@ -326,7 +330,10 @@ def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
 
 
 def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
-    """Return a step's seconds without a span by the phases before and after them, which are "" at the step's ends."""
+    """Return a step's seconds without an open span, by (phase before, phase after).
+
+    At the start of the step, the phase before is ""; at its end, the phase after is "".
+    """
     found: dict[tuple[str, str], float] = {}
     reach, before = step.start_s, ""
     for start_s, end_s, phase in [
