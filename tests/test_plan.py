@@ -140,7 +140,7 @@ def test_users_own_models_pass_unread() -> None:
         ({"device_ids": [0]}, ["leave out --device-ids"]),
         ({"placement": "colocated"}, ["--placement colocated", "--placement spread"]),
         ({"device_kind": "cuda", "device_ids": [1, 1]}, ["--device-ids", "[1, 1]", "--placement colocated"]),
-        ({"device_kind": "cuda", "device_ids": [1]}, ["2 devices", "names 1", "[1]"]),
+        ({"device_kind": "cuda", "device_ids": [1]}, ["2 devices", "names only", "[1]"]),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
 )

@@ -68,9 +68,9 @@ class Host:
     """The costs of operations on the host's processor.
 
     The predictor has a constant for the duration of each operation, which was measured on another machine. On this
-    host, an operation takes `factor` times as long. A field such as `launch_s` is the duration of one operation that
-    was measured on this host; it replaces the constant of the operation. `hand_off` is the fraction by which each
-    additional thread slows down the interpreter. None, and 0 for a rate, mean that a value is unknown.
+    host, an operation takes `factor` times as long. A field such as `launch_s` is the duration of one operation, as
+    measured on this host; it replaces the operation's constant. `hand_off` is the fraction by which each additional
+    thread slows down the interpreter. A value is unknown if it is None, or 0 for `cores` and rates.
     """
 
     factor: Positive = 1.0
@@ -147,7 +147,8 @@ def names() -> list[str]:
 def load(name: str) -> Machine:
     """Return the machine with the name `name`, or the one that the TOML file with the path `name` describes.
 
-    Raises LookupError for an unknown name, and UnknownMachine for an incomplete or invalid description.
+    Raises LookupError for an unknown name, OSError for a file that cannot be read, and UnknownMachine for an incomplete
+    or invalid description.
     """
     path = Path(name)
     if name not in names():
@@ -237,9 +238,9 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str, where: str) -> list[str]:
-    """Return the names that the end of a link means: `gpu0-3` means gpu0, gpu1, gpu2 and gpu3.
+    """Return the names of the devices in `text`, one end of a link: `gpu0-3` means gpu0, gpu1, gpu2 and gpu3.
 
-    Raises UnknownMachine for a range that is empty or reaches beyond `MOST_GPUS` names.
+    `where` names the link in messages. Raises UnknownMachine for a range that descends or reaches `MOST_GPUS`.
     """
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
@@ -285,7 +286,7 @@ def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Recor
 
 
 def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
-    """Return a clause with the first key whose value is not valid, and the value; empty if a key is missing."""
+    """Return a clause with the first invalid value in `data` and its key; empty if no value is invalid."""
     for key, hint in get_type_hints(kind, include_extras=True).items():
         try:
             msgspec.convert(data.get(key), hint | None)
@@ -331,7 +332,7 @@ def _check(machine: Machine) -> None:
     if extra := sorted(end for end in ends - gpus if re.fullmatch(r"gpu\d+", end)):
         raise UnknownMachine(
             f"machine {machine.name}: a [[link]] leads to {extra[0]}, but [gpu] has `count` {machine.gpu.count}, so "
-            f"the GPUs are gpu0 to gpu{machine.gpu.count - 1}; correct `between` or `count`"
+            f"the last GPU is gpu{machine.gpu.count - 1}; correct `between` or `count`"
         )
     if machine.nodes > 1 and not any(link.kind == "network" for link in machine.links):
         raise UnknownMachine(

@@ -1,8 +1,8 @@
 """Observed: the facts about a training loop of the user that dpbench watched, or whose profiler trace it imported.
 
-The trial of an observed loop has a case with the strategy `SCRIPT`, whose traits it declares. The model of the case is
-the name of the script or of the trace file, and its batch size is the number of rows that all devices process together,
-or 0 if the number is unknown.
+The case of an observed loop has the strategy `SCRIPT` and declares the traits of this strategy. Its model is the name
+of the script or of the trace file. Its batch size is the number of rows that all devices process together, or 0 if the
+number is unknown.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ OBSERVED = "observed"
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """A part of a loop that dpbench did not understand: `problem` describes it, and `steps` is how many it affects.
+    """A part of a loop that dpbench did not understand: `problem` describes it, and it affects `steps` steps.
 
-    A fact that is unknown but changes no phase, such as the number of workers in a trace, affects 0 steps. So does a
-    definition that dpbench had to choose, such as that of `data` in a loop without a DataLoader.
+    A fact that is unknown but changes no phase, such as the number of workers in a trace, affects 0 steps. The same
+    holds for a definition that dpbench had to choose, such as that of the phase `data` without a DataLoader.
     """
 
     problem: str
@@ -39,10 +39,10 @@ class Unknown:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The `held_bytes` of the memory of one GPU that the process of a rank holds at the end of its loop, by NVML.
+    """The memory of one GPU that a rank's process holds at the end of its loop: NVML reports `held_bytes` bytes.
 
-    `gpu` is the GPU's number in nvidia-smi on the machine of the rank, and `uuid` its UUID, which is unique over all
-    machines. `own` is whether the rank trains on this GPU.
+    `gpu` is the GPU's number in nvidia-smi on the machine of the rank. `uuid` is the GPU's UUID, which is unique over
+    all machines. `own` is whether the rank trains on this GPU.
     """
 
     rank: int
@@ -58,12 +58,12 @@ class Observed:
 
     `command` is the command that ran the script, or the path of the trace. `wrapper` is the name of the class that
     makes the module data-parallel; it is empty if no class does. `updates` is the number of calls of `backward` per
-    step. `loader_workers` is the number of workers of the DataLoader, or -1 if the loop has none. `pinned` is whether
-    its batches were in pinned memory, or None if no batch was copied to a GPU. `reads` maps a place in the script, such
-    as `train.py:31 item`, to the number of timed steps in which the host waited there for a value of a device.
-    `evaluation_s` and `checkpoint_s` are the seconds between the first and the last step in which the script evaluated
-    and in which it saved a checkpoint; they belong to no step. `held` has the memory of GPUs by process; a rank has no
-    entry if NVML does not list its process.
+    step, and `skipped_updates` the number of updates that a GradScaler skipped. `loader_workers` is the number of
+    workers of the DataLoader, or -1 without a DataLoader. `pinned` is whether the batches were in pinned memory, or
+    None if no batch was copied to a GPU. `reads` maps a place in the script, such as `train.py:31 item`, to the number
+    of timed steps in which the host waited there for a value of a device. `evaluation_s` and `checkpoint_s` are the
+    seconds, between the first and the last step, in which the script evaluated and saved checkpoints; no step includes
+    them. `held` has the memory of GPUs by process; a rank has no entry if NVML does not list its process.
     """
 
     command: str
@@ -95,7 +95,8 @@ class Observed:
 class Alternative:
     """A prediction for the work of an observed loop with one process per device.
 
-    `step` is the predicted time of a step in seconds, with its 80 % interval. `basis` names the described machine.
+    `step` is the predicted time of a step in seconds, with its 80 % interval. `basis` is a phrase that names the
+    machine of the prediction.
     """
 
     step: Estimate

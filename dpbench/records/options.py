@@ -23,7 +23,7 @@ HABIT_VALUES = (
     ("zero_grad", "way to clear gradients", ZERO_GRAD),
     ("mode", "mode", MODES),
 )
-"""The habits with a fixed set of values, as (the name of the field, its description, the values)."""
+"""The fields of `HABITS` with a fixed set of values, as (the name of the field, its description, the values)."""
 MOST_ROUNDS = 10_000
 MOST = 10**9
 """The largest number of devices, and the largest batch size, of a sweep."""
@@ -100,7 +100,7 @@ class Options:
         return cls(**{name: _typed(name, value, kinds[name]) for name, value in named.items()})
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number that is out of its range, or an unknown word."""
+        """Raise ValueError for a number out of its range, an unknown word, or optimizer "own" for dpbench's models."""
         if self.optimizer == "own" and (self.models or not self.model):
             raise ValueError("--optimizer own is the optimizer of your model's file: give --model, and no --models")
         if self.rounds != AUTO and (isinstance(self.rounds, str) or not 1 <= self.rounds <= MOST_ROUNDS):
@@ -124,7 +124,7 @@ class Options:
         return not any(getattr(self, axis) for axis in AXES)
 
     def command(self, *more: str) -> str:
-        """Return the command `dpbench run` that measures the same; `more` are further arguments."""
+        """Return these options as the text of a `dpbench run` command; `more` are further arguments."""
         words = ["dpbench", "run"]
         for one in fields(self):
             value, option = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
@@ -144,7 +144,7 @@ def _kinds() -> dict[str, str]:
 
 
 REPEATED = ("model", "strategy", "job", "tag")
-"""The options that the command line repeats for each value; it takes other lists as one text with commas."""
+"""The options that are given once per value on the command line; any other list is one text with commas."""
 
 
 def _text(value: object, name: str = "") -> str:
@@ -161,9 +161,10 @@ KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "bool": boo
 
 
 def _typed(name: str, value: Any, kind: str) -> Any:
-    """Return the value of the option `name` in the type `kind`, given as the text of an annotation.
+    """Return `value` for the option `name`; if `kind` is a tuple type, return lists and single values as tuples.
 
-    Raises ValueError for a value of another type.
+    `kind` is the text of the option's annotation, such as "tuple[int, ...]". Raises ValueError for a value of another
+    type.
     """
     several = kind.startswith("tuple[")
     allowed = [one for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ") if one in KINDS]
@@ -182,7 +183,7 @@ def _typed(name: str, value: Any, kind: str) -> Any:
 def check_names(
     models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a wrong number."""
+    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a number out of range."""
     for model in models:
         check_model(model)
     for strategy in strategies:
@@ -200,7 +201,7 @@ def check_names(
 
 
 def check_model(name: str) -> None:
-    """Raise LookupError if dpbench has no model with this name; the model of a user has a colon in its name."""
+    """Raise LookupError if dpbench has no model `name`; a name with a colon, a user's own model, is not checked."""
     if ":" in name:
         return
     try:
@@ -224,8 +225,8 @@ def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], place
         )
     if ids and placement == "spread" and max(devices) > len(ids):
         raise ValueError(
-            f"{max(devices)} devices are requested, but --device-ids names {len(ids)} GPUs: {list(ids)}; give more ids "
-            "or fewer devices"
+            f"{max(devices)} devices are requested, but --device-ids names only {list(ids)}; give more ids or fewer "
+            "devices"
         )
 
 
@@ -258,9 +259,9 @@ def check_precision(precision: str, kind: str) -> None:
 
 
 def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if a habit is unknown, or has no effect on this kind of device or with another habit.
+    """Raise ValueError if a value of a habit is unknown, or is not possible with this kind of device or another habit.
 
-    `habits` has the values of each habit, by the name of its field in `Case`.
+    `habits` maps each name in `HABITS` to the values of that axis.
     """
     for name, axis, known in HABIT_VALUES:
         for value in habits[name]:
@@ -280,14 +281,14 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
     if any(habits["compile"]) and kind == "emulated":
         raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
     if any(habits["neighbour"]) and kind == "emulated":
-        raise ValueError("emulated devices run one at a time, so two models cannot run concurrently on them: give GPUs")
+        raise ValueError("emulated devices run one at a time, so two models cannot run concurrently on them: use GPUs")
     for model in filter(None, habits["neighbour"]):
         check_model(model)
     _check_combined(habits)
 
 
 def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if a habit has no effect because of another habit."""
+    """Raise ValueError if the value of one habit has no effect because of the value of another habit."""
     if max(habits["loader"]) >= 0 and "device" in habits["inputs"]:
         raise ValueError("a DataLoader gives batches on the host: leave out --loader, or --inputs device")
     for name, option in (("read_loss", "--read-loss"), ("zero_grad", "--zero-grad")):

@@ -41,9 +41,9 @@ def sweep(
     """Return a case for each combination of values of the axes, which are the arguments with several values.
 
     Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global batch sizes (strong
-    scaling), those in `batch_per_device` are multiplied by the number of devices (weak scaling). `device_memory_bytes`
-    limits the memory of each emulated device. `habits` has the values of each of `HABITS` that is an axis. Raises
-    LookupError for unknown names, and ValueError for other values that cannot be run.
+    scaling), and those in `batch_per_device` are multiplied by the number of devices (weak scaling).
+    `device_memory_bytes` limits the memory of each emulated device. `habits` are further axes, named as in `HABITS`.
+    Raises LookupError for unknown names, and ValueError for other values that cannot be run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
@@ -75,8 +75,9 @@ def sweep(
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
     """Return the cases of a ladder: every rung, the ablations of the best rung, the default strategies, and the limits.
 
-    The axes are those of `sweep`, except strategies and schedules. Raises ValueError if no number of devices is above
-    one, and for a mode other than training, because rungs are schedules of training steps.
+    Rungs that cannot run on `device_kind` are left out; `limit` explains the limits. `axes` are further axes of
+    `sweep`. Raises ValueError if no number of devices is above one, and for a mode other than training, because rungs
+    are schedules of training steps.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
         raise ValueError("--ladder compares schedules of a training step: leave out --mode")
@@ -93,9 +94,9 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 
 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
-    """Return the cases of common situations in multi-GPU training, on two devices of the kind `device_kind`.
+    """Return the cases of common situations in multi-GPU training, with two replicas on devices of `device_kind`.
 
-    They are: every strategy; where the batch is before the step, how often the loss is read, and how gradients are
+    They vary the strategy; the place of the batch before the step, how often the loss is read, and how gradients are
     cleared; bf16, fp16 and torch.compile; the forward alone, with autograd and under no_grad; batches from a DataLoader
     without and with workers; each model concurrent with itself. For a CPU, strategies of one process also run on
     emulated devices. `axes` are further axes of `sweep`.
@@ -125,7 +126,7 @@ def together(models: Sequence[str], **axes: Any) -> list[Case]:
     `axes` are further axes of `sweep`. Raises ValueError for another number of models.
     """
     if len(models) != 2:
-        raise ValueError(f"--together takes two models, such as mlp,resnet18, and got {len(models)}")
+        raise ValueError(f"--together takes two models, such as mlp,resnet18, but got {len(models)}")
     pairs = (models, models[::-1])
     found = [case for one, other in pairs for case in sweep(models=(one,), neighbour=("", other), **axes)]
     return list(dict.fromkeys(found))
@@ -230,8 +231,8 @@ def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **ax
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
     """Return the cases in groups that one worker can measure together: cases of the same model, settings and devices.
 
-    Models from the same user module count as one model. A case whose strategy needs a separate worker is a group by
-    itself.
+    Models from the same user module count as one model. A case is a group by itself if its strategy needs a separate
+    worker, or if it has a neighbour.
     """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
@@ -294,7 +295,7 @@ def _schedule(text: str, device_kind: str) -> str:
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the names of the strategies that are run by default on a kind of device, or by the ranks of a "launch"."""
+    """Return the names of the default strategies for a kind of device, or for the ranks of a launch ("launch")."""
     known = {
         "launch": ("single", "ddp", "fsdp"),
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
@@ -307,7 +308,7 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
     """Return the default numbers of devices of a sweep: 1, 2 and all that are `available`; colocated: 1 and 2.
 
-    A sweep of 1, 2, 4 and 8 GPUs does not end within the default budget: each trial creates a context on each GPU.
+    A sweep of 1, 2, 4 and 8 GPUs would exceed the default budget, because each trial creates a context on each GPU.
     """
     return (1, 2) if placement == "colocated" else tuple(sorted({1, min(2, available), available} - {0}))
 

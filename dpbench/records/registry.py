@@ -29,7 +29,7 @@ from dpbench.records.visible import visible
 class Role(StrEnum):
     """The role of a strategy in comparisons, in the order in which reports show the strategies.
 
-    Each of the first five roles belongs to at most one strategy of dpbench.
+    At most one of dpbench's own strategies has each of the first five roles.
     """
 
     BASELINE = "baseline"
@@ -44,7 +44,7 @@ class Role(StrEnum):
     """DistributedDataParallel: its ranks do equal work, so differences between its devices are due to the machine."""
     OTHER = "other"
     OBSERVED = "observed"
-    """A training loop of the user, which dpbench watched or whose trace it imported; no other case is like it."""
+    """A training loop of the user, which dpbench watched, or whose trace dpbench imported."""
 
 
 class Parallelism(StrEnum):
@@ -74,8 +74,8 @@ class Reduction(StrEnum):
 class Traits:
     """The properties of one strategy on which plans, predictions and reports depend.
 
-    `needs_accelerator` is whether the strategy needs GPUs. `strategy` is the strategy's name in cases, which the
-    registry sets.
+    `needs_accelerator` is whether the strategy needs GPUs. `strategy` is the strategy's name in cases; the registry
+    sets it.
     """
 
     parallelism: Parallelism = Parallelism.THREADS
@@ -150,7 +150,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
 """The package under `dpbench` that contains the plug-ins of each kind."""
 LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "vision"}
-"""The libraries whose models have names, such as `transformers:gpt2`, with the extra that installs each."""
+"""The libraries whose models a user can name, as in `transformers:gpt2`, and dpbench's extra that installs each."""
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
 STRATEGY = "STRATEGY"
@@ -163,7 +163,7 @@ def folder_of(kind: str) -> Path:
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted names of all plug-ins of a kind: dpbench's own and installed strategies."""
+    """Return the sorted names of all plug-ins of a kind: dpbench's own, and strategies of installed distributions."""
     return sorted({*own(kind), *(_installed() if kind == "strategies" else ())})
 
 
@@ -187,9 +187,9 @@ def load(kind: str, name: str) -> Any:
 
 
 def check(kind: str, name: str) -> None:
-    """Raise LookupError, with the known names, if no plug-in of a kind has the name `name`.
+    """Raise LookupError, with the known names, if no plug-in of the kind `kind` has the name `name`.
 
-    Nothing is imported, except for a strategy named `file.py:name` or `package.module:name`.
+    Only a strategy named `file.py:name` or `package.module:name` is imported.
     """
     if kind == "strategies" and ":" in name:
         strategy(name)
@@ -301,7 +301,7 @@ def declared(name: str) -> Traits | None:
 
 @lru_cache(maxsize=8)
 def of_role(role: Role) -> str:
-    """Return the name of dpbench's own strategy that has a role."""
+    """Return the name of dpbench's own strategy with the role `role`."""
     return next(name for name in own("strategies") if traits(name).role is role)
 
 
@@ -330,7 +330,7 @@ def check_module(name: str, option: str = "--model") -> None:
 
 
 def _check_visible(kind: str, name: str) -> None:
-    """Raise LookupError if a name has characters that would not stay the same in a stored case."""
+    """Raise LookupError if a name has characters that a stored case would escape; `kind` names it in the message."""
     if visible(name) != name:
         raise LookupError(
             f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8; rename the file"

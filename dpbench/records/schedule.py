@@ -52,7 +52,7 @@ EFFECTS: dict[str, str] = {
     "graphs": "a CUDA graph replays the kernels",
     "bf16_comm": "gradients move in bf16",
 }
-"""The effect of each rung's own switch, as a clause."""
+"""The effect of the switch position that each rung sets, as a clause."""
 
 REFERENCE = "reference"
 FASTEST = "fastest"
@@ -119,7 +119,7 @@ class Schedule:
 
         Gradients are added in replica order except on several distinct GPUs, where NCCL chooses the order. There,
         `reference` uses torch's coalesced reduction, as torch.nn.DataParallel does, but schedules that keep replicas
-        between steps use another collective. Their results agree only within the rounding of their dtype.
+        between steps use another collective. The results of the two agree only within rounding errors of the dtype.
         """
         return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
 
@@ -151,9 +151,9 @@ class Schedule:
 def _climb() -> dict[str, Schedule]:
     """Return the schedule of every rung, by name; each rung changes one more switch than the rung below.
 
-    The rung `graphs` is an exception. Most machines cannot run it, so the rung above `graphs` is built on the rung
-    below it. A CUDA graph contains a whole backward, so a reduction cannot overlap with a part of backward. Therefore
-    `graphs` also sets reduce=after.
+    The rung `graphs` is an exception. Most machines cannot run it, so the rung above `graphs` changes a switch of the
+    rung below `graphs`. A CUDA graph contains a whole backward, so a reduction cannot overlap with a part of backward.
+    Therefore `graphs` also sets reduce=after.
     """
     below = Schedule()
     rungs = {REFERENCE: below}
@@ -202,7 +202,7 @@ def climb(*conditions: str) -> list[str]:
 
 
 def best(*conditions: str) -> Schedule:
-    """Return the highest exact rung without graphs that can run; each ablation sets back one of its switches."""
+    """Return the highest exact rung without CUDA graphs that can run under `conditions` (TRAIN_STEP, CUDA)."""
     return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
 
 

@@ -1,7 +1,7 @@
 """Series: the steps and the samples of a trial, stored by column.
 
-A long run has millions of them, and a report reads few of them one by one, so that objects of all of them would take
-most of a report's time and memory.
+A long run has millions of steps and samples, but a report reads few of them one by one. One object per step and sample
+would take most of a report's time and memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Steps(Sequence[Step]):
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Self:
-        """Return the same steps, by column."""
+        """Return the same steps by column; an instance of this class is returned unchanged."""
         if isinstance(steps, cls):
             return steps
         rows = [(step.seconds, step.warmup, step.end_s) for step in steps]
@@ -51,7 +51,7 @@ class Steps(Sequence[Step]):
         """
         found = values if isinstance(values, Sequence) else [*values]
         if len(found) != len(self):
-            raise ValueError(f"{len(found)} values for {len(self)} steps")
+            raise ValueError(f"expected one value per step, but got values: {len(found)}, steps: {len(self)}")
         return list(compress(found, self._timed))
 
     @cached_property
@@ -102,13 +102,13 @@ class Samples(Sequence[Sample]):
     """The samples of a trial, one series after the other; a series is read when a caller first asks for its metric."""
 
     def __init__(self, readers: Mapping[tuple[int, str], Callable[[], Series]]) -> None:
-        """Take a function for each device and metric that returns the series."""
+        """Take a function for each (device, metric); the function returns the series of that metric on that device."""
         self._readers = readers
         self._read: dict[str, dict[int, Series]] = {}
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Self:
-        """Return the same samples, grouped by device and metric."""
+        """Return the same samples, grouped by device and metric; an instance of this class is returned unchanged."""
         if isinstance(samples, cls):
             return samples
         groups: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
@@ -124,7 +124,7 @@ class Samples(Sequence[Sample]):
         return tuple(dict.fromkeys(metric for _, metric in self._readers))
 
     def series(self, metric: str) -> Mapping[int, Series]:
-        """Return the series of a metric by device."""
+        """Return the series of a metric by device; the dict is empty if no device has the metric."""
         if metric not in self._read:
             self._read[metric] = {device: read() for (device, name), read in self._readers.items() if name == metric}
         return self._read[metric]

@@ -30,7 +30,7 @@ class Doubt(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with the low and the high end of its 95 % interval, and the number `n` of rounds behind the number.
+    """A value with the low and the high end of its 95 % interval; the value was computed from `n` rounds.
 
     For a prediction, `n` is 0 and the interval is the 80 % interval of the predictor. A `signed` estimate is a
     difference. It may be 0 or negative, so the ratio of its interval's ends has no meaning.
@@ -69,11 +69,11 @@ and `copied_bytes` (the bytes of these copies).
 
 
 HOSTS = "hosts"
-"""The name under which the provenance of a trial, and of a run, lists the machines of its ranks."""
+"""The key of the provenance of a trial, and of a run, for the machines of the ranks."""
 FAILED_HOSTS = "failed_hosts"
-"""The name under which a baseline's provenance has the reasons why other machines could not run it, by machine."""
+"""The key of a baseline's provenance for the reasons, by machine, why other machines could not run the baseline."""
 ALONE = "step_alone_s"
-"""The name of the metric for the seconds of a step that every machine runs alone, at the same time as the others."""
+"""The metric for the seconds of a step of the baseline, which all machines of a launch run at once, independently."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Host:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the host that `dataclasses.asdict` wrote, also after JSON."""
+        """Return the host from the data that `dataclasses.asdict` returned, also after JSON."""
         return cls(data["name"], data["machine"], tuple(data["ranks"]), data.get("cores", 0))
 
 
@@ -109,7 +109,11 @@ class Source(StrEnum):
 
 
 class Status(StrEnum):
-    """The status of a trial that ended. A resumed run measures `killed` trials again; all other statuses are final."""
+    """The status of a trial that ended.
+
+    A resumed run measures `killed` trials again, and trials with other statuses only if its option `--retry` lists
+    them.
+    """
 
     OK = "ok"
     OOM = "oom"
@@ -130,9 +134,8 @@ class Fault(StrEnum):
 class Verified(StrEnum):
     """The result of comparing a step's gradients, or the outputs of a forward alone, with the chunked reference.
 
-    The best result is the first member.
-
-    The chunked reference runs copies of the model on the chunks of the batch, one after the other.
+    The chunked reference runs copies of the model on the chunks of the batch, one after the other. The best result is
+    the first member.
     """
 
     BITWISE = "bitwise"
@@ -202,7 +205,7 @@ class Trial:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Return the trial's ledger, which is computed on first use."""
+        """Return the trial's ledger: the seconds of each step by phase, computed on first use."""
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
@@ -233,7 +236,7 @@ class Trial:
 
     @cached_property
     def by_column(self) -> Steps:
-        """Return the steps by column."""
+        """Return the trial's steps as columns: one sequence for each field of `Step`."""
         return Steps.of(self.steps)
 
     @cached_property
@@ -305,7 +308,7 @@ class Trial:
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """Return the trial from the data that `to_dict` returned, also after a conversion to JSON and back.
 
-        All texts are made visible. Raises ValueError if the data have a newer schema than this version of dpbench.
+        Control characters in the texts are escaped. Raises ValueError for a schema newer than `SCHEMA`.
         """
         if (schema := data.get("schema", SCHEMA)) > SCHEMA:
             raise ValueError(
@@ -385,7 +388,8 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 def cause_of(failures: Sequence[Failure], case: Case) -> Failure:
     """Return the failure of the ranks of a case that likely caused the others.
 
-    It has no device if each rank has several devices, because a rank does not report which of them ran out of memory.
+    Its `device` is None if each rank has several devices, because a rank does not report which of them ran out of
+    memory.
     """
     first = in_order(failures)[0]
     return first if case.traits.devices_per_replica == 1 else replace(first, device=None)

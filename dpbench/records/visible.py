@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""The characters that `visible` escapes: controls, marks of direction, separators of lines, and lone surrogates."""
+"""The characters that `visible` escapes: control characters, direction marks, line separators and lone surrogates."""
 
 
 def visible(text: str, *, lines: bool = False) -> str:
@@ -28,7 +28,7 @@ def visible(text: str, *, lines: bool = False) -> str:
 
 
 def everywhere(data: Any) -> Any:
-    """Return a copy of plain data, such as a decoded JSON text, after making every text and every key in it visible."""
+    """Return a copy of plain data, such as a decoded JSON text, in which `visible` has converted all texts and keys."""
     if isinstance(data, str):
         return visible(data)
     if isinstance(data, Mapping):
@@ -39,7 +39,7 @@ def everywhere(data: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values of a column, after making every text in it visible.
+    """Return the values of a column; if they are texts, return a list of the texts that `visible` has converted.
 
     Either all values are texts or none is. Each distinct text is converted once, because a long column has few of them.
     """
@@ -50,5 +50,5 @@ def column(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def loads(text: str) -> Any:
-    """Return the plain data of a JSON text, after every text and every key in it has been made visible."""
+    """Return the plain data of a JSON text, in which `visible` has converted all texts and keys."""
     return everywhere(json.loads(text))

@@ -18,7 +18,7 @@ COALESCED_BYTES = 10 * 2**20
 DDP_SYNC_BYTES = 250 * 2**20
 """The size limit in bytes of the messages in which DistributedDataParallel broadcasts weights and buffers."""
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""The size in bytes at which a bucket of DistributedDataParallel is full, and the size for its first bucket.
+"""The sizes in bytes at which a bucket of DistributedDataParallel is full: of every later bucket, and of the first one.
 
 The engine's schedules with reduce=overlap use 25 MiB for every bucket, including the first.
 """
@@ -199,12 +199,12 @@ class Move:
 
 
 def received(moves: Iterable[Move], device: int) -> float:
-    """Return the total bytes that the moves bring to a device."""
+    """Return the total bytes of the moves whose target is `device`."""
     return sum(move.bytes for move in moves if move.target == device)
 
 
 def sent(moves: Iterable[Move], device: int) -> float:
-    """Return the total bytes that the moves take from a device."""
+    """Return the total bytes of the moves whose source is `device`."""
     return sum(move.bytes for move in moves if move.source == device)
 
 
@@ -214,9 +214,9 @@ LINKS = "links"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Timed copies, after the steps of a trial, from the device `source` to the device `target`; -1 is the host.
+    """The durations of copies from the device `source` to the device `target`; -1 is the host.
 
-    Each copy has `bytes` bytes; `seconds` has one duration per copy.
+    The copies were timed after the steps of a trial. Each has `bytes` bytes; `seconds` has one duration per copy.
     """
 
     source: int
@@ -231,13 +231,13 @@ class Link:
 
 
 DRAWS = "error_draws"
-"""The key of a prediction's provenance for the logarithm of the error of its step in each draw of a simulation.
+"""The key of a prediction's provenance for random errors of its step time: a list of logarithms, one for each draw.
 
-The draws of all predictions are paired, so that errors that two steps share cancel in their ratio.
+Draw i uses the same random numbers in all predictions, so errors that two steps share cancel in the ratio of the steps.
 """
 
 
 def middle_draws(draws: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the middle 80 % of the draws."""
+    """Return the lowest and the highest value of the middle 80 % of the draws."""
     ordered = sorted(draws)
     return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]
