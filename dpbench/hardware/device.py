@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 class Collectives(Protocol):
     """In-place collectives over distinct devices; `tensors[i]` is on device i, and all tensors have the same layout.
 
-    Collectives run concurrently with other work that is queued on the devices; `follow` and `lead` define the order of
-    both.
+    Collectives run concurrently with other work on the devices, except where `follow` and `lead` make one wait for the
+    other.
     """
 
     def follow(self, i: int) -> None:
@@ -86,7 +86,7 @@ class Device(Protocol):
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy `tensors` into this device's memory, in few transfers, and return the copies.
 
-        All of `tensors` must be on one device, which may be another one.
+        All of `tensors` must be on one device, which may be this device or another one.
         """
 
     def guard(self) -> AbstractContextManager[Any]:
@@ -130,7 +130,7 @@ class Device(Protocol):
         """Release cached memory, and reset the memory peaks to the bytes that are in use."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether `devices`, of which this device is the first, have collectives, as distinct GPUs do."""
+        """Return whether collectives can run over `devices`, as on distinct GPUs; this device is the first of them."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
         """Return, for each of `devices`, the list of `tensors` on that device, copied by a collective.

@@ -83,7 +83,7 @@ def measure(seconds: float = WINDOW_S) -> Measured:
 def since(before: Snapshot | UnknownLoad, roots: Collection[int] = ()) -> Measured:
     """Return the foreign load between the snapshot `before` and now; return `before` if it is an unknown load.
 
-    `roots` are those of `snapshot`.
+    For `roots`, see `snapshot`.
     """
     return before if isinstance(before, UnknownLoad) else _to(before, snapshot(roots))
 
@@ -132,7 +132,8 @@ def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
 def between(before: Snapshot, now: Snapshot) -> Measured:
     """Return the foreign load between two snapshots.
 
-    Return an unknown load if the time between them is below `SHORTEST_S`, or if the kernel counted too little of it.
+    Return an unknown load if the time between them is below `SHORTEST_S`, or if the kernel's counts cover at most the
+    fraction `COUNTED` of it.
     """
     cores = before.ticks.keys() & now.ticks.keys()
     seconds = now.time_s - before.time_s
@@ -229,5 +230,5 @@ Measured = Load | UnknownLoad
 
 
 def plain(load: Measured) -> dict[str, float | str]:
-    """Return a foreign load as a dictionary to store; if it is not known, `unknown` has the reason."""
+    """Return a foreign load as a dictionary to store; for an unknown load, its only key is `unknown` (the reason)."""
     return {"unknown": load.reason} if isinstance(load, UnknownLoad) else asdict(load)

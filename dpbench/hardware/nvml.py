@@ -23,7 +23,7 @@ Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
 
 ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FIRST"
-"""The environment variable for the order of CUDA's numbers, the order of NVML, and CUDA's default."""
+"""The environment variable for the order of CUDA's GPU numbers, its value for NVML's order, and its default value."""
 
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
@@ -56,12 +56,12 @@ _SLOW: dict[str, tuple[Reader, ...]] = {
     "pcie_rx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) * 1e3,),
     "pcie_tx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,),
 }
-# Counters that only the probe reads: a field in KiB, of which the scope is all links of the GPU
+# Counters that only the probe reads: a field in KiB, which counts all links of the GPU
 _NVLINK_SENT, _ALL_LINKS = 138, 2**32 - 1
 _TOTALS: dict[str, tuple[Reader, ...]] = {
     "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
 }
-# Facts that do not change during a run; for the PCIe link the maximum of GPU and slot, not the present state
+# Facts that do not change during a run; for the PCIe link, the maximum that GPU and slot support, not the present state
 _FACTS: dict[str, Reader] = {
     "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
     "max_sm_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
@@ -158,8 +158,8 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
     """Open NVML until the `with` block ends.
 
     Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ` provides
-    CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, which is PCI_BUS_ID if it is not set, as in the processes that measure.
-    Raises LookupError if CUDA's numbers of the GPUs are unknown (see `_visible_handles`).
+    CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. If the latter is not set, it counts as PCI_BUS_ID, as in the processes
+    that measure. Raises LookupError if CUDA's numbers of the GPUs are unknown (see `_visible_handles`).
     """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
@@ -177,7 +177,7 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return facts for provenance: driver versions, the number of physical GPUs, and the GPUs that are visible to CUDA.
 
-    `physical_gpus` is 0 if NVML reports no GPU. `environ` and errors are those of `open_nvml`.
+    `physical_gpus` is 0 if NVML reports no GPU. For `environ` and errors, see `open_nvml`.
     """
     with open_nvml(library, environ) as nvml:
         if nvml is None:
@@ -192,10 +192,10 @@ def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -
 def describe_for(
     uuids: Sequence[str], library: Library = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """Return the facts of `describe` in a process whose order of GPUs is not chosen by dpbench.
+    """Return the facts of `describe` for a process in which dpbench did not set CUDA_DEVICE_ORDER.
 
-    CUDA's default order there is FASTEST_FIRST. For unlike GPUs, this order is unknown without CUDA; the GPUs are then
-    those with the UUIDs `uuids`, in the order that CUDA reports in this process.
+    If the variable is not set, CUDA uses the order FASTEST_FIRST. NVML does not know this order for unlike GPUs; the
+    GPUs in the result are then those with the UUIDs `uuids`, which CUDA reports in this process, in that order.
     """
     try:
         return describe(library, {ORDER: FASTEST_FIRST, **environ})
@@ -207,10 +207,10 @@ def describe_for(
 
 
 def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
-    """Return each GPU on which the process `pid` holds memory, also if CUDA does not show it, with the bytes held.
+    """Return (GPU, bytes held) for each GPU on which the process `pid` holds memory, including GPUs hidden from CUDA.
 
-    The indices of the GPUs are those of nvidia-smi. The list is empty if NVML is missing or does not list the process,
-    as in a container, where NVML lists the host's process ids.
+    The GPUs have the indices of nvidia-smi. The list is empty if NVML is missing or does not list the process, as in a
+    container, where NVML lists the host's process ids.
     """
     with open_nvml(library, {}) as nvml:
         found = [(gpu, gpu.process_memory_bytes((pid,))) for gpu in nvml.gpus] if nvml else []
@@ -218,7 +218,7 @@ def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
 
 
 def same_gpu(uuid: str, other: str) -> bool:
-    """Return whether two UUIDs, of which torch prints one without the prefix of NVML, are those of one GPU."""
+    """Return whether two UUIDs denote the same GPU; each may lack the prefix "GPU-" or "MIG-", as torch's UUIDs do."""
     return _bare(uuid) == _bare(other)
 
 
@@ -275,13 +275,13 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 
 def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return the index of the replica on each GPU, by the ordinal under which the samplers number the GPU.
+    """Return the index of the replica on each GPU, by the CUDA ordinal with which samplers number the GPU.
 
-    `ordinals` are the CUDA ordinals that the case names, and `uuids` are the UUIDs of its GPUs in CUDA, both by index
-    of the replica; `visible` are the facts of the GPUs from `describe`. If the UUIDs are known, they determine the
-    result, and a GPU whose UUID is not in `visible` is left out: it may be a MIG instance, while the counters of the
-    visible GPU are those of all its instances. If only a MIG instance is visible, or the UUIDs are unknown, `ordinals`
-    determine the result; if the case names none, the replicas are on the visible GPUs in order.
+    `visible` are the facts about the visible GPUs from `describe`. Item i of `ordinals` is the CUDA ordinal of replica
+    i's GPU, and item i of `uuids` the UUID that CUDA reports for this GPU; both may be empty. Known UUIDs determine the
+    result, and GPUs whose UUID is not in `visible` are left out: they may be MIG instances, for which NVML has only the
+    counters of the whole GPU. Without UUIDs, or if only a MIG instance is visible, `ordinals` determine the result. If
+    `ordinals` is empty, replica i is on visible GPU i.
     """
     if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):
         known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
@@ -298,8 +298,8 @@ def _visible_handles(library: Library, physical: dict[str, Handle], environ: Map
     """Return the NVML handles of the GPUs that are visible to CUDA, in the order of CUDA's numbers.
 
     `physical` maps UUIDs to handles. NVML numbers GPUs in PCI order. CUDA's order FASTEST_FIRST cannot be determined
-    without CUDA, but identical GPUs have the same numbers in both orders. Raises LookupError if this order numbers
-    unlike GPUs.
+    without CUDA, but identical GPUs have the same numbers in both orders. Raises LookupError if CUDA numbers unlike
+    GPUs in this order.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip().startswith("MIG-"):

@@ -136,7 +136,7 @@ def release() -> None:
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 CHILD_POLL_S = 0.002
-"""The seconds between two looks at children that have been killed."""
+"""The seconds between two checks whether killed children have ended."""
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
@@ -160,7 +160,7 @@ def adopt() -> None:
 
 
 def end_children() -> None:
-    """Kill all children of this process, and wait until they and those that it adopts from them have ended."""
+    """Kill all children of this process, also descendants that become its children, and wait until all have ended."""
     import psutil
 
     while True:
@@ -211,7 +211,7 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process's cgroup may use, at most those of the machine; None if unknown."""
+    """Return the bytes of memory that this process's cgroup may use, at most the machine's memory; None if unknown."""
     found = []
     for file in _of_cgroup(root, "memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # the word "max" means no limit
@@ -222,7 +222,10 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
-    """Return a file of this process's cgroup of version 2, and one of its cgroup of version 1."""
+    """Return the paths of the file `second` in this process's cgroup of version 2, and of `first` in that of version 1.
+
+    `root` is the folder with the kernel's file systems `proc` and `sys`.
+    """
     cgroups: dict[str, str] = {}
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -233,15 +236,15 @@ def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
 
 
 NEARLY_ALL = 0.8
-"""The share of the memory limit from which on the resident set of a killed process shows that memory ran out."""
+"""The fraction of the memory limit: if a killed process's resident set reached it, memory probably ran out."""
 
 
 def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> str:
-    """Return the cause of a process's end and the remedy, as a clause to append to `ending`.
+    """Return the likely cause of a process's end and the remedy, as a clause to append to `ending`.
 
-    The clause is empty if the cause is not known. `killed_before` is `killed_for_memory` from before the process began,
-    and `peak_bytes` is the peak of the process's resident set. Memory is named as the cause only if the kernel has
-    counted such a kill since then, or if the resident set had nearly the size of the memory.
+    The clause is empty for an end without SIGKILL. `killed_before` is the result of `killed_for_memory` before the
+    process began, and `peak_bytes` is the peak of the process's resident set. Lack of memory is named only if
+    `killed_for_memory` has increased, or if the resident set reached the fraction `NEARLY_ALL` of the memory limit.
     """
     if exit_status != -signal.SIGKILL:
         return ""
@@ -255,7 +258,7 @@ def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int |
             return f"{resident}, so memory probably ran out; use a smaller batch"
     if now is None or killed_before is None:
         return f"{resident}; the kernel does not report whether memory ran out; if it did, use a smaller batch"
-    return f"{resident}; another process sent the signal, because the kernel has killed none for lack of memory"
+    return f"{resident}; another process sent the signal: the kernel has not killed any process for lack of memory"
 
 
 def peak_of_children() -> int:

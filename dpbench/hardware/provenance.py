@@ -46,14 +46,14 @@ class Resources:
         return "cuda" if self.gpu_memory_bytes else "cpu"
 
     def memory_of(self, case: Case, device: int) -> int:
-        """Return the bytes of memory of a GPU of a case on this machine, by its index in the case; 0 if unknown."""
+        """Return the bytes of memory of the GPU that `case` uses as device `device`; 0 if unknown, or if not a GPU."""
         gpu = case.device_ids[device] if device < len(case.device_ids) else device
         known = case.device_kind == "cuda" and case.hosts == 1 and gpu < len(self.gpu_memory_bytes)
         return self.gpu_memory_bytes[gpu] if known else 0
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the resources that the facts of a run state; the facts have the form that `collect` returns."""
+        """Return the resources in `facts`, which are the result of `collect` or a run's stored provenance."""
         gpus = (facts.get("gpus") or {}).get("gpus") or ()
         sizes = tuple(gpu.get("memory_bytes") or 0 for gpu in gpus)
         return cls(cores=(facts.get("host") or {}).get("cores", 0), gpu_memory_bytes=sizes)
@@ -99,7 +99,7 @@ def host_key(facts: dict[str, Any]) -> str:
     on several machines, the hash identifies all of them, with their numbers of ranks.
     """
     others = facts.get("hosts", {}).get("machines", ())
-    same = [one["machine"] for one in others]  # which of them are one machine, without the id of its last boot
+    same = [one["machine"] for one in others]  # ids that change with each boot: only their equality counts below
     found = [
         _stable(facts), facts.get("hosts", {}).get("interface"),
         *(
@@ -125,7 +125,7 @@ def code_key(facts: dict[str, Any]) -> str:
 
 
 def torch_has_cuda() -> bool:
-    """Return whether the installed torch is not a CPU-only build, according to its version, without loading torch."""
+    """Return False if the version of the installed torch ends in "+cpu", as in builds without CUDA, else True."""
     return not version("torch").endswith("+cpu")
 
 

@@ -1,9 +1,9 @@
 """Signals: SIGINT, SIGTERM and SIGHUP end a command, even while it waits for another process.
 
-The first signal raises `Ended`, so that contexts are left and the run is marked as interrupted. Python drops an
-exception that a signal handler raises inside `__del__` or a callback, and a signal that arrives just before a system
-call does not stop its wait. The signal is therefore also stored, `check` raises `Ended` again, and `wait` ends when a
-signal arrives. A second Ctrl-C ends the process at once; the processes that it has started end with it.
+The first signal raises `Ended`, so that context managers exit and the run is marked as interrupted. Python drops an
+exception that a signal handler raises inside `__del__` or a callback, and a signal that arrives just before a blocking
+system call does not interrupt that call. The signal is therefore also stored, `check` raises `Ended` again, and `wait`
+ends when a signal arrives. A second Ctrl-C ends the process at once; the processes that it has started end with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class Ended(KeyboardInterrupt):
-    """The exception that a signal has asked this process to end."""
+    """The exception which reports that a signal has asked this process to end."""
 
 
 class _State:
@@ -32,7 +32,7 @@ class _State:
 
 
 def install() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP end this process, except those that it was started to ignore, as by nohup."""
+    """Make SIGINT, SIGTERM and SIGHUP end this process; those that were ignored at its start, as by nohup, stay so."""
     if _State.wake is None:
         _State.wake, write = os.pipe()
         for end in (_State.wake, write):
@@ -55,7 +55,10 @@ def check() -> None:
 
 
 def wait(descriptor: int, timeout_s: float) -> bool:
-    """Return whether a descriptor can be read within `timeout_s` seconds. A signal ends the wait: it raises Ended."""
+    """Wait until a descriptor can be read, up to `timeout_s` seconds; return whether it can.
+
+    In the main thread, a signal that asks this process to end also ends the wait, and Ended is raised.
+    """
     check()
     main = threading.current_thread() is threading.main_thread()
     wake = [_State.wake] if _State.wake is not None and main else []
@@ -78,9 +81,9 @@ def ignore(numbers: tuple[signal.Signals, ...] = ENDING) -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Block the signals while this process starts another one, which inherits the block and must call `release`.
+    """Block the signals of `ENDING` while this process starts another one, which must call `release` to unblock them.
 
-    No signal is then delivered before the new process has its handlers, or before this process knows the new one.
+    No signal is then delivered before the new process has its handlers, or before this process can end the new one.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:

@@ -92,7 +92,7 @@ def _ordinal(device: torch.device) -> int:
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if not 0 <= ordinal < count:
         raise ValueError(
-            f"device_ids contains cuda:{ordinal}, but torch finds {count} GPU(s); use indices from 0 to {count - 1}"
+            f"device_ids contains cuda:{ordinal}, but torch finds {count} GPU(s); use an index below {count}"
         )
     return ordinal
 
@@ -138,7 +138,7 @@ def open_devices(
     wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:
         raise ValueError(
-            f"{count} devices are required, but only {len(available)} GPU(s) are available"
+            f"too few GPUs: {count} required, {len(available)} available"
             + ("; use --placement colocated to put all replicas on one GPU" if available else "; use --device-kind cpu")
         )
     return _cuda(

@@ -45,8 +45,8 @@ class CudaDevice:
     def hold(self) -> Iterator[None]:
         """Make the calling thread's current stream on this GPU the stream of this device in all threads.
 
-        Without this, the stream would depend on the thread that looks it up: it is that of another replica in the guard
-        of a replica on the same GPU, and the default stream in the threads in which autograd runs backward.
+        Otherwise, each thread would use its own current stream: the default stream in the threads in which autograd
+        runs backward, and another replica's stream in a thread that has entered the guard of a replica on the same GPU.
         """
         before, self._held = self._held, self.stream
         try:
@@ -59,7 +59,7 @@ class CudaDevice:
 
         The copy starts after the work that is queued on the current stream of the GPU that `tensor` is on. A tensor of
         the host is copied in a background stream, as by torch.nn.DataParallel: this device's stream waits for the copy,
-        which does not wait for the work of this device.
+        but the copy does not wait for the work of this device.
         """
         if not tensor.is_cuda:
             return self._put_from_host(tensor)
@@ -92,8 +92,8 @@ class CudaDevice:
     def guard(self) -> AbstractContextManager[Any]:
         """Return a context manager that makes this GPU and this device's stream current in the thread that enters it.
 
-        The stream is looked up here, in the calling thread: in a new thread, the current stream is the default stream,
-        not that of the thread which started the new one.
+        The stream is looked up in the thread that calls `guard`: in a new thread, the current stream is the default
+        stream, not the stream of the thread that started the new one.
         """
         stack = ExitStack()
         device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
@@ -169,8 +169,8 @@ class CudaDevice:
     def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
         """Return the sums on this GPU: item k is the sum of `tensors[i][k]` over all devices i.
 
-        The tensors are summed in buffers of 10 MiB, by NCCL if torch has NCCL. All devices wait for this device:
-        autograd makes only the stream of its node, which is that of this device, wait for the gradients.
+        The tensors are summed in buffers of 10 MiB, by NCCL if torch has NCCL. The other devices first wait for this
+        device, because autograd makes only this device's stream wait for the gradients.
         """
         real = [[torch.view_as_real(t) if t.is_complex() else t for t in one] for one in tensors]
         with ExitStack() as guards:

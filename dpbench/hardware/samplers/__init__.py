@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
 MOST_BYTES = 1 << 24
-"""The bytes of the file beyond which a reading keeps a part of the samples: hours of a watched loop have millions."""
+"""A reading of more new bytes than this keeps only a part of the samples, of which hours of a loop have millions."""
 GOLDEN = 0.6180339887498949
 """The fractional part of the golden ratio, whose multiples modulo 1 spread evenly: the kept seconds have no period."""
 
