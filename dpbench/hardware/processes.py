@@ -236,7 +236,7 @@ def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
 
 
 NEARLY_ALL = 0.8
-"""The fraction of the memory limit: if a killed process's resident set reached it, memory probably ran out."""
+"""If the resident set of a killed process reached this fraction of the memory limit, memory probably ran out."""
 
 
 def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> str:

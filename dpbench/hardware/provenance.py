@@ -46,7 +46,7 @@ class Resources:
         return "cuda" if self.gpu_memory_bytes else "cpu"
 
     def memory_of(self, case: Case, device: int) -> int:
-        """Return the bytes of memory of the GPU that `case` uses as device `device`; 0 if unknown, or if not a GPU."""
+        """Return the bytes of memory of the GPU that `case` uses as device `device`; 0 if it is unknown."""
         gpu = case.device_ids[device] if device < len(case.device_ids) else device
         known = case.device_kind == "cuda" and case.hosts == 1 and gpu < len(self.gpu_memory_bytes)
         return self.gpu_memory_bytes[gpu] if known else 0

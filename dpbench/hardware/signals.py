@@ -32,7 +32,10 @@ class _State:
 
 
 def install() -> None:
-    """Make SIGINT, SIGTERM and SIGHUP end this process; those that were ignored at its start, as by nohup, stay so."""
+    """Make SIGINT, SIGTERM and SIGHUP end this process.
+
+    A signal that was ignored when this process started, as by nohup, stays ignored.
+    """
     if _State.wake is None:
         _State.wake, write = os.pipe()
         for end in (_State.wake, write):

@@ -3,8 +3,7 @@
 An activity is one kernel, copy or collective on a device; its kind is compute, copy or communication. Activities of
 different streams overlap, so the time of a kind is the length of the union of its intervals, and not their sum.
 Communication is exposed where no compute kernel runs at the same time: |C| - |C and K|, with the union C of the
-communication and the union K of the compute kernels.
-The functions on intervals work with any unit of time.
+communication and the union K of the compute kernels. The functions on intervals work with any unit of time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ EXPOSED_REDUCTION = "exposed_reduction_s"
 
 @lru_cache(maxsize=4096)
 def kind_of(name: str) -> Kind:
-    """Return the kind of an activity, whose name in torch's profile is `name`."""
+    """Return the kind of an activity from its name in a profile of torch."""
     if _COMMUNICATION.match(name):
         return Kind.COMMUNICATION
     return Kind.COPY if _COPY.match(name) else Kind.COMPUTE

@@ -111,7 +111,7 @@ class Case:
     hosts: int = 1
     """The number of machines on which the ranks run, which torchrun or srun started; 1 for a strategy without ranks."""
     read_loss: int = 0
-    """The loop reads the loss as a number once per this number of steps, beginning with step 0; 0 means never."""
+    """The loop reads the loss as a number in step 0 and every `read_loss` steps after it; 0 means never."""
     zero_grad: str = "none"
     """The way in which the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
     compile: bool = False

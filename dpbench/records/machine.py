@@ -145,7 +145,7 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Machine:
-    """Return the machine with the name `name`, or the one that the TOML file with the path `name` describes.
+    """Return the described machine; `name` is one of `names()`, or the path of a TOML file.
 
     Raises LookupError for an unknown name, OSError for a file that cannot be read, and UnknownMachine for an incomplete
     or invalid description.

@@ -93,7 +93,7 @@ class Observed:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A prediction for the work of an observed loop with one process per device.
+    """A prediction for an observed loop, as if its work ran with one process per device.
 
     `step` is the predicted time of a step in seconds, with its 80 % interval. `basis` is a phrase that names the
     machine of the prediction.

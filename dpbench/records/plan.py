@@ -96,10 +96,10 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
     """Return the cases of common situations in multi-GPU training, with two replicas on devices of `device_kind`.
 
-    They vary the strategy; the place of the batch before the step, how often the loss is read, and how gradients are
-    cleared; bf16, fp16 and torch.compile; the forward alone, with autograd and under no_grad; batches from a DataLoader
-    without and with workers; each model concurrent with itself. For a CPU, strategies of one process also run on
-    emulated devices. `axes` are further axes of `sweep`.
+    The situations are: every strategy; each place of the batch before a step (GPUs and emulated devices); loss read in
+    every step or every tenth; gradients filled with zeros; bf16, fp16 and torch.compile; the forward alone, with
+    autograd and under no_grad; batches from a DataLoader without and with workers; each model concurrent with itself.
+    For a CPU, strategies of one process also run on emulated devices. `axes` are further axes of `sweep`.
     """
     found = []
     for name in registry.names("strategies"):
@@ -172,8 +172,8 @@ def model_check(case: Case) -> Case:
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     """Return the normal form of a case, so that two cases with equal work are equal.
 
-    A strategy for one device gets one device, one device gets the default placement, and only the engine keeps its
-    schedule. `weak_batches` are the batch sizes per device; if there are any, a strategy for one device gets one
+    A strategy for one device gets `devices` 1. A case with one device gets the default placement. Only the engine keeps
+    its schedule. `weak_batches` are the batch sizes per device; if there are any, a strategy for one device gets one
     device's share of the batch.
     """
     if case.traits.one_device and case.devices > 1:
@@ -306,7 +306,7 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the default numbers of devices of a sweep: 1, 2 and all that are `available`; colocated: 1 and 2.
+    """Return the default numbers of devices of a sweep: 1, 2 and `available`; for the placement "colocated", 1 and 2.
 
     A sweep of 1, 2, 4 and 8 GPUs would exceed the default budget, because each trial creates a context on each GPU.
     """

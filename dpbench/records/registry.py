@@ -29,7 +29,7 @@ from dpbench.records.visible import visible
 class Role(StrEnum):
     """The role of a strategy in comparisons, in the order in which reports show the strategies.
 
-    At most one of dpbench's own strategies has each of the first five roles.
+    For each of the first five roles, dpbench has at most one strategy.
     """
 
     BASELINE = "baseline"

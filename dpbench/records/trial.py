@@ -73,7 +73,7 @@ HOSTS = "hosts"
 FAILED_HOSTS = "failed_hosts"
 """The key of a baseline's provenance for the reasons, by machine, why other machines could not run the baseline."""
 ALONE = "step_alone_s"
-"""The metric for the seconds of a step of the baseline, which all machines of a launch run at once, independently."""
+"""The metric for the seconds of a baseline step; all machines of a launch run the baseline at once, each alone."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ class Source(StrEnum):
 class Status(StrEnum):
     """The status of a trial that ended.
 
-    A resumed run measures `killed` trials again, and trials with other statuses only if its option `--retry` lists
-    them.
+    A resumed run measures `killed` trials again, and a trial with another status only if `--retry` lists that status.
     """
 
     OK = "ok"
@@ -386,10 +385,10 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def cause_of(failures: Sequence[Failure], case: Case) -> Failure:
-    """Return the failure of the ranks of a case that likely caused the others.
+    """Return the failure that likely caused the others; `failures` are the failures of a case's ranks.
 
-    Its `device` is None if each rank has several devices, because a rank does not report which of them ran out of
-    memory.
+    In the result, `device` is None if each rank has several devices, because a rank does not report which of them ran
+    out of memory.
     """
     first = in_order(failures)[0]
     return first if case.traits.devices_per_replica == 1 else replace(first, device=None)

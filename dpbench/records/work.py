@@ -18,7 +18,7 @@ COALESCED_BYTES = 10 * 2**20
 DDP_SYNC_BYTES = 250 * 2**20
 """The size limit in bytes of the messages in which DistributedDataParallel broadcasts weights and buffers."""
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""The sizes in bytes at which a bucket of DistributedDataParallel is full: of every later bucket, and of the first one.
+"""The bytes at which a bucket of DistributedDataParallel is full; FIRST_BUCKET_BYTES is for its first bucket.
 
 The engine's schedules with reduce=overlap use 25 MiB for every bucket, including the first.
 """

@@ -78,9 +78,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
 MOST_BYTES = 1 << 24
-"""A reading of more new bytes than this keeps only a part of the samples, of which hours of a loop have millions."""
+"""If more bytes than this were added to the file since the last reading, only a part of the new samples is kept."""
 GOLDEN = 0.6180339887498949
-"""The fractional part of the golden ratio, whose multiples modulo 1 spread evenly: the kept seconds have no period."""
+"""The fractional part of the golden ratio; its multiples modulo 1 spread evenly, so the kept seconds have no period."""
 
 
 class Series:

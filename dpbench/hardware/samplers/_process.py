@@ -88,7 +88,7 @@ def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -
         try:
             series.append(samplers.enter_context(registry.load("samplers", name).start(devices, interval_s)))
         except Exception:
-            log.exception("sampler %s did not start", name)
+            log.exception("the sampler %s did not start, so this run lacks its samples", name)
     return series
 
 
