@@ -310,7 +310,7 @@ UNFIT = {
     "data.py:Stream": "Stream is an IterableDataset, ",
     "data.py:number": "int has no __len__ and no __getitem__; give a map-style Dataset",
     "data.py:broken": "the call without arguments failed: ZeroDivisionError: division by zero [data.py:",
-    "data.py:none": "dataset data.py:none: data.py has no object 'none'; give file.py:name",
+    "data.py:none": "dataset data.py:none: data.py has no object 'none'; correct the name after ':'",
     "none.py:good": "the file none.py does not exist",
     "good": "dataset good: give file.py:name or package.module:name",
 }  # fmt: skip

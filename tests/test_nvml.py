@@ -240,7 +240,7 @@ def test_a_uuid_is_the_gpu_that_cuda_shows_under_its_ordinal(monkeypatch):
     assert nvml.cuda_ordinals([UUIDS[2], UUIDS[0][:10]], recorded("h100_x4")) == [2, 0]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
     assert nvml.cuda_ordinals([UUIDS[2]], recorded("h100_x4")) == [1], "the order is that of CUDA"
-    with pytest.raises(LookupError, match=f"{UUIDS[0]} matches 0 GPUs .* {UUIDS[3]}, {UUIDS[2]}"):
+    with pytest.raises(LookupError, match=f"{UUIDS[0]} matches 0 GPUs, .* {UUIDS[3]}, {UUIDS[2]}"):
         nvml.cuda_ordinals([UUIDS[0]], recorded("h100_x4"))
     with pytest.raises(LookupError, match="GPU- matches 2 GPUs"):
         nvml.cuda_ordinals(["GPU-"], recorded("h100_x4"))

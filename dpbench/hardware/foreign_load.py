@@ -94,7 +94,7 @@ def busy(load: Measured) -> bool:
 
 
 def during(trial: Trial) -> Measured:
-    """Return the foreign load during a trial, as stored with the trial; an unknown load if none is stored."""
+    """Return the foreign load that is stored with a trial; if the trial has no such record, return an unknown load."""
     facts = trial.provenance.get(FACT)
     return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 
@@ -115,7 +115,8 @@ def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
     quota = _quota()
     if quota is not None and quota < len(CORES):
         return UnknownLoad(
-            f"a quota of {quota:g} CPUs limits this container, but /proc/stat counts all {len(CORES)} cores"
+            f"a quota of {quota:g} CPUs limits this container to less than its {len(CORES)} core(s), and /proc/stat "
+            "ignores quotas"
         )
     try:
         ticks = parse_ticks(Path("/proc/stat").read_bytes())

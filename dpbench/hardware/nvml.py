@@ -240,8 +240,8 @@ def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
         matches = [ordinal for ordinal, one in enumerate(known) if one.startswith(uuid)]
         if len(matches) != 1:
             raise LookupError(
-                f"--device-ids {uuid} matches {len(matches)} GPUs that are visible to CUDA, which are: "
-                f"{', '.join(known) or 'none'}"
+                f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one of the GPUs that are "
+                f"visible to CUDA: {', '.join(known) or 'none'}"
             )
         found += matches
     return found

@@ -190,7 +190,7 @@ def end_tree(pid: int) -> None:
 def ending(exit_status: int | None) -> str:
     """Return text that describes how a process ended; a negative status is a signal, None an unknown status."""
     if exit_status is None or exit_status >= 0:
-        return f"exit status {exit_status}"
+        return f"exit status {'unknown' if exit_status is None else exit_status}"
     known = {each.value: each.name for each in signal.Signals}
     return f"killed by {known.get(-exit_status, f'signal {-exit_status}')}"
 

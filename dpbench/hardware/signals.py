@@ -52,7 +52,7 @@ def received() -> int:
 
 
 def check() -> None:
-    """Raise Ended if a signal has asked this process to end; only its main thread has to end."""
+    """Raise Ended if a signal has asked this process to end. In any thread except the main thread, do nothing."""
     if _State.number and threading.current_thread() is threading.main_thread():
         raise Ended
 

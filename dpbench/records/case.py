@@ -69,7 +69,7 @@ HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
     """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows; they may be fewer than `chunks`.
 
-    Without rows there are no chunks.
+    The result is empty for 0 rows.
     """
     if not rows:
         return ()

@@ -260,7 +260,7 @@ def outside(kind: str, name: str) -> Any:
         raise LookupError(f"{kind} {name}: cannot import {place} in the folder {here}: {told}") from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise LookupError(f"{kind} {name}: {place} has no object {attribute!r}; give file.py:name")
+        raise LookupError(f"{kind} {name}: {place} has no object {attribute!r}; correct the name after ':'")
     return found
 
 

@@ -41,7 +41,7 @@ def everywhere(data: Any) -> Any:
 def column(values: Sequence[Any]) -> Sequence[Any]:
     """Return the values of a column; if they are texts, return a list of the texts that `visible` has converted.
 
-    Either all values are texts or none is. Each distinct text is converted once, because a long column has few of them.
+    A column has either texts only or no texts. Each distinct text is converted once, because a long column has few.
     """
     if not values or not isinstance(values[0], str):
         return values

@@ -24,7 +24,7 @@ Devices = Sequence[Device | DeviceId]
 def as_devices(devices: Devices) -> list[Device]:
     """Return `devices` as a list; if they are ids, `resolve` converts them to devices."""
     if isinstance(devices, DeviceId):
-        return resolve(devices)  # which refuses a single id
+        return resolve(devices)  # raises ValueError, because this is one id and not a list
     given: list[Any] = list(devices)
     return given if given and hasattr(given[0], "put") else resolve(given)
 

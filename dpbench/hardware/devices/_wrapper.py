@@ -133,7 +133,7 @@ class EmulatedTensor(torch.Tensor):
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
     """Return an emulated tensor on `device` that wraps `inner`; the bytes of `inner` then count for `device`."""
-    if inner.is_conj() or inner.is_neg():  # torch cannot see these bits of a tensor inside a wrapper
+    if inner.is_conj() or inner.is_neg():  # torch cannot see these two flags of a wrapped tensor
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
     if inner.layout == torch.sparse_coo:  # torch has no sparse lazy backend
