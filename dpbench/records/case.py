@@ -124,7 +124,7 @@ class Case:
     mode: str = TRAIN
     """The mode of a step, which is one of `MODES`. In a forward alone, the module is in eval mode."""
     neighbour: str = ""
-    """The name of another model that takes steps concurrently on the next devices; "" for none."""
+    """The name of a second model, or the same one, that takes steps concurrently on the next devices; "" for none."""
     unverified: bool = False
     """Whether the steps were timed although they were not compared with the reference; labelled UNVERIFIED."""
     declared: Traits | None = field(default=None, compare=False, repr=False)

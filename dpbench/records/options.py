@@ -281,7 +281,10 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
     if any(habits["compile"]) and kind == "emulated":
         raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
     if any(habits["neighbour"]) and kind == "emulated":
-        raise ValueError("emulated devices run one at a time, so two models cannot run concurrently on them: use GPUs")
+        raise ValueError(
+            "emulated devices run one at a time, so two models cannot run concurrently on them: give --device-kind cpu "
+            "or cuda"
+        )
     for model in filter(None, habits["neighbour"]):
         check_model(model)
     _check_combined(habits)

@@ -119,7 +119,7 @@ class Traits:
 
     @property
     def observed(self) -> bool:
-        """Return whether the case is a training loop of the user that dpbench observed, and did not run itself."""
+        """Return whether the case is a user's training loop that dpbench observed and did not run itself."""
         return self.role is Role.OBSERVED
 
     @property
