@@ -239,7 +239,7 @@ def test_a_side_that_is_not_there_or_not_clear_is_a_usage_error(
     assert "no run with the name 'night'" in is_error(*dpbench("compare", "@night", "@last"))
     stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "dpbench": {"commit": "aaaa9999"}})
     said = is_error(*dpbench("compare", "aaaa", "@last"))
-    assert "aaaa is the beginning of several: commit aaaa9999, commit aaaa1111; give more characters" in said
+    assert "aaaa is the beginning of several commits or ids: commit aaaa9999, commit aaaa1111; give more" in said
     assert dpbench("compare", "bbbb2222", "@last")[0] == 0, "of the commit of a project, the newest run"
     both = stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "dpbench": {"commit": two[0]}})
     assert f"commit {two[0][:12]}, run {two[0][:12]}" in is_error(*dpbench("compare", two[0][:12], both))

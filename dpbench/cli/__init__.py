@@ -38,9 +38,11 @@ def cli(context: click.Context, no_config: bool) -> None:
 
     Start with `dpbench run`: it measures this machine, prints an answer and writes a report.
 
-    Options have defaults in dpbench.toml, or [tool.dpbench] in pyproject.toml, in the working folder: a table such as
-    [run] for a command. The command line has precedence. `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on
-    completion in bash; zsh and fish have zsh_source and fish_source. The variable NO_COLOR turns off colours.
+    The file dpbench.toml in the working folder, or [tool.dpbench] in its pyproject.toml, can set defaults of options:
+    the table [run], for example, has those of `dpbench run`. The command line has precedence.
+
+    `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish, replace bash_source
+    by zsh_source or fish_source. The variable NO_COLOR turns off colours.
     """
     if not no_config and (found := config.read(Path.cwd(), cli.commands)):
         context.obj, context.default_map = found, {name: {**values} for name, values in found.values.items()}
@@ -56,9 +58,9 @@ for command in (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line with these arguments, by default those of the process; print errors to stderr.
+    """Run the command line with `arguments`, or with those of the process for None; print errors to stderr.
 
-    The exit code of the process states the kind of an error.
+    After an error, the process exits with a code that states the kind of the error.
     """
     open_streams()
     try:

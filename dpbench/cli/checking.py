@@ -19,17 +19,20 @@ from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, json_option
 )
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
-@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the drawn batch.")
+@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the batch.")
 @click.option(
-    "--optimizer", default="sgd", show_default=True, help="sgd, adam, adamw, or own: that of the model's file."
+    "--optimizer",
+    default="sgd",
+    show_default=True,
+    help="sgd, adam, adamw, or own: the optimizer that the model's file defines.",
 )
 @click.option("--limit", type=float, default=120.0, show_default=True, help="Seconds after which the check fails.")
 @json_option
 def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool) -> None:
     """Build a model, take one step on one device and one verified step on two, and print the results.
 
-    Each fault names the function of the model's file that must change. `dpbench run` does the same check on one device
-    first.
+    Each fault names the function of the model's file that must change. `dpbench run` begins with the same check, but on
+    one device only.
     """
     from dpbench.measure import checks, scratch
     from dpbench.measure.server import Server
@@ -54,7 +57,7 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
 
 @click.command(
     cls=Documented,
-    short_help="Write a commented example of a model file, which runs.",
+    short_help="Write a commented example of a model file that runs.",
     exits=EXITS | {0: "the file was written", EXIT_USAGE: "the file exists already, or wrong usage"},
 )
 @click.argument("file", type=click.Path(path_type=Path), default="model.py")

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One side in the JSON of `dpbench compare`; `project_commit` is the commit of the project in whose folder it ran.
+    """One of the two runs in the JSON of `dpbench compare`.
 
-    The facts of an exported run are empty, and its `started` is the epoch.
+    `project_commit` is the commit of the project in whose folder the run was measured. A run from an exported file
+    lacks the facts on machine and code, and its `started` is the epoch.
     """
 
     run: RunFacts
@@ -34,7 +35,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, run: StoredRun, report: Report) -> ComparedRun:
-        """Return a run as a record."""
+        """Return the record of `run`, with the cases and the answers of its report."""
         project = run.provenance.get("project") or {}
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         answers = [AnswerFacts.of(one) for one in report.answers]
@@ -42,7 +43,11 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One case in the JSON of `dpbench compare`, as `analysis.comparison.Comparison` defines it."""
+    """One case in the JSON of `dpbench compare`; `analysis.comparison.Comparison` has the same values.
+
+    `before_s` and `after_s` are seconds per step. `ratio` is above 1 if the second run is faster. `phase` is the phase
+    that changed most: by `phase_s` seconds per step, the fraction `phase_share` of the changes of all phases.
+    """
 
     label: str
     labels: Sequence[str]
@@ -68,8 +73,8 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
-    `unlike` has the facts in which the machines differ. `lost` has the reason for each case that is in both runs but
-    has no result in at least one of them.
+    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines differ. `lost` has
+    the cases that are in both runs but lack a result in at least one, and for each the reason.
     """
 
     before: ComparedRun
@@ -105,10 +110,12 @@ def compare(
 ) -> None:
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
 
-    BEFORE and AFTER are each a run of the store (@last, @NAME, or the beginning of an id), the beginning of a commit of
-    dpbench or of the project (its newest run), or a file: another store, or trials that `dpbench export jsonl` wrote;
-    FILE:RUN names a run in a file, whose newest run is the default. Runs on machines with unlike processors, cores,
-    GPUs, versions of torch or kinds of devices are refused without --unlike.
+    BEFORE and AFTER each name a run: @last, @NAME, or the beginning of an id; or the beginning of a commit of dpbench
+    or of the project, for the newest run of this commit; or FILE:RUN, where FILE is another store or the output of
+    `dpbench export jsonl`. FILE alone means its newest run.
+
+    Without --unlike, two runs are refused if they differ in processor, cores, GPUs, version of torch or kind of
+    devices, or if only one of them is an imported trace.
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
@@ -155,7 +162,10 @@ def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
 
 
 def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
-    """Return a run in a store or in an exported file; an empty `run` means the newest, or the only one of an export."""
+    """Return the run `run` of a store or of an exported file, and its trials.
+
+    An empty `run` means the newest run of a store, or the only run of an exported file.
+    """
     if path.suffix in (".jsonl", ".gz"):
         from dpbench.store import export
 
@@ -164,10 +174,10 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
 
 
 def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
-    """Return the newest run of the commit that begins with `asked`; None if there is none.
+    """Return the newest run of the commit that begins with `asked`; None if no run has such a commit.
 
     `runs` are the runs of a store, the newest first. Raises UsageError if `asked` matches several commits, or a commit
-    and a run.
+    and the id of a run.
     """
     if asked.startswith("@"):
         return None
@@ -180,5 +190,5 @@ def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
     also = [run.id for run in runs if found and run.id.startswith(asked)]
     if len(found) + len(also) > 1:
         matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
-        raise click.UsageError(f"{asked} is the beginning of several: {matches}; give more characters")
+        raise click.UsageError(f"{asked} is the beginning of several commits or ids: {matches}; give more characters")
     return next(iter(found.values()), None)

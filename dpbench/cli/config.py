@@ -1,7 +1,7 @@
 """Config: defaults of options from `dpbench.toml`, or from [tool.dpbench] in `pyproject.toml`, in the working folder.
 
 A table such as [run] has the defaults of one command; its keys are the long names of options. The keys `store` and
-`patience` outside of these tables are for all commands that have the option. The command line has precedence. The help
+`patience` outside of these tables apply to all commands that have the option. The command line has precedence. The help
 of a command ends with the defaults that come from a file, and with the command's exit codes.
 """
 
@@ -23,7 +23,7 @@ from dpbench.records.visible import everywhere
 
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")
-"""The options that may stand outside of the table of a command."""
+"""The options whose defaults a file may set for all commands at once, outside of the tables of the commands."""
 Value = str | int | float | bool | list[str | int | float | bool]
 EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 """The meaning of the exit codes of most commands."""
@@ -31,12 +31,15 @@ EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of options from the file `path`: by command, the option's values as the words of a command line."""
+    """Defaults of options from the file `path`.
+
+    `words` has, by command and option, the words of a command line that would set the option.
+    """
 
     path: Path
     words: Mapping[str, Mapping[str, Sequence[str]]]
     values: Mapping[str, Mapping[str, Any]]
-    """The same as `default_map` of click, which has the names of a command's parameters."""
+    """The defaults by command and parameter, in the form of click's `default_map`."""
 
 
 class Documented(click.Command):
@@ -57,15 +60,15 @@ class Documented(click.Command):
 
 
 def _shown(words: Sequence[str]) -> str:
-    """Return the words of an option without its name; "on" or "off" for a switch."""
+    """Return the words that set an option, without the first one, its name; "on" or "off" for a switch."""
     return shlex.join(words[1:]) or ("on" if words else "off")
 
 
 def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None:
     """Return the defaults that a file in `folder` has for the options of `commands`; None without such a file.
 
-    Raises UsageError, which names the file and the key, for unknown keys, values that the option does not accept, and
-    two files with defaults.
+    Raises UsageError if two files have defaults, for an unknown key, and for a value that the option does not accept.
+    The message names the files, or the file and the key.
     """
     found = [(path, where, table) for path, where in _sources(folder) if (table := _table(path, where)) is not None]
     if not found:
@@ -84,24 +87,25 @@ def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None
 
 
 def command_of(context: click.Context, repeated: str) -> str:
-    """Return the command that repeats a run without a file of defaults; "" if no default comes from a file.
+    """Return `repeated` with the option --no-config; "" if no default of the current command comes from a file.
 
-    `context` is that of the command, and `repeated` the command `dpbench run` with all options of the measurement.
+    `context` is the click context of the current command. `repeated` is the command `dpbench run` with all options of
+    the measurement, so that it needs no file.
     """
     given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
     return _ignoring(repeated) if given else ""
 
 
 def command_in(folder: Path, repeated: str) -> str:
-    """Return the command `repeated` so that it has the same effect in `folder`, also if that has a file of defaults.
+    """Return the command `repeated`, with the option --no-config if `folder` has a file that may set defaults.
 
-    This is for runs that did not read the file.
+    Runs that Python starts do not read such a file, so the command that repeats them must not read it either.
     """
     return _ignoring(repeated) if any(path.is_file() for path, _ in _sources(folder)) else repeated
 
 
 def _ignoring(command: str) -> str:
-    """Return a command `dpbench` that ignores files of defaults."""
+    """Return `command`, which begins with `dpbench`, with the option --no-config."""
     return f"dpbench --no-config {command.removeprefix('dpbench ')}"
 
 
@@ -111,7 +115,10 @@ def _sources(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _table(path: Path, where: str) -> Mapping[str, Any] | None:
-    """Return the table `where` of a TOML file; None if there is no such file or table."""
+    """Return the table `where`, such as "tool.dpbench", of a TOML file; None if there is no such file or table.
+
+    If `where` is empty, the whole file is the table. Raises UsageError if the file is not valid.
+    """
     import tomllib
 
     if not path.is_file():
@@ -181,7 +188,10 @@ def _text(value: str | float) -> str:
 
 
 def _checked(option: click.Option, value: Any, command: click.Command, where: str) -> Any:
-    """Return the value for `default_map`. Raises UsageError, which names the entry, if the option refuses it."""
+    """Return the value in the form of click's `default_map`: a bool, a text, or a list of texts.
+
+    Raises UsageError, which begins with `where`, if the option does not accept the value.
+    """
     if option.is_flag:
         return value
     texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]

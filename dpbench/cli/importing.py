@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The use that one device of a file made of the time `span_s` from its first to its last activity, in seconds.
+    """The times of one device of a file, in seconds.
 
-    `device` is the number in the file, and `name` its model, empty if unknown. `compute_s`, `copies_s` and
-    `communication_s` are lengths of unions of intervals, which may overlap; memory fills count as copies, and copies
-    between two devices as communication. The exposed parts overlap with no compute kernel. `kernels_s` is the length of
-    the union of all activities except communication. During `idle_s` the device ran nothing.
+    `device` is the number in the file, and `name` its model, empty if unknown. `span_s` is the time from the start of
+    the first activity to the end of the last. `compute_s`, `copies_s` and `communication_s` are the seconds in which at
+    least one activity of this kind ran, and may overlap in time; memory fills count as copies, and copies between two
+    devices as communication. The exposed parts are the seconds without a compute kernel. `kernels_s` are the seconds
+    with compute kernels or copies. During `idle_s` the device ran nothing.
     """
 
     device: int
@@ -43,8 +44,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
 
     `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
-    that the host spent in each phase, regardless of the work of the devices. Both have all phases, 0 for those that do
-    not occur, and `phases` also has `unattributed`. `partial` is whether the trace may lack the beginning of the step.
+    that the host spent in each phase, regardless of the work of the devices. Both have all phases, with 0 for a phase
+    that does not occur, and `phases` also has `unattributed`. `partial` is True if the trace may lack the beginning of
+    the step.
     """
 
     name: str
@@ -56,9 +58,10 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
-    """The correction of a rank's clock in seconds.
+    """The correction of a rank's clock to the clock of the first rank.
 
-    `shift_s` was added to the rank's times. `uncertainty_s` is the largest deviation of one of the `collectives`.
+    The median time difference of `collectives` collectives, `shift_s`, was added to the rank's times. `uncertainty_s`
+    is the largest deviation from this median. Both are in seconds.
     """
 
     shift_s: float
@@ -69,8 +72,8 @@ class Clock(msgspec.Struct, frozen=True, kw_only=True):
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
 
-    `clock` is the correction that aligns the rank's clock with that of the first rank; null for the first rank, and if
-    their collectives do not match.
+    `clock` is the correction of the rank's clock to that of the first rank; null for the first rank, and if the
+    collectives of the two ranks do not match.
     """
 
     path: str
@@ -83,7 +86,7 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Import(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench import --json`: the id of the stored run, and the files in the order of their ranks."""
+    """The JSON of `dpbench import`: the id of the stored run, its results file `store`, and a record per trace file."""
 
     schema: int
     run: str
@@ -98,7 +101,7 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     exits={
         0: "the traces were imported",
         EXIT_FAILED: "a file cannot be read or written",
-        EXIT_USAGE: "wrong usage, or a file that is no trace",
+        EXIT_USAGE: "wrong usage, or a file that is not a trace",
     },
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -111,9 +114,10 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
 def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> None:
     """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
 
-    Each file is one process; files of different ranks of one process group become one case. Steps are those of the
-    profiler, or end where the optimizer's step ends. The JSON has, for each file and device, span_s, compute_s,
-    copies_s, communication_s, exposed_communication_s and idle_s, and the steps with the seconds of their phases.
+    Each file is one process; files of different ranks of one process group become one case. The steps are those that
+    the profiler has marked; in a trace without such marks, a step ends where the optimizer's step ends. The JSON has,
+    for each device of a file, span_s, compute_s, copies_s, communication_s, exposed_communication_s and idle_s, and,
+    for each step of a file, the seconds of its phases.
     """
     from dpbench.observe import imported
     from dpbench.store import Naming

@@ -34,24 +34,26 @@ MOST_WORKERS = 1024
     help="Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable without arguments that "
     "returns one.  [default: a synthetic dataset]",
 )
-@click.option("--workers", type=Numbers(), help="Numbers of workers.  [default: 0 and powers of two up to the cores]")
+@click.option("--workers", type=Numbers(), help="Numbers of workers.  [default: 0, and powers of two up to all cores]")
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
     "--examples",
     type=click.IntRange(1),
-    help="Least examples per measurement.  [default: as many as load in about a second]",
+    help="Minimum number of examples per measurement.  [default: about a second's worth]",
 )
 @click.option("--pin-memory", type=Switches(), default="off", show_default=True)
 @click.option("--prefetch-factor", type=Numbers(), default="2", show_default=True)
 @click.option("--persistent-workers", type=Switches(), default="off", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Fresh processes per setting.")
-@click.option("--limit", type=click.FloatRange(0.1), default=60.0, show_default=True, help="Most seconds for a batch.")
+@click.option("--limit", type=click.FloatRange(0.1), default=60.0, show_default=True, help="Maximum seconds per batch.")
 @click.option("--model", default="", help="Compare with the step of this model on data in memory: a reference model, "
               "or your own, package.module:name.")  # fmt: skip
 @click.option("--step-ms", type=click.FloatRange(0, min_open=True), help="Compare with a step of this duration.")
-@click.option("--cpu-ms", type=click.FloatRange(0), help="Synthetic: CPU time per example.  [default: 1]")
-@click.option("--wait-ms", type=click.FloatRange(0), help="Synthetic: waiting time per example.  [default: 4]")
-@click.option("--example-bytes", type=Bytes(), help="Synthetic: size of an example.  [default: 150528]")
+@click.option("--cpu-ms", type=click.FloatRange(0), help="Synthetic: CPU milliseconds per example.  [default: 1]")
+@click.option(
+    "--wait-ms", type=click.FloatRange(0), help="Synthetic: milliseconds of waiting per example.  [default: 4]"
+)
+@click.option("--example-bytes", type=Bytes(), help="Synthetic: bytes per example.  [default: 150528]")
 @click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: largest total rate "
               "of all workers, like the rate of a disk.  [default: none]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
@@ -61,7 +63,10 @@ MOST_WORKERS = 1024
 )  # fmt: skip
 @patience_option
 def loaders(report: Path, as_json: bool, patience: float | None, **options: Any) -> None:
-    """Measure a DataLoader over its number of workers, find the knee, and compare it with a training step."""
+    """Measure the rate of a DataLoader with several numbers of workers, and compare it with that of a training step.
+
+    The recommended number of workers, the knee, is the least whose rate is within 5 % of the best.
+    """
     from dpbench.measure import loaders as measuring
 
     plan = _loaders_plan(options)
@@ -77,19 +82,20 @@ def loaders(report: Path, as_json: bool, patience: float | None, **options: Any)
 
 
 def _loaders_plan(options: dict[str, Any]) -> Plan:
-    """Return the sweep that the options select. Raises UsageError if they contradict each other."""
+    """Return the measurements that the options select. Raises UsageError if the options contradict each other."""
     from dpbench.hardware.provenance import usable_cores
     from dpbench.measure import loaders as measuring
     from dpbench.measure.request import Synthetic
     from dpbench.records import registry
 
     if options["model"] and options["step_ms"]:
-        raise click.UsageError("--model and --step-ms both give the step: leave out one of them")
+        raise click.UsageError("--model and --step-ms both give the step to compare with: leave out one of them")
     costs = ("cpu_ms", "wait_ms", "example_bytes", "examples_per_s")
     given = [f"--{name.replace('_', '-')}" for name in costs if options[name] is not None]
     if options["dataset"] is not None:
         if given:
-            raise click.UsageError(f"{', '.join(given)}: for the synthetic dataset only; leave them out, or --dataset")
+            said = ", ".join(given)
+            raise click.UsageError(f"{said}: for the synthetic dataset only; leave out --dataset, or {said}")
         registry.check_module(options["dataset"], "--dataset")
     cpu_ms, wait_ms, example_bytes, rate = (options[name] for name in costs)
     synthetic = Synthetic(
@@ -100,7 +106,7 @@ def _loaders_plan(options: dict[str, Any]) -> Plan:
     if min(workers) < 0 or max(workers) > MOST_WORKERS:
         raise click.UsageError(f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, workers))}")
     if min(options["prefetch_factor"]) < 1:
-        raise click.UsageError("--prefetch-factor must be at least 1")
+        raise click.UsageError(f"--prefetch-factor must be at least 1, got {min(options['prefetch_factor'])}")
     return measuring.Plan(
         dataset=options["dataset"] or synthetic, batch_size=options["batch_size"], examples=options["examples"],
         settings=measuring.settings(
@@ -111,7 +117,7 @@ def _loaders_plan(options: dict[str, Any]) -> Plan:
 
 
 def _step_of(options: dict[str, Any]) -> Case | float | None:
-    """Return the step to compare with: a case on one device, seconds, or None."""
+    """Return the step to compare with: a case on one device for --model, seconds for --step-ms, None without both."""
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda
     from dpbench.records import Case, registry

@@ -1,6 +1,6 @@
 """Managing: the commands that look after a store and its runs: show, rm, merge, `store check` and `store recover`.
 
-It also makes the lines of `dpbench list runs`.
+The module also makes the lines of `dpbench list runs`.
 """
 
 from __future__ import annotations

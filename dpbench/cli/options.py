@@ -45,7 +45,7 @@ def open_streams() -> None:
 REPORTS = Path("reports")
 LATEST = REPORTS / "latest" / "index.html"
 PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
-"""The help of the options for the page."""
+"""The help of the options that name the report page."""
 STORE = Path("dpbench.db")
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
@@ -122,7 +122,7 @@ class Numbers(click.ParamType[tuple[int, ...]]):
 
 
 class Tag(click.ParamType[tuple[str, str]]):
-    """A key and a value that the user gives to a run."""
+    """A tag, key=value, that the user gives to a run."""
 
     name = "key=value"
 
@@ -131,7 +131,7 @@ class Tag(click.ParamType[tuple[str, str]]):
         if isinstance(value, tuple):
             return value
         key, _, text = value.partition("=")
-        return (key, text) if key and text else self.fail(f"{value!r} is not a tag, such as driver=550", param, ctx)
+        return (key, text) if key and text else self.fail(f"{value!r} is not key=value, such as driver=550", param, ctx)
 
 
 class Switches(click.ParamType[tuple[bool, ...]]):
@@ -140,7 +140,7 @@ class Switches(click.ParamType[tuple[bool, ...]]):
     name = "off,on"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on an empty list and on any other word."""
+        """Return True for each on and False for each off in a text; fail for an empty list, and for other words."""
         if isinstance(value, tuple):
             return value
         known = {"off": False, "on": True}
@@ -151,7 +151,7 @@ class Switches(click.ParamType[tuple[bool, ...]]):
 
 
 class Loaders(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list of numbers of workers of a DataLoader, or off."""
+    """A comma-separated list, each part of which is a DataLoader's number of workers, or off."""
 
     name = "off,0,..."
 
@@ -171,7 +171,10 @@ class DeviceIds(click.ParamType["tuple[int | str, ...]"]):
     name = "0,1,...|GPU-..."
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Split at commas; fail on an empty list and on a part that is neither an integer nor begins with GPU-."""
+        """Return the GPUs in a text, each as an ordinal (int) or a UUID (str).
+
+        Fail for an empty list, and for a part that is not an integer and does not begin with GPU-.
+        """
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",") if part.strip()]

@@ -83,7 +83,8 @@ def needs_table(found: Iterable[Need]) -> str:
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
     """Return a table of the predicted gains from changes of the schedule or of the machine.
 
-    Schedules whose gains are equal in the precision of the table share one line, with the effect of the first rung.
+    Schedules of a model whose gains are equal in the precision of the table share one line, which describes the first
+    of these rungs.
     """
     lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast", "80 % interval")]
     for _, tied in itertools.groupby(
@@ -107,7 +108,10 @@ def _between(one: WhatIf) -> str:
 
 
 def coverage_line(kind: str, found: Coverage) -> str:
-    """Return a line on the coverage of the 80 % intervals of some rows, with its interval and the interval score."""
+    """Return a line with the share of steps within their 80 % intervals, this share's interval, and the interval score.
+
+    `kind` names the rows of the published measurements to which the line refers, such as "hard rows".
+    """
     return (
         f"{kind}: {words.percent(found.share)} ({words.percent(found.low)} to {words.percent(found.high)}, clustered "
         f"by machine) of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')} are in their "
@@ -129,7 +133,10 @@ def scores_table(lines: Iterable[ScoreLine]) -> str:
 
 
 def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return one line of text per reason for leaving out rows: the number of rows, and the ids of the first `most`."""
+    """Return one line of text per reason for which rows were left out, the most frequent reason first.
+
+    The line has the number of rows, the reason, and the ids of the first `most` rows.
+    """
     reasons: dict[str, list[str]] = {}
     for row in rows:
         reasons.setdefault(row.reason, []).append(row.id)
@@ -141,11 +148,11 @@ def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
 
 
 class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """The prediction of one case: `step_s` and `speedup`, which is null without a case on one device.
+    """The prediction of one case; `step_s`, in seconds, and `speedup` have 80 % intervals.
 
-    Both have 80 % intervals.
-
-    `memory` has the results of `dpbench predict --memory`: each device's peaks in bytes, and whether they fit.
+    `speedup` is null if no prediction for one device can serve as its baseline. `profile` is the origin of the times of
+    the model: "measured", "given", "traced" or "counted". `memory` has the results of `dpbench predict --memory`: each
+    device's peaks in bytes, and whether they fit; it is null without this option.
     """
 
     label: str
@@ -161,7 +168,7 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record; `others` are the predictions that may include its baseline."""
+        """Return a prediction as a record; its baseline is looked for among the predictions `others`."""
         from dpbench.analysis.summary import labels
         from dpbench.predict.cases import speedup
 
@@ -176,7 +183,11 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench predict`; `what_ifs` has the gains of changes of the schedule or of the machine."""
+    """The JSON of `dpbench predict`.
+
+    `what_ifs` has the predicted gains from changes of the schedule or of the machine. `measured_steps` has one sentence
+    per model with measured steps, which gives the origin of these steps.
+    """
 
     machine: str
     description: str
