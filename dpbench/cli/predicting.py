@@ -1,4 +1,4 @@
-"""Predicting: the commands `dpbench predict` and `dpbench probe`, and the tables that they print."""
+"""Predicting: the commands `dpbench predict` and `dpbench probe`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from dpbench.cli.predicted import (
     what_ifs_table,
 )
 from dpbench.cli.showing import choose, list_unreadable, print_answers
+from dpbench.records import words
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -64,8 +65,8 @@ DEVICES = (1, 2, 4, 8)
 @click.option("--step-s", type=click.FloatRange(1e-9, 1e9), help="Measured seconds of a step on one device.")
 @click.option(
     "--from", "measured",
-    help="A results file with steps of the strategy `single` that were measured on one device of this machine; or, "
-    "without --models, a watched or imported run: FILE, FILE:RUN, or a run of dpbench.db.",
+    help="A results file with steps that the strategy `single` took on one device of the machine; or, without "
+    "--models, a watched or imported run: FILE, FILE:RUN, or a run of dpbench.db.",
 )  # fmt: skip
 @click.option(
     "--bus", metavar="GB/S|FILE",
@@ -123,7 +124,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     if not any(batches.values()):
         batches |= {"batch_sizes": (loop.case.batch_size,)} if loop else {"batch_per_device": (32,)}
     precision = loop.case.precision if loop else options["precision"]
-    profile = loop.on(described) if loop else None  # refuses a loop without the facts that are needed
+    profile = loop.on(described) if loop else None  # raises for a loop that lacks a needed fact
     asked = _asked(described, models, options, precision=precision, **batches)
     _check(described, asked, loop, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
@@ -157,7 +158,10 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 
 
 def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any], **axes: Any) -> list[Case]:
-    """Return the cases to predict; `axes` are the precision and the batch sizes."""
+    """Return the cases to predict; `axes` are the precision and the batch sizes.
+
+    Cases of one process that need the GPUs of several nodes are left out, and a line on stderr lists them.
+    """
     from dpbench.predict import cases
 
     found = cases.sweep(
@@ -187,21 +191,23 @@ def _refuse_beside_score(table: Path | None) -> None:
     if table and (ignored := sorted(set(given) - {"table", "as_json", "all_rows"})):
         flags = {one.name: one.opts[0] for one in click.get_current_context().command.params}
         names = ", ".join(flags[name] for name in ignored)
-        raise click.UsageError(f"--score predicts the rows of its file, so {names} would have no effect: leave it out")
+        raise click.UsageError(
+            f"--score predicts the rows of its file, so {names} would have no effect: leave out {names}"
+        )
     if not table and "all_rows" in given:
         raise click.UsageError("--all-rows chooses rows of the file of --score: give --score FILE, or leave it out")
 
 
 def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that changes none of the cases."""
+    """Raise UsageError for an option that has no effect on the cases, and for --step-s with several models."""
     from dpbench.predict import counts
 
     models = list(dict.fromkeys(case.model for case in asked))
     problems = {
-        "size": (all(map(counts.named, models)), "models that are known by name have one size"),
+        "size": (all(map(counts.named, models)), "models that are known by name have only one size"),
         "schedules": (not any(case.schedule for case in asked), "none of the strategies has schedules"),
         "bus": (all(case.devices == 1 for case in asked), "no case has several devices"),
-        "step_s": (len(models) > 1, "one step time holds for one model, and several models are given"),
+        "step_s": (len(models) > 1, f"it is the step time of one model, and {len(models)} models are given"),
     }
     for name in _given():
         wrong, reason = problems.get(name, (False, ""))
@@ -210,7 +216,10 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 
 
 def _with_bus(described: Machine, given: str) -> Machine:
-    """Return the machine with the measured bus `given`, in GB/s or as a file; raises UsageError if it has none."""
+    """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that nccl-tests printed.
+
+    Raises UsageError if the machine has logical CPU devices, or if `given` cannot be read.
+    """
     from dpbench.predict import nccl
 
     if described.logical:
@@ -224,7 +233,7 @@ def _with_bus(described: Machine, given: str) -> Machine:
 
 
 def _source(asked: str) -> tuple[Path, str | None]:
-    """Return the results file and the run that --from names; None for the newest run.
+    """Return the results file and the run that --from names; the run is None if --from names only a file.
 
     Raises UsageError if there is no such file.
     """
@@ -235,11 +244,13 @@ def _source(asked: str) -> tuple[Path, str | None]:
         return Path(name), run
     if STORE.is_file():
         return STORE, asked
-    raise click.UsageError(f"--from {asked}: there is no such file, and no {STORE} that could have such a run")
+    raise click.UsageError(
+        f"--from {asked}: there is no such file, and no file {STORE} in this folder: give FILE or FILE:RUN"
+    )
 
 
 def _loop(path: Path, run: str | None) -> Loop:
-    """Return the observed loop of a run; without `run`, that of the newest run that has one.
+    """Return the watched or imported loop of a run; without `run`, that of the newest run with such a loop.
 
     Raises UsageError if there is none.
     """
@@ -278,9 +289,9 @@ def _check(machine: Machine, asked: Sequence[Case], loop: Loop | None, options: 
     nodes = [case for case in asked if case.devices > machine.gpu.count]
     if options["bus"] and nodes:
         raise click.UsageError(
-            f"--bus is the bandwidth between the {machine.gpu.count} GPUs of one node, and {nodes[0].label} runs on "
-            f"{-(-nodes[0].devices // machine.gpu.count)} nodes: give fewer --devices, or a machine file with the "
-            "table [collective], which holds for all nodes"
+            f"--bus is the bandwidth within a node of {words.count(machine.gpu.count, 'GPU')}, and {nodes[0].label} "
+            f"runs on {-(-nodes[0].devices // machine.gpu.count)} nodes: give fewer --devices, or a machine file with "
+            "the table [collective], which holds for all nodes"
         )
     source = click.get_current_context().get_parameter_source
     given = [f"--{name}" for name in ("precision", "size", "optimizer") if source(name) is ParameterSource.COMMANDLINE]

@@ -75,9 +75,10 @@ class RunningSpeedups:
 
 
 def device_bars(trial: Trial, most: int = 8) -> Table | None:
-    """Return a bar for each of the first `most` devices of a trial: the share of its median step that was occupied.
+    """Return a table with a bar for each of the first `most` devices of a trial.
 
-    A device is occupied while a phase is open on it. None if the trial has no timed step with phases on devices.
+    A bar shows the share of the trial's median step in which a phase was open on the device. Return None if the trial
+    is not trusted, or has no timed step with phases on devices.
     """
     found = trial.ledger.median_step if trial.trusted else None
     if not found:
@@ -140,7 +141,7 @@ class Progress:
             if self._plan:
                 self._console.print(escape(self._plan))
             if event.done:
-                self._console.print(f"resuming run {event.run_id[:8]}: {event.done} of {event.total} trials are done")
+                self._console.print(f"resuming run {event.run_id[:8]}, which has {event.done} of {event.total} trials")
         else:
             what = f"{ladder.label(event.case)}, round {event.round + 1}"
             self._bar.update(self._task, description=escape(what))
@@ -166,16 +167,19 @@ class Progress:
 
 
 def brief(trial: Trial) -> str:
-    """Return one line of a trial's reason: the last line (the error of a traceback), or for a timeout the first line.
+    """Return one line of a trial's reason: the first line for a timeout, else the last, the error of a traceback.
 
-    The reason of a timeout ends with the stacks of the processes.
+    After its first line, the reason of a timeout has the stacks of the processes.
     """
     lines = [line for line in trial.reason.splitlines() if line.strip()] or [""]
     return lines[0 if trial.status is Status.TIMEOUT else -1].strip()
 
 
 def left_text(seconds: Sequence[float], trials: int) -> str:
-    """Return the expected time of the next `trials` trials as text, from the seconds of earlier ones; "" if unknown."""
+    """Return the expected duration of the next `trials` trials as text, such as "about 2 min left".
+
+    `seconds` are the durations of earlier trials. Return "" without earlier trials, and if no trial is left.
+    """
     return f"about {words.long_time(statistics.mean(seconds) * trials)} left" if seconds and trials > 0 else ""
 
 
@@ -195,7 +199,7 @@ def details(trial: Trial) -> str:
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
            "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
 COMPARED = ("speed-up", "95 %", "effic.", "verified")
-"""The columns that a table of observed loops lacks: they have no baseline and no reference."""
+"""The columns that a table of observed loops lacks, because such loops have no baseline and no reference."""
 TEXT = ("model", "strategy", "verified", "labels")
 """The columns that contain text, and not numbers."""
 
@@ -214,7 +218,11 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
 
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
-    """Return the first cells of the line for one case: its model, strategy and habits, devices and batch size."""
+    """Return the first cells of the line for one case: its model, its strategy, its devices and its batch size.
+
+    After the strategy come "(best rung)" if `best` is True, and the settings of the training loop that differ from
+    their defaults (`Case.habits`).
+    """
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
@@ -268,7 +276,10 @@ def _latency(row: Any) -> tuple[str, ...]:
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return the cell of an estimate's value and the cell of its interval; both are empty for None."""
+    """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval; both empty for None.
+
+    `scale` is a factor for the numbers. An estimate in doubt is shown as `words.NOT_ENOUGH`, without an interval.
+    """
     if estimate is None:
         return "", ""
     if estimate.doubt:

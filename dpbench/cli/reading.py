@@ -32,7 +32,7 @@ METRICS = {
     "collective_busy_s": "seconds in which a GPU ran collectives or copies to other GPUs, in a profiled step",
     "exposed_communication_s": "the part of collective_busy_s in which the GPU ran no compute kernel",
     "exposed_reduction_s": "the part of exposed_communication_s in which the GPU of a rank reduced gradients",
-    "outlasting_ratio": "work of the GPUs for which a block of steps does not wait, as a fraction of its time",
+    "outlasting_ratio": "time that GPUs work after the end of a block of steps, as a fraction of the block's time",
     "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
     "memory_used_bytes": "memory in use on a GPU, from NVML",
     "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
@@ -95,7 +95,7 @@ def _rung(name: str) -> str:
     if name == REFERENCE:
         return "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can be timed"
     needs = {need for _, need in RUNGS[name].needs(TRAIN_STEP)}
-    notes = [*(f"needs {need}" for need in sorted(needs)), *([] if RUNGS[name].exact else ["tolerance"])]
+    notes = [*(f"needs {need}" for need in sorted(needs)), *([] if RUNGS[name].exact else ["within a tolerance"])]
     said = f" ({', '.join(notes)})" if notes else ""
     return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}{said}"
 
@@ -135,7 +135,7 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
 
 @click.command(cls=Documented, short_help="Explain whether, why and how several devices help.")
 @click.option("--all", "full", is_flag=True, help="Also print every finding with its evidence, remedy and command.")
-@click.option("--samples", type=click.IntRange(1), help="Samples of an epoch, to state its time.")
+@click.option("--samples", type=click.IntRange(1), help="Number of samples in an epoch, for which the time is stated.")
 @json_option
 @run_option
 @store_option
@@ -156,7 +156,7 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as
     if full:
         click.echo(f"\n{text.render(found.diagnoses, found.rows)}")
     elif number := sum(len(one.findings) for one in found.diagnoses):
-        click.echo(f"\n{words.count(number, 'finding')} with evidence: dpbench explain --all")
+        click.echo(f"\n{words.count(number, 'finding')}; for the evidence: dpbench explain --all")
 
 
 @click.command("list", cls=Documented, short_help="List models, strategies, machines, runs and more.")

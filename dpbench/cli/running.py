@@ -1,4 +1,4 @@
-"""Running: the commands that measure: `dpbench run` measures cases, `dpbench loaders` a DataLoader."""
+"""Running: the command `dpbench run`, which measures cases."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ RESUMES = "the finished trials are stored; to resume the run, give the same comm
 
 @dataclass(frozen=True, kw_only=True)
 class _Output:
-    """The output of a run: its files, and its results as a table or as JSON, or only its plan (`dry_run`)."""
+    """The options for the output of a run: its files, JSON or a table, and whether to print only the plan."""
 
     store: Path
     report: Path | None
@@ -137,14 +137,14 @@ class _Output:
     type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="fp32: torch's defaults; tf32: GPUs may round products; bf16, fp16: autocast, in fp16 with a GradScaler.",
+    help="fp32: torch's defaults; tf32: float32 products in TF32; bf16, fp16: autocast, in fp16 with a GradScaler.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(["sgd", "adam", "adamw", "own"]),
     default="sgd",
     show_default=True,
-    help="sgd (momentum), adam, adamw, or own: optimizer(parameters), scheduler(optimizer), clip_norm of your --model.",
+    help="sgd (momentum), adam, adamw, or own: the optimizer, the scheduler and the clip_norm of your --model.",
 )
 @click.option(
     "--unverified",
@@ -183,13 +183,13 @@ class _Output:
     type=Loaders(),
     default=(-1,),
     help="Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off makes the batches "
-    "before it. The wait is the phase data.  [default: off]",
+    "before the loop. The wait for a batch is the phase data.  [default: off]",
 )
 @click.option(
     "--mode",
     type=Names(),
     default=("train",),
-    help="The work of a step: train, or the forward alone with autograd (forward), under no_grad or under "
+    help="The work of a step: train; or the forward alone, with autograd (forward), under no_grad (no_grad), or under "
     "inference_mode (inference).  [default: train]",
 )
 @click.option(
@@ -311,7 +311,7 @@ def _agent(placed: Launch, interface: str) -> int:
 
 
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
-    """Run the cases that the options select, and exit."""
+    """Measure the cases that the options select, print the results, and exit; or print the plan, or search batches."""
     from dpbench.cli.progress import Progress
     from dpbench.measure import forecast, selection
     from dpbench.measure.jobs import JobsError
