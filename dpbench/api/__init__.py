@@ -71,15 +71,15 @@ def run(
 ) -> Run:
     """Measure cases in fresh processes, store every trial in the file `store`, and return the run.
 
-    The arguments are the options of `dpbench run`, whose --help explains them, with the same defaults; an empty value
-    means the default on this machine. Without arguments that select cases, dpbench selects cases that fit this
-    machine. Times are in seconds and sizes in bytes. `model` and `strategy` name your own objects in a file, because
-    the measuring processes import them: "package.module:name". `tag` has texts such as "driver=550". Progress is
-    printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials are stored, and the same
+    The arguments are the options of `dpbench run`, with the same defaults; `dpbench run --help` explains them. An empty
+    value means the default on this machine. Without arguments that select cases, dpbench selects cases that fit this
+    machine. Times are in seconds and sizes in bytes. `model` and `strategy` name your own objects in a file, such as
+    "package.module:name", because the measuring processes import them. `tag` has texts such as "driver=550". Progress
+    is printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials are stored, and the same
     call resumes the run.
 
     Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under torchrun or srun,
-    where the command `dpbench run` measures over all ranks.
+    where only the command `dpbench run` can measure.
     """
     given = dict(locals())
     del given["store"], given["quiet"], given["verbose"]
@@ -107,7 +107,7 @@ def run(
 
 
 def load(store: str | Path = STORE, run: str | None = None) -> Run:
-    """Return a run of a results file: `run` is @last, @NAME or the beginning of its id; None: the newest run.
+    """Return a run of a results file. `run` is @NAME or the beginning of an id; @last and None mean the newest run.
 
     Raises StoreError if the file is not a results file, and ValueError if it has no such run.
     """
@@ -122,11 +122,11 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
 
 
 def open_trials(path: str | Path, run: str = "") -> Run:
-    """Return the run in a file that `dpbench export jsonl` wrote, also one compressed by gzip.
+    """Return a run from a file that `dpbench export jsonl` wrote; a file whose name ends in .gz is decompressed.
 
-    `run` is the beginning of an id, which a file with several runs needs. Such a file has the seconds of each step by
-    phase, but neither spans, samples, the time of the run, nor facts on the machine: results that depend on these are
-    missing. Raises ValueError if the file is not an export, or does not have exactly one such run.
+    `run` is the beginning of the run's id, and may be empty if the file has one run. The file has the seconds of each
+    step by phase, but no spans, no samples, no start time of the run and no facts on the machine; results that depend
+    on these are missing. Raises ValueError if the file is not an export, or if it has no such run or several.
     """
     stored, trials = export.read_run(Path(path), run)
     return Run(stored, trials, None)

@@ -33,15 +33,17 @@ class Run:
 
     The tables `frame`, `steps`, `phases` and `samples` are tidy: they have one row per case, step, phase of a step and
     sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 % interval
-    (80 % for predictions), and `withheld`, the reason why reports do not show it; `labels` must accompany a number.
+    (80 % for predictions), and `withheld`, the reason why reports do not show the estimate. Whoever shows a number must
+    also show its `labels`.
     """
 
     def __init__(
         self, stored: StoredRun, trials: Sequence[Trial], store: Path | None, unreadable: Sequence[UnreadableRow] = ()
     ) -> None:
-        """`trials` may lack their spans; `store` is the file that has them, or None.
+        """Wrap a stored run and its trials, which may lack their spans.
 
-        `unreadable` has the rows of the file that could not be read.
+        `store` is the file that has the spans, None for exported trials. `unreadable` has the rows of this file that
+        could not be read.
         """
         self._stored, self._trials, self._store, self._unreadable = stored, trials, store, unreadable
 
@@ -52,22 +54,22 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Return "finished", "interrupted" or "running"; "exported" for exported trials, which lack it."""
+        """Return "finished", "interrupted" or "running"; "exported" for exported trials, whose status is unknown."""
         return self._stored.status if self._store else "exported"
 
     @property
     def started(self) -> datetime | None:
-        """Return the time at which the run began, in UTC; None for exported trials, which lack it."""
+        """Return the time at which the run began, in UTC; None for exported trials, whose time is unknown."""
         return datetime.fromtimestamp(self._stored.started, UTC) if self._stored.started else None
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Return the facts on host, software and code that are needed to repeat the run; empty for exported trials."""
+        """Return facts on the host, the software and the code, to repeat the run; empty for exported trials."""
         return self._stored.provenance
 
     @cached_property
     def trials(self) -> Sequence[Trial]:
-        """Return the trials of the run, with the spans of all steps unless they were exported."""
+        """Return the trials of the run, with the spans of all steps; exported trials have no spans."""
         if self._store is None:
             return self._trials
         with Store.read(self._store, showing.list_unreadable) as opened:
@@ -75,7 +77,7 @@ class Run:
 
     @cached_property
     def analysis(self) -> Report:
-        """Return the analysis of the run from which all results are taken."""
+        """Return the analysis of the run, from which all other results are taken."""
         return showing.report_of(self._stored, self._trials, self._store, self._unreadable)
 
     @property
@@ -115,10 +117,10 @@ class Run:
         return frames.samples(self.id, self._trials)
 
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
-        """Return, for each model, whether to use several devices, why, and which change helps, as text.
+        """Return a text that explains, for each model, whether to use several devices, why, and which change helps.
 
         With `all`, the findings with their evidence and remedies follow. `samples` is the number of samples of an
-        epoch, to state its time; 0 if unknown. The text is that of `dpbench explain`.
+        epoch, whose time the text then states; 0 if unknown. `dpbench explain` prints the same text.
         """
         found = self.analysis
         brief = text.explain(found.answers, found.diagnoses, () if all else found.rows, samples)
@@ -132,9 +134,9 @@ class Run:
     def compare(self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False) -> Compared:
         """Return the comparison of this run with a run after a change, as `dpbench compare` makes it.
 
-        `after` is a run, or one of the names that the command takes, in the results file of this run. Relative
-        differences below `margin` count as equal. Raises ValueError for an unknown name, for runs without a measured
-        case in common, and for unlike machines unless `unlike` is True.
+        `after` is a run, or a text that names a run as in the help of this command; names and ids are looked up in the
+        results file of this run. Relative differences below `margin` count as equal. Raises ValueError for an unknown
+        name, for runs without a measured case in common, and for unlike machines unless `unlike` is True.
         """
         if not isinstance(after, Run):
             try:

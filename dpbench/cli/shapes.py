@@ -34,16 +34,16 @@ SCHEMA = 1
 
 
 def show(record: object) -> None:
-    """Print one of the records of this module to stdout as JSON."""
+    """Print the record that is the JSON of a command to stdout."""
     click.echo(msgspec.json.format(msgspec.json.encode(record), indent=1).decode())
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a stored run, in `list runs`, `show` and every result.
+    """The facts of a stored run, in the JSON of `dpbench list runs`, `show` and every command that shows results.
 
-    `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started, and `rounds` the number
-    of planned rounds, 0 if a rule decides. `commit` is that of dpbench; `dirty` is True if its files had uncommitted
-    changes.
+    `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started. `rounds` is the number of
+    planned rounds, 0 for --rounds auto. `commit` is the commit of dpbench; `dirty` is True if dpbench's files had
+    uncommitted changes.
     """
 
     id: str
@@ -116,7 +116,7 @@ class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interval(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its interval: of 95 % over `rounds` rounds, or of 80 % for a prediction, which has 0 rounds.
+    """A number with its 95 % interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
 
     `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
     """
@@ -138,8 +138,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one case; `analysis.summary.Row` and docs/measuring.md define them.
 
-    `outcome` is "ok", or the status or fault of a case without a result, whose cause `reason` gives. Keys of `busy_s`
-    and `memory_bytes` are device indices.
+    `outcome` is "ok"; for a case without a result, it is the status or the fault, and `reason` gives the cause. Keys of
+    `busy_s` and `memory_bytes` are device indices.
     """
 
     label: str
@@ -174,7 +174,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to one question, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case.
+    """One answer, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case, null if none.
 
     `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands
     out" or "cannot tell".
@@ -223,7 +223,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured case that applies a remedy: its speed relative to the diagnosed case, and the seconds it saves."""
+    """A measured case that applies a remedy.
+
+    `ratio` is its speed over that of the diagnosed case, and `gain_s` the seconds that it saves per step.
+    """
 
     label: str
     ratio: Interval | None
@@ -232,7 +235,11 @@ class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A problem of the diagnosed case. `cost_s` is in seconds per step, null for a problem that costs memory only."""
+    """A problem of the diagnosed case.
+
+    `cost_s` is in seconds per step, null for a problem that costs memory only. `share` is the cost as a fraction of the
+    step.
+    """
 
     rule: str
     problem: str
@@ -312,16 +319,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench probe`: the machine that the TOML file would describe."""
+    """The JSON of `dpbench probe`: the machine, with the values of the TOML file."""
 
     machine: Machine
     schema: int = SCHEMA
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench run --dry-run`, with the expected `seconds` of the trials, and the basis of this number.
+    """The JSON of `dpbench run --dry-run`.
 
-    `seconds` is null if it is unknown; `trials` is the least number of trials.
+    `trials` is the least number of trials to measure. `seconds` is their expected duration, null if it is unknown, and
+    `basis` states how it was found.
     """
 
     forecast: Forecast

@@ -31,10 +31,10 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
     from dpbench.store import Store
 
     if context := click.get_current_context(silent=True):
-        # the millions of objects of a large run stay in use until the command ends: looking for garbage finds none
+        # the millions of objects of a large run stay in use until the command ends, so a collector would find nothing
         gc.disable()
         context.call_on_close(gc.enable)
-        context.call_on_close(gc.freeze)  # runs first: else all objects would be looked at once more
+        context.call_on_close(gc.freeze)  # called before gc.enable: else one collection would visit all objects
     unreadable: list[UnreadableRow] = []
     with Store.read(store, listing(unreadable)) as opened:
         chosen = choose(opened.runs(), run_id)
@@ -57,10 +57,9 @@ def list_unreadable(row: UnreadableRow) -> None:
 
 
 def choose(runs: Sequence[StoredRun], asked: str | None) -> StoredRun:
-    """Return the run that `asked` names: @last, @ and the run's name, or the beginning of its id; None: the newest run.
+    """Return the run that `asked` names by @NAME or by the beginning of its id; @last and None mean the newest run.
 
-    `runs` are the runs of a store, the newest first. Raises UsageError if there is no such run, or if there are several
-    with this name or beginning.
+    `runs` are the runs of a store, the newest first. Raises UsageError if `asked` matches no run, or several.
     """
     from dpbench.store import LATEST
 
@@ -96,8 +95,8 @@ def report_of(
 ) -> Report:
     """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
 
-    With the file `store`, in which the run is, the report also has the history of its cases and their predictions.
-    `unreadable` has the rows that could not be read so far; the report lists them, and those of the history.
+    If `store`, the file of the run, is given, the report also has the earlier runs and the predictions of the same
+    cases. The report lists the rows of the file that could not be read: `unreadable` and those of the earlier runs.
     """
     from dpbench.analysis.report import Report
     from dpbench.measure import checks
@@ -121,7 +120,10 @@ def _past(
 
 
 def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
-    """Return the predictions for observed loops in which one process runs several devices; empty for other runs."""
+    """Return, for each observed loop with several GPUs in one process, the prediction with one process per GPU.
+
+    Return an empty mapping for other runs.
+    """
     if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
         return {}
     from dpbench.predict import watched
@@ -133,7 +135,7 @@ def write_report(path: Path | None, report: Report) -> Path:
     """Write a report as an HTML page, and return the page's file.
 
     The page is written to the file `path`, whose parent folders are created. If `path` is None, the page is kept in the
-    archive `REPORTS`, and the file is the latest page, or the run's own page if the latest page is that of another run.
+    archive `REPORTS`; the returned file is `LATEST`, or the run's page in the archive if `LATEST` shows another run.
     """
     from dpbench.report import archive, page
 
@@ -183,11 +185,11 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
     for one in shown:
         click.echo(f"{one.text} [{' '.join(one.labels)}]\n")
     if len(shown) < len(answers):
-        click.echo(f"{len(answers) - len(shown)} more: {rest}\n")
+        click.echo(f"{words.count(len(answers) - len(shown), 'more answer')}: {rest}\n")
 
 
 def print_table(report: Report) -> None:
-    """Print a report's table of results, with one line per case, to stdout; then that of latencies if it has lines."""
+    """Print the table of a report's results to stdout, then the table of latencies if cases run the forward alone."""
     from dpbench.cli.progress import latencies, table
 
     click.echo(table(report.rows, report.ladders))
@@ -196,7 +198,7 @@ def print_table(report: Report) -> None:
 
 
 def print_warnings(report: Report) -> None:
-    """Print a report's warnings, and the reason for the end of each case's rounds, to stderr."""
+    """Print to stderr a report's warnings and, for each case under --rounds auto, why its rounds ended."""
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():
@@ -229,7 +231,7 @@ def print_plan(planned: Forecast, *, as_json: bool) -> None:
 
 
 def expectation(planned: Forecast) -> str:
-    """Return the number of trials of a run, their expected time with its basis, and the time budget, as lines."""
+    """Return lines with the number of trials of a planned run, their expected time, its basis, and the time budget."""
     rounds = words.count(planned.rounds, "round")
     about = "unknown" if planned.seconds is None else f"about {words.long_time(planned.seconds)}"
     lines = [
@@ -239,7 +241,7 @@ def expectation(planned: Forecast) -> str:
     ]
     if planned.budget_s:
         lines.append(
-            f"time budget: {words.long_time(planned.budget_s)}; steps are shortened to fit it, and trials that have "
-            "not started by its end are skipped"
+            f"time budget: {words.long_time(planned.budget_s)}; trials time fewer steps to fit it, and trials that "
+            "have not started by its end are skipped"
         )
     return "\n".join(lines)

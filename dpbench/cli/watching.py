@@ -20,7 +20,7 @@ from dpbench.cli.showing import choose, print_answers, print_notes, print_table,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     exits={
         0: "the script ended",
-        EXIT_FAILED: "the script took no training step that dpbench can detect",
+        EXIT_FAILED: "dpbench detected no training step, or the page cannot be written",
         EXIT_USAGE: "wrong usage",
     },
 )
@@ -38,8 +38,8 @@ def watch(
 ) -> None:
     """Run a training script in this process, unchanged, and store its steps and their phases as a run.
 
-    Options for dpbench come before SCRIPT; all words after it belong to the script. The exit code is that of the
-    script.
+    Options for dpbench come before SCRIPT; all words after SCRIPT are the script's arguments. If the script fails, the
+    exit code is that of the script.
     """
     from dpbench.observe.script import run
     from dpbench.observe.watching import watch as watching
