@@ -276,7 +276,7 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
         store.merge(copy)
     said = str(refused.value)
     for case, number in ((SINGLE, 1), (DP, 2)):
-        assert f"run {run_id[:12]}, {case.label}, round {number}: both stores have a trial" in said
+        assert f"run {run_id[:12]}, {case.label}, round {number}: each store has a trial" in said
     assert "dpbench rm" in said
     assert rows(path) == before, "nothing is merged, not even the run without a conflict"
     assert extra not in {run for (run,) in query(path, "SELECT id FROM run")}
@@ -285,8 +285,8 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("UPDATE run SET code='other', checksum=NULL", "has the code 'c' here and 'other' there"),
-        ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 here and trial 1 there differ in their results"),
+        ("UPDATE run SET code='other', checksum=NULL", "has the code 'c' in this store and 'other' in the other"),
+        ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 of this store and trial 1 of the other differ"),
         ("UPDATE trial SET verified='no', checksum=NULL", "differ in their results"),
     ],
 )

@@ -391,7 +391,7 @@ def test_a_store_that_stays_locked_is_refused_with_the_process_that_has_locked_i
         open_(path)
     assert 30 < clock.now_s < 31
     (said,) = caplog.messages
-    assert re.match(rf"{named}.*; this process waits for it for at most 30 s$", said)
+    assert re.match(rf"{named}.*; this process waits for at most 30 s$", said)
 
 
 @linux

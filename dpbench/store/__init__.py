@@ -38,9 +38,9 @@ _RANKED = (
     "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
     "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
 )
-"""The query for the run and the status of all trials, without their large columns, which sorting would copy.
+"""The query for the id, run, status and place of all trials; it leaves out large columns, which sorting would copy.
 
-`place` numbers the trials of one run, case and round; only trials with place 1 count.
+`place` numbers the trials of one run, case and round from 1; only trials with place 1 count.
 """
 
 
@@ -58,8 +58,8 @@ class Store:
     def create(cls, path: Path, naming: Naming | None = None) -> Store:
         """Return the store at `path`, opened for writing; create or migrate the file if necessary.
 
-        `naming` is given to the runs that begin through this object. Raises StoreError if the file is not a store, or
-        if a newer version of dpbench has written it.
+        Runs that begin through this object get the name, tags and command in `naming`. Raises StoreError if the file is
+        not a store, or if a newer version of dpbench has written it.
         """
         return cls(path, file.open_to_write(path), writes=True, naming=naming)
 
@@ -67,8 +67,8 @@ class Store:
     def read(cls, path: Path, unreadable: Callable[[UnreadableRow], None] | None = None) -> Store:
         """Return the store at `path`, opened read-only. Raises StoreError if the file is missing or is not a store.
 
-        `unreadable` is called with each row that cannot be read; the others are returned. Without it, such a row raises
-        UnreadableRow.
+        Methods that read several rows call `unreadable` with each row that cannot be read, and return the other rows.
+        If `unreadable` is None, they raise UnreadableRow.
         """
         return cls(path, file.open_to_read(path), writes=False, unreadable=unreadable)
 
@@ -132,14 +132,14 @@ class Store:
         return row[0] if row else None
 
     def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
-        """Return the id, the process and its start time of the latest run to resume; None if there is no such run."""
+        """Return the id of the latest run to resume, and the id and start time of its process; None without any."""
         query = (
             "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
             "ORDER BY started DESC LIMIT 1"
         )
         found = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
         if found:
-            rows.run(self._db, found[3])  # a damaged row is not resumed
+            rows.run(self._db, found[3])  # raises for a damaged row
         return found and (found[0], found[1], found[2])
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
@@ -186,7 +186,7 @@ class Store:
                     )
                 self._db.execute("DELETE FROM trial WHERE run_id=?", (run_id,))
                 self._db.execute("DELETE FROM run WHERE id=?", (run_id,))
-        with suppress(sqlite3.OperationalError):  # another process uses the file, or the disk is full: it stays large
+        with suppress(sqlite3.OperationalError):  # the file is in use, or the disk is full: the file keeps its size
             self._db.execute("VACUUM")
         from shutil import rmtree  # every command imports this module
 
@@ -197,8 +197,8 @@ class Store:
     def merge(self, part: Path) -> Merged:
         """Copy the runs and trials of another store that this store lacks, in one transaction; `copying` has the rules.
 
-        Raises StoreError if `part` is not a store, if the stores contradict each other, and if a living process is
-        adding trials to a run that one of them shares with the other.
+        Raises StoreError if `part` is not a store, if the stores contradict each other, or if a living process is
+        adding trials to a run of `part`, in either of the two stores.
         """
         with Store.read(part) as other, file.transaction(self._db):
             if faults := file.quick_check(other._db):
@@ -220,7 +220,7 @@ class Store:
     # -- trials
 
     def add(self, trials: Sequence[Trial], *, plan: str, host: str, code: str, provenance: Mapping[str, Any]) -> str:
-        """Add a finished run with trials that exist already, and return the id of the run."""
+        """Add a finished run with the given, ended trials, and return the id of the run."""
         rounds = 1 + max((trial.round for trial in trials), default=0)
         run_id, _ = self.begin_run(plan=plan, host=host, code=code, rounds=rounds, provenance=provenance)
         for trial in trials:
@@ -249,9 +249,9 @@ class Store:
         return int(self._db.execute(query, (run_id,)).fetchone()[0])
 
     def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
-        """Return the number of trials by status, for each case that a run has started, in the order of their start.
+        """Return, for each case that a run has started, the number of its trials by status.
 
-        Of several trials of one case and round, only one counts.
+        The cases are in the order of their start. Of several trials of one case and round, only one counts.
         """
         found: dict[Case, Counter[str]] = {}
         query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
@@ -284,10 +284,11 @@ class Store:
         return cursor.lastrowid
 
     def absorb(self, run_id: str, part: Path) -> list[Trial]:
-        """Copy the trials of another store into a run, and return those that were copied.
+        """Copy the trials with a final status of the store `part` into a run, and return the copied trials.
 
-        Trials of slots that have a trial with a final status are not copied. The provenance of each copied trial gets
-        the host and the GPUs of the run that it comes from. Raises StoreError if `part` is not a readable store.
+        A trial is not copied if the run already has a trial of the same case and round with a final status. The host
+        and the GPUs of the trial's earlier run are added to its provenance. Raises StoreError if `part` is not a
+        readable store.
         """
         copied = []
         with Store.read(part) as other:
@@ -353,7 +354,7 @@ class Store:
         return [trial for _, trial in self._each(run_id, superseded=superseded)]
 
     def summaries(self, run_id: str) -> list[Trial]:
-        """Return the `Trial.summary` of each ended trial of one run; a trial stores it when it ends."""
+        """Return the `Trial.summary` of each trial that `trials(run_id)` would return; this rarely reads spans."""
         return [trial for _, trial in self._each(run_id, superseded=False, read=rows.summary)]
 
     def _each(
@@ -369,10 +370,10 @@ class Store:
         return rows.readable(self._db, read, ids, self._unreadable)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
-        """Return the runs that have cases of a run: those on the same hardware, and the predicted ones.
+        """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.
 
-        The runs are in the order of their start. The run itself is one of them, with the trials `trials`. Only trials
-        of status `ok` count.
+        Only runs on the same hardware and predicted runs, and only trials of status `ok`, are returned. The runs are in
+        the order of their start; the run `run_id` is one of them, with those of `trials` that have this status.
         """
         runs = self._db.execute(
             "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "

@@ -17,7 +17,7 @@ from dpbench.store import file, rows
 from dpbench.store.file import StoreError
 
 PARTS = ("step", "span", "memory", "series")
-"""The tables with the rows of a trial, which they name by `trial_id`."""
+"""The tables with the parts of trials; their column `trial_id` has the id of the trial."""
 IDENTITY = ("plan", "host", "code", "started", "rounds")
 """The columns of a run that never change, so that two copies of the run have the same values."""
 SHOWN = 5
@@ -28,7 +28,7 @@ SHOWN = 5
 class Merged:
     """The result of a merge: the number of runs that were added, and the number of trials that were added to any run.
 
-    `known` is the number of runs that were there before the merge.
+    `known` is the number of runs of the other store that this store had before the merge.
     """
 
     runs: int
@@ -80,12 +80,12 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
 
 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
-    """Copy all runs and trials that `target` lacks, in the transaction that the caller has begun on `target`.
+    """Copy the runs and trials that `target` lacks from `source`; the caller has begun a transaction on `target`.
 
-    A run that both have gets the trials that it lacks, and the status and the facts of the copy that ended last. Raises
-    UnreadableRow for a damaged trial. Raises StoreError, which names the rows, if two copies of a run contradict each
-    other: the run has another plan, host, code, start or number of rounds; a trial has other results; or both copies
-    have measured the same case and round after they were separated.
+    A run that both databases have gets the missing trials, and the status and the facts of the copy that ended last.
+    Raises UnreadableRow for a damaged trial. Raises StoreError, which names the runs and cases, if two copies of a run
+    contradict each other: they differ in plan, host, code, start or number of rounds; a trial has other results; or
+    both copies have measured the same case and round after they were separated.
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
@@ -103,7 +103,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
                 _adopt(source, target, run_id)
         for trial_id in missing:
             if source.execute("SELECT source FROM trial WHERE id=?", (trial_id,)).fetchone()[0] is not None:
-                rows.trial(source, trial_id)  # an ended trial that cannot be read is not copied
+                rows.trial(source, trial_id)  # raises for an ended trial that cannot be read
             copy_trial(source, trial_id, target, run_id)
     if conflicts:
         more = f"; and {len(conflicts) - SHOWN} more" if len(conflicts) > SHOWN else ""
@@ -144,17 +144,17 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     for name, one, other in zip(IDENTITY, mine, theirs, strict=True):
         if one != other:
-            yield f"run {run_id[:12]} has the {name} {one!r} here and {other!r} there"
+            yield f"run {run_id[:12]} has the {name} {one!r} in this store and {other!r} in the other"
     here, there = _slots(target, run_id), _slots(source, run_id)
     for slot in here.keys() & there.keys():
         both = here[slot].keys() & there[slot].keys()
         where = f"run {run_id[:12]}, {_label(target, next(iter(here[slot].values())))}, round {slot[1] + 1}"
         if both not in (here[slot].keys(), there[slot].keys()):
-            yield f"{where}: both stores have a trial that the other lacks"
+            yield f"{where}: each store has a trial that the other lacks"
         for started in both:
             one, other = here[slot][started], there[slot][started]
             if _content(target, one) != _content(source, other):
-                yield f"{where}: trial {one} here and trial {other} there differ in their results"
+                yield f"{where}: trial {one} of this store and trial {other} of the other differ in their results"
 
 
 def _label(db: file.Connection, trial_id: int) -> str:
@@ -164,7 +164,7 @@ def _label(db: file.Connection, trial_id: int) -> str:
 
 
 def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
-    """Return the columns of a trial that both schemas have, and its steps."""
+    """Return the results of a trial: columns that all versions of the schema have, and the rows of its steps."""
     names = "case_json, status, reason, verified, source, schema, setup, provenance"
     trial = db.execute(f"SELECT {names} FROM trial WHERE id=?", (trial_id,)).fetchone()
     steps = db.execute("SELECT step, seconds, warmup, end_s FROM step WHERE trial_id=? ORDER BY step", (trial_id,))

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
 """The most seconds for which a statement waits until other processes have unlocked the file."""
 SILENT_S, POLL_S = 2.0, 0.01
-"""The seconds after which the wait is reported, and between two attempts."""
+"""The seconds of waiting after which a warning is logged, and the seconds between two attempts."""
 APPLICATION_ID = int.from_bytes(b"dpbn", "big")
 """The application id in the header of every store, which distinguishes it from other databases."""
 
@@ -90,16 +90,16 @@ class DamagedStore(StoreError, sqlite3.DatabaseError):
 
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-"""SQLite's codes of damaged files, and of files that are locked; the lowest eight bits of an extended code."""
+"""SQLite's error codes for damaged and for locked files, which are the lowest eight bits of extended codes."""
 
 
 class Connection(sqlite3.Connection):
     """A connection that knows its file, `path`; SQLite's errors become StoreErrors that name the file."""
 
     path: Path
-    columns: dict[str, list[str]]  # by table, as far as `rows.columns_of` has looked them up
+    columns: dict[str, list[str]]  # the column names by table, as far as `rows.columns_of` has looked them up
     inode: tuple[int, int] | None = None
-    """The device and the number of the file that is open for writing."""
+    """The device and the inode number of the file; None if the file is open read-only."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """Execute a statement. Raises DamagedStore for a damaged file, and Unusable for other errors of SQLite."""
@@ -235,7 +235,7 @@ def same_file(db: Connection) -> bool:
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return the device and the number of a file; None if there is no file."""
+    """Return the device and the inode number of a file; None if there is no file."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return (found := path.stat()).st_dev, found.st_ino
     return None
@@ -247,7 +247,7 @@ def fold(db: sqlite3.Connection) -> None:
     If that fails, for example because another process uses the file, the log remains, and no error is raised.
     """
     with suppress(sqlite3.OperationalError):  # another process has the file open and will merge it, or the disk is full
-        plain = sqlite3.Connection.execute  # whose errors and waits are those of SQLite
+        plain = sqlite3.Connection.execute  # raises SQLite's own errors, and lets SQLite wait
         plain(db, f"PRAGMA busy_timeout={PATIENCE_S * 1000:.0f}")
         plain(db, "PRAGMA wal_checkpoint(TRUNCATE)")
         plain(db, "PRAGMA journal_mode=DELETE")
@@ -280,8 +280,8 @@ def transaction(db: Connection) -> Iterator[None]:
 def _connect_read_only(path: Path) -> Connection:
     """Return a read-only connection.
 
-    A file with a write-ahead log needs an index beside it, which SQLite cannot create in a folder that is read-only.
-    Raises StoreError if such a file has changes in its log; without them, no index is needed.
+    To read a write-ahead log, SQLite needs an index file, which it cannot create in a read-only folder. Raises
+    StoreError if the folder is read-only, the index is missing, and the log has changes.
     """
     log_file, index = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
     options = "mode=ro"
@@ -380,12 +380,12 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
                 raise
             if silent and waited_s > SILENT_S:
                 silent = False
-                log.warning("%s; this process waits for it for at most %g s", _held(path), PATIENCE_S)
+                log.warning("%s; this process waits for at most %g s", _held(path), PATIENCE_S)
             time.sleep(POLL_S)
 
 
 def _held(path: Path) -> str:
-    """Return as a clause which processes have locked a store; only Linux lists them."""
+    """Return a clause that names the processes that have locked a store, as far as the system lists them."""
     import psutil
 
     holders: dict[int, str] = {}

@@ -40,8 +40,8 @@ class Recovered:
 def check(path: Path) -> list[str]:
     """Return the faults of a store's file; empty if SQLite's quick check and dpbench's own rules find none.
 
-    The rules are: each run and each trial can be read and has its checksums, and each row belongs to an existing run or
-    trial. Raises StoreError if the file is not a store.
+    The rules are: each run and each trial can be read and matches its checksums, and each row that refers to a run or a
+    trial refers to an existing one. Raises StoreError if the file is not a store.
     """
     try:
         with closing(file.open_to_read(path)) as db:
@@ -52,7 +52,8 @@ def check(path: Path) -> list[str]:
                     for (row,) in ids:
                         faults += [str(fault) for fault in _faults(db, table, row, read)]
                 for table, row, parent, _ in db.execute("PRAGMA foreign_key_check").fetchall():
-                    faults.append(f"{path}: row {row} of the table {table} belongs to no row of the table {parent}")
+                    which = "a row" if row is None else f"row {row}"  # tables WITHOUT ROWID have None
+                    faults.append(f"{path}: {which} of the table {table} refers to a missing row of the table {parent}")
             except file.DamagedStore as error:
                 faults.append(str(error))
             return list(dict.fromkeys(faults))
@@ -61,7 +62,7 @@ def check(path: Path) -> list[str]:
 
 
 def _faults(db: file.Connection, table: str, row: int, read: rows.Reader[object]) -> Iterator[UnreadableRow]:
-    """Yield the fault of a row of the table `run` or `trial`; an ended trial is read with all its parts."""
+    """Yield the fault of a row of the table `run` or `trial`, if any; an ended trial is read with all its parts."""
     try:
         read(db, row)
         if table == "trial" and db.execute("SELECT source FROM trial WHERE id=?", (row,)).fetchone()[0] is not None:
@@ -71,9 +72,9 @@ def _faults(db: file.Connection, table: str, row: int, read: rows.Reader[object]
 
 
 def recover(path: Path, output: Path) -> Recovered:
-    """Copy every run and every ended trial of a damaged store that can be read into the new store `output`.
+    """Copy every readable run, and every readable ended trial, of the damaged store `path` into the new store `output`.
 
-    Raises StoreError if `output` exists, or if no run and no trial can be read.
+    Raises StoreError if `output` exists, if `path` does not exist, or if no run and no trial can be read.
     """
     if output.exists():
         raise StoreError(f"{output} exists already; give the name of a new file with --output")
@@ -98,7 +99,7 @@ def _opened(path: Path, folder: Path) -> file.Connection:
         with suppress(FileNotFoundError):
             shutil.copyfile(f"{path}{end}", f"{copy}{end}")
     with suppress(sqlite3.Error, UnicodeDecodeError), closing(sqlite3.connect(copy, isolation_level=None)) as db:
-        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # takes the pages of the log that have their checksums
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # copies the pages of the log that match their checksums
     for end in ("-wal", "-shm"):
         Path(f"{copy}{end}").unlink(missing_ok=True)
     file.open_to_write(empty).close()
@@ -110,9 +111,9 @@ def _opened(path: Path, folder: Path) -> file.Connection:
     for first in (whole[:page], fresh[:page]):
         data[:page] = first
         data[_COUNT] = (len(data) // page).to_bytes(4, "big")
-        data[18:20] = b"\1\1"  # a copy without a log
-        data[32:40] = bytes(8)  # no list of free pages
-        data[92:96] = data[24:28]  # the number of pages above is valid
+        data[18:20] = b"\1\1"  # the copy has no write-ahead log
+        data[32:40] = bytes(8)  # there is no list of free pages
+        data[92:96] = data[24:28]  # marks the number of pages as valid
         copy.write_bytes(data)
         db = file.connect(path, str(copy))
         if all(_readable(db, table) for table in ("run", "trial", *copying.PARTS)):
@@ -152,7 +153,7 @@ def _copy(source: file.Connection, target: file.Connection, path: Path) -> Recov
             with file.transaction(target):
                 _own(target, ended[1])
                 new = copying.copy_trial(source, row, target, ended[1])
-                rows.trial(target, new)  # only the copy shows a damaged order of the parts
+                rows.trial(target, new)  # a damaged order of the parts is found only in the copy
             trials += 1
         except UnreadableRow as fault:
             lost.append(fault)
@@ -165,7 +166,7 @@ def _copy(source: file.Connection, target: file.Connection, path: Path) -> Recov
 
 
 def _rows(db: file.Connection, table: str, most: int) -> Iterator[int]:
-    """Yield the rowids of a table, including those on damaged pages.
+    """Yield the rowids of a table in `db`, including each rowid that may be on a damaged page.
 
     If the largest rowid cannot be read, rowids up to `most` are tried.
     """
@@ -184,11 +185,11 @@ def _rows(db: file.Connection, table: str, most: int) -> Iterator[int]:
             if db.execute(f"SELECT 1 FROM {table} WHERE rowid=?", (row,)).fetchone():
                 yield row
         except StoreError:
-            yield row  # on a damaged page, if it exists: the reader says why
+            yield row  # perhaps on a damaged page: reading the row raises the reason
 
 
 def _own(target: file.Connection, run_id: str) -> None:
-    """Add a run for trials whose own run is lost, unless `target` has the run."""
+    """Add the run `run_id` to `target`, for trials whose run is lost; do nothing if `target` has the run."""
     if not isinstance(run_id, str):
         raise StoreError("the trial names no run")
     if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():

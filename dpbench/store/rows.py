@@ -1,10 +1,9 @@
-"""Rows: the one place where rows of the file become objects; a row that cannot be read is an UnreadableRow.
+"""Rows: the only module that makes objects from rows of the file; a row that cannot be read raises UnreadableRow.
 
-A run and an ended trial have checksums of their columns, so that a changed byte in a row is found also where the row
-still has the right form. `checksum` covers the row itself and, for a trial, its steps; `parts_checksum` covers the
-spans, memory and series of a trial; `summary_checksum` covers all that a summary is read from: the row, `summary`,
-memory and series. Rows of schemas before 3, and trials that have not ended, have no checksums; rows of schema 3 have no
-summaries.
+A run and an ended trial have checksums of their columns, so that a changed byte is found even in a row that can still
+be parsed. `checksum` covers the row itself and, for a trial, its steps; `parts_checksum` covers the spans, memory and
+series of a trial; `summary_checksum` covers all that `summary` reads: the row, its column `summary`, memory and series.
+Rows of schemas before 3, and trials that have not ended, have no checksums; rows of schema 3 have no summaries.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ _DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, Over
 
 
 REASON = 4000
-"""The number of characters of the longest reason that is stored whole."""
+"""The number of characters up to which a reason is stored in full."""
 Read = TypeVar("Read")
 Reader: TypeAlias = Callable[[file.Connection, int], Read]
-"""A function that makes an object of a row with a given number."""
+"""A function that reads the row with a given rowid, and returns an object."""
 
 
 class UnreadableRow(StoreError):
-    """A row that cannot be read: `table` is run or trial, `row` is its rowid, and `why` says what is wrong."""
+    """The error of a row that cannot be read: `table` is run or trial, `row` is its rowid, and `why` is the fault."""
 
     def __init__(self, path: object, table: str, row: int, why: str) -> None:
         self.table, self.row, self.why = table, row, why
         super().__init__(
-            f"{path}, row {row} of the table {table}: {why}; `dpbench store recover {path} --output NEW` copies what "
-            "can be read"
+            f"{path}, row {row} of the table {table}: {why}; `dpbench store recover {path} --output NEW` copies "
+            "every row that can be read"
         )
 
 
@@ -73,7 +72,7 @@ def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
 
 
 class _Parts(NamedTuple):
-    """The rows of a trial's tables."""
+    """The rows of one trial in the tables step, span, memory and series."""
 
     steps: list[Any]
     spans: list[Any]
@@ -138,7 +137,7 @@ def _series(times: bytes, values: bytes) -> Series:
 
 
 def _plain(head: Sequence[Any]) -> dict[str, Any]:
-    """Return the columns `TRIAL` as the data for `Trial.from_dict`."""
+    """Return the values of the columns `TRIAL`, for `Trial.from_dict`."""
     fingerprint, number, text, status, reason, verified, source, started, schema, setup, provenance, failed = head
     return {
         "status": status, "reason": reason, "verified": verified, "source": source, "started_s": started,
@@ -155,7 +154,7 @@ def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
 
 
 def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
-    """Return the fingerprint of a trial's case, and the trial's duration in seconds. Raises UnreadableRow."""
+    """Return the fingerprint of a trial's case, and the seconds of all stages of the trial. Raises UnreadableRow."""
     with _reading(db, "trial", row):
         fingerprint, setup = _row(db, "trial", "fingerprint, setup", row)
         return fingerprint, float(sum(_object(setup).values()))
@@ -169,7 +168,7 @@ def case(text: str, fingerprint: str) -> Case:
     """
     data = _object(text)
     found = Case.from_dict(data)
-    if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # else its texts were made visible
+    if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # else `Case` has escaped its texts
         raise ValueError(f"the case {found.label} is not the case of the fingerprint {fingerprint[:12]!r}")
     return found
 
@@ -193,7 +192,7 @@ def readable(
 
 
 def short(reason: str, log: Path) -> str:
-    """Return a reason to store: a long one is cut to its head and its tail, and the whole goes into the file `log`."""
+    """Return `reason` for the store; a long one is cut to its head and tail, and written in full to the file `log`."""
     reason = reason.encode("utf-8", "replace").decode()  # error messages may contain lone surrogates
     if len(reason) <= REASON:
         return reason
@@ -208,13 +207,13 @@ def short(reason: str, log: Path) -> str:
 
 
 def sign_run(db: file.Connection, run_id: str) -> None:
-    """Give a run the checksum of its row, in the transaction that has changed the row."""
+    """Store the checksum of a run's row, in the transaction that has changed the row."""
     (row,) = db.execute("SELECT rowid FROM run WHERE id=?", (run_id,)).fetchone()
     db.execute("UPDATE run SET checksum=? WHERE rowid=?", (_checksum([_row(db, "run", RUN, row)]), row))
 
 
 def sign_trial(db: file.Connection, row: int) -> None:
-    """Give an ended trial the checksums of its rows, in the transaction that has changed the rows."""
+    """Store the checksums of an ended trial's rows, in the transaction that has changed the rows."""
     head, parts, (packed,) = _row(db, "trial", TRIAL, row), _parts(db, row), _row(db, "trial", "summary", row)
     sums = [head, *parts.steps], _bulk(parts), [head, packed, *parts.memory, *parts.series]
     db.execute(
@@ -234,7 +233,7 @@ def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[An
 
 
 def _known(db: file.Connection, table: str, columns: str) -> str:
-    """Return the columns for a query, where a column that the file's schema lacks has its default."""
+    """Return the columns for a query; a column that the file's schema lacks is replaced by its default."""
     has, defaults = columns_of(db, table), {"phase": "''", "kind": "'allocated'"}
     return ", ".join(name if name in has else defaults.get(name, "NULL") for name in columns.split(", "))
 
@@ -274,7 +273,7 @@ def _checksum(rows: Sequence[Any]) -> int:
 
 
 def _compare(db: file.Connection, table: str, column: str, row: int, rows: Sequence[Any]) -> None:
-    """Raise ValueError if the row has another checksum than `rows`."""
+    """Raise ValueError if the checksum in `column` is not that of `rows`; a row without a checksum is accepted."""
     (stored,) = _row(db, table, column, row)
     if stored is not None and stored != _checksum(rows):
         raise ValueError(f"its {column} is not that of its data, which were changed after they were stored")
@@ -310,7 +309,7 @@ def columns_of(db: file.Connection, table: str) -> list[str]:
     """Return the names of a table's columns.
 
     The columns depend on the version of dpbench that wrote the file, because files that are only read are not migrated.
-    A connection looks them up once: its file was migrated, if at all, when it was opened.
+    They are looked up once per connection, because a file is migrated only when it is opened.
     """
     if table not in db.columns:
         db.columns[table] = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]

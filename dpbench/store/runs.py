@@ -12,7 +12,7 @@ from typing import Any, Self
 from dpbench.records import Trial, visible
 
 PREDICTED = "predicted:"
-"""The beginning of the host of a run on a machine that was only described."""
+"""The beginning of the `host` of a run whose trials were predicted for a described machine."""
 LATEST = "last"
 """The name that always means the newest run, so that no run can have it."""
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -42,13 +42,13 @@ class Naming:
             raise ValueError(f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give another")
 
     def identified(self, plan: str) -> str:
-        """Return the identity of a run of the plan with the hash `plan`; without name and tags, it is that hash."""
+        """Return the identity of a run of the plan with the hash `plan`; without name and tags, it is `plan`."""
         if not (self.name or self.tags):
             return plan
         return hashlib.sha256(json.dumps([plan, self.name, sorted(self.tags.items())]).encode()).hexdigest()
 
     def added_to(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a run's provenance with the entries `name`, `tags` and `command`, of which empty ones are left out."""
+        """Return a run's provenance with the entries `name`, `tags` and `command`; empty entries are left out."""
         given = {"name": self.name, "tags": dict(self.tags), "command": self.command}
         return {**provenance, **{key: value for key, value in given.items() if value}}
 
@@ -58,7 +58,7 @@ class StoredRun:
     """One stored run, without its trials.
 
     `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch. `rounds` is the number
-    of planned rounds.
+    of planned rounds, 0 if it was not fixed.
     """
 
     id: str
@@ -69,19 +69,19 @@ class StoredRun:
 
     @classmethod
     def read(cls, run_id: str, status: str, started: float, rounds: int, facts: str) -> Self:
-        """Return the run of a row of a store, whose provenance `facts` is JSON; all texts are made visible."""
+        """Return a run from the columns of its row; `facts` is its provenance as JSON. Escape invisible characters."""
         return cls(visible.visible(run_id), visible.visible(status), started, rounds, visible.loads(facts))
 
     @property
     def naming(self) -> Naming:
-        """Return the name, the tags and the command of the run; a run of an older version has no name and no tags."""
+        """Return the name, tags and command of the run; those that its provenance lacks are empty."""
         facts = self.provenance
         return Naming(name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", ""))
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run with those of its trials whose case another run has too; the trials are summaries (`Trial.summary`)."""
+    """A run with those of its trials whose cases a given run shares; the trials are summaries (`Trial.summary`)."""
 
     run: StoredRun
     trials: tuple[Trial, ...]

@@ -20,15 +20,16 @@ from dpbench.records.series import Steps
 from dpbench.records.visible import visible
 
 VERSION = 2
-"""The version of the ledger's rules. Raise it if a rule changes: summaries of other versions are computed anew."""
+"""The version of the ledger's rules. Raise it if a rule changes; summaries of other versions are computed again."""
 _PHASES = {phase.value: phase for phase in Phase}
 
 
 class _Packed(msgspec.Struct, array_like=True):
-    """The data of a summary. Series of numbers are little-endian doubles, one number per step unless stated.
+    """The data of a summary: the columns of the trial's steps, and values of the properties of its `Ledger`.
 
-    `charged` has a series for each of `keys`; a step that was not charged has NaN. `occupied` has one number per timed
-    step. `median` is the index of the median step, whose spans are `spans`: (phase, device, clock, start, end).
+    Series of numbers are little-endian doubles, with one number per step unless stated. `charged` has one series for
+    each (phase, device) in `keys`; NaN marks a step without this key. `occupied` has one number per timed step.
+    `median` is the index of the median step, and `spans` has its spans as (phase, device, clock, start, end).
     """
 
     version: int
@@ -48,7 +49,7 @@ _DECODER = msgspec.msgpack.Decoder(_Packed)
 
 
 class StoredLedger(Ledger):
-    """A ledger whose properties were stored; the seconds of every step are read when a caller first asks for them."""
+    """A ledger whose properties were stored; each series is decoded when a caller first asks for it."""
 
     def __init__(self, packed: _Packed) -> None:
         warmup = tuple(map(bool, packed.warmup))
@@ -58,7 +59,7 @@ class StoredLedger(Ledger):
 
     @cached_property
     def charged(self) -> tuple[dict[tuple[str, int], float], ...]:
-        """Return the stored seconds by (phase, device) of every step."""
+        """Return, for every step, the stored seconds by (phase, device)."""
         columns = [_numbers(column) for column in self._packed.charged]
         if not columns:
             return ({},) * len(self.steps)
@@ -69,7 +70,7 @@ class StoredLedger(Ledger):
 
     @cached_property
     def seconds(self) -> dict[str, array[float]]:
-        """Return the sums over devices of the stored seconds."""
+        """Return, by phase, the seconds of every step, summed over the devices."""
         found: dict[str, array[float]] = {}
         for (phase, _), column in zip(self._packed.keys, self._packed.charged, strict=True):
             own = _numbers(column)
@@ -80,17 +81,17 @@ class StoredLedger(Ledger):
 
     @cached_property
     def middle(self) -> dict[str, float]:
-        """Return the stored totals of the middle half of the steps."""
+        """Return, by phase, the stored total seconds over the middle half of the timed steps."""
         return self._packed.middle
 
     @cached_property
     def occupied(self) -> dict[int, array[float]]:
-        """Return the stored seconds by device of every timed step."""
+        """Return, by device, the stored seconds of each timed step in which a span was open."""
         return {device: _numbers(column) for device, column in self._packed.occupied.items()}
 
     @cached_property
     def concurrency(self) -> dict[Phase, tuple[float, float]]:
-        """Return the two stored totals of every phase."""
+        """Return, by phase, the stored sum and the stored union of its spans, in seconds over all timed steps."""
         return {_PHASES[phase]: pair for phase, pair in self._packed.concurrency.items()}
 
     @cached_property
@@ -128,7 +129,7 @@ def packed(trial: Trial) -> bytes:
 
 
 def unpacked(summary: bytes) -> StoredLedger | None:
-    """Return the ledger of a summary; None if another version of dpbench has written it.
+    """Return the ledger of a summary; None if the summary has another `VERSION`.
 
     Raises ValueError if it is not a summary.
     """

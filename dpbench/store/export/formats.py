@@ -1,4 +1,4 @@
-"""Formats: select and name the trials of a run; write them as JSON lines, which can be read back, pyperf or Parquet.
+"""Formats: select and name trials; write them as JSON lines, pyperf suite or Parquet; read JSON lines back.
 
 The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite. The Parquet file is a table with one row
 per step; writing it needs the package pyarrow.
@@ -62,7 +62,7 @@ IN_LABEL = frozenset(
         *HABITS,
     }
 )
-"""The fields of a case that a name leaves out: its label has them, and a strategy declares its traits."""
+"""The fields that `name` does not append to the label: the label has them, and `declared` follows from the strategy."""
 
 
 def name(case: Case) -> str:
@@ -210,9 +210,9 @@ class ExportedTrial(msgspec.Struct):
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:
-    """Return the trials of a file that `jsonl` wrote, by the id of their run; gzip is recognised by the name's end.
+    """Return the trials of a file that `jsonl` wrote, by the id of their run; if the name ends in .gz, decompress it.
 
-    Raises ValueError with the number of the line if a line is not such a trial.
+    Raises ValueError, which names the line, if a line is not a trial.
     """
     found: dict[str, list[Trial]] = {}
     number = 1
@@ -230,8 +230,8 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
 def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     """Return the run whose id begins with `run` in a file that `jsonl` wrote, and its trials.
 
-    The run has no time and no facts, because the file lacks them. Raises ValueError if the file does not have exactly
-    one such run.
+    The run has no start time and no provenance, because the file lacks them. Raises ValueError if the file has no such
+    run, or several.
     """
     from dpbench.store import FINISHED, StoredRun
 

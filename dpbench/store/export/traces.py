@@ -251,7 +251,7 @@ def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the spans of the host as JSON text: as CPU operators in the trace of `device`."""
+    """Yield those of `spans` that are on the host, as CPU operators of the process `device`, as JSON text."""
     mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
     for lane, start, end, span in lanes(mine, zero_s):
         yield _rank_complete(
@@ -268,7 +268,7 @@ def _us(at_s: float, zero_s: float) -> int:
 
 
 def _whole(found: int) -> int:
-    """Return a number of ticks as whole microseconds, rounded to the nearest."""
+    """Return the number of ticks `found` as microseconds, rounded to the nearest whole number."""
     return round(found / TICKS)
 
 
