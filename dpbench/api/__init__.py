@@ -1,7 +1,7 @@
 """Api: measure cases, and read stored or exported runs, from Python: `dpbench.run`, `load` and `open_trials`.
 
-A wrong argument raises ValueError, an unknown name LookupError, and a results file that cannot be used StoreError; the
-messages are those of the command line, and name its options, such as --devices for the argument `devices`.
+The functions raise ValueError for a wrong argument, LookupError for an unknown name, and StoreError for a results file
+that cannot be used. The messages are those of the command line, and name its options, such as --devices for `devices`.
 """
 
 from __future__ import annotations

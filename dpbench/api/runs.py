@@ -31,7 +31,7 @@ STORE = "dpbench.db"
 class Run:
     """A run: its measurements and its results. A notebook shows its answers and the table of its cases.
 
-    The tables `frame`, `steps`, `phases` and `samples` are tidy: they have one row per case, step, phase of a step and
+    The tables are tidy: `frame` has one row per case, `steps` per step, `phases` per phase of a step, and `samples` per
     sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 % interval
     (80 % for predictions), and `withheld`, the reason why reports do not show the estimate. Whoever shows a number must
     also show its `labels`.
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Return facts on the host, the software and the code, to repeat the run; empty for exported trials."""
+        """Return the facts on host, software and code that are needed to repeat the run; empty for exported trials."""
         return self._stored.provenance
 
     @cached_property

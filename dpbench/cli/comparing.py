@@ -46,7 +46,8 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One case in the JSON of `dpbench compare`; `analysis.comparison.Comparison` has the same values.
 
     `before_s` and `after_s` are seconds per step. `ratio` is above 1 if the second run is faster. `phase` is the phase
-    that changed most: by `phase_s` seconds per step, the fraction `phase_share` of the changes of all phases.
+    that changed most, `phase_s` its change in seconds per step, and `phase_share` the fraction of this change among the
+    changes of all phases.
     """
 
     label: str
@@ -73,8 +74,8 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
-    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines differ. `lost` has
-    the cases that are in both runs but lack a result in at least one, and for each the reason.
+    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines differ. `lost`
+    gives, by label, the reason for each case that is in both runs but has no result in at least one of them.
     """
 
     before: ComparedRun
@@ -91,7 +92,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     exits={
         0: "no case became slower", EXIT_WORSE: "at least one case became slower", EXIT_FAILED: "a file cannot be read",
         EXIT_UNDECIDED: "no case became slower, but some are undecided",
-        EXIT_USAGE: "wrong usage, unlike runs, or no case in common",
+        EXIT_USAGE: "wrong usage, unlike machines, or no case in common",
     },
 )  # fmt: skip
 @click.argument("before")
@@ -110,9 +111,9 @@ def compare(
 ) -> None:
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
 
-    BEFORE and AFTER each name a run: @last, @NAME, or the beginning of an id; or the beginning of a commit of dpbench
-    or of the project, for the newest run of this commit; or FILE:RUN, where FILE is another store or the output of
-    `dpbench export jsonl`. FILE alone means its newest run.
+    BEFORE and AFTER each name a run. @last, @NAME and the beginning of an id name a run of the store. The beginning of
+    a commit of dpbench or of the project names the newest run of this commit. FILE:RUN names a run of another store, or
+    of a file that `dpbench export jsonl` wrote; FILE alone names its newest run.
 
     Without --unlike, two runs are refused if they differ in processor, cores, GPUs, version of torch or kind of
     devices, or if only one of them is an imported trace.
@@ -145,9 +146,9 @@ def compare(
 
 
 def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
-    """Return the run that `asked` names, as the help of the command explains, and its trials without their spans.
+    """Return the run that `asked` names, and its trials without their spans.
 
-    Raises UsageError if there is no such run, or if there are several.
+    The help of `dpbench compare` explains the names. Raises UsageError if `asked` matches no run, or several.
     """
     path, colon, run = asked.rpartition(":")
     whole = Path(asked).is_file()

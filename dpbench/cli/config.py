@@ -60,15 +60,15 @@ class Documented(click.Command):
 
 
 def _shown(words: Sequence[str]) -> str:
-    """Return the words that set an option, without the first one, its name; "on" or "off" for a switch."""
+    """Return the words that set an option, as text without the option's name; "on" or "off" for a switch."""
     return shlex.join(words[1:]) or ("on" if words else "off")
 
 
 def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None:
     """Return the defaults that a file in `folder` has for the options of `commands`; None without such a file.
 
-    Raises UsageError if two files have defaults, for an unknown key, and for a value that the option does not accept.
-    The message names the files, or the file and the key.
+    Raises UsageError if two files have defaults, if a key is unknown, or if an option does not accept its value. The
+    message names the files, or the file and the key.
     """
     found = [(path, where, table) for path, where in _sources(folder) if (table := _table(path, where)) is not None]
     if not found:
@@ -142,7 +142,7 @@ def _table(path: Path, where: str) -> Mapping[str, Any] | None:
 def _entries(
     table: Mapping[str, Any], path: Path, where: str, commands: Mapping[str, click.Command]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield the command, the option and the value of each entry; shared options come before those of a command."""
+    """Yield the command, the option and the value of each entry; entries for all commands come before the others."""
     for key, value in table.items():
         if key in SHARED and not isinstance(value, dict):
             yield from ((name, key, value) for name, command in commands.items() if key in _options(command))

@@ -23,9 +23,9 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 
     `device` is the number in the file, and `name` its model, empty if unknown. `span_s` is the time from the start of
     the first activity to the end of the last. `compute_s`, `copies_s` and `communication_s` are the seconds in which at
-    least one activity of this kind ran, and may overlap in time; memory fills count as copies, and copies between two
-    devices as communication. The exposed parts are the seconds without a compute kernel. `kernels_s` are the seconds
-    with compute kernels or copies. During `idle_s` the device ran nothing.
+    least one activity of the kind ran; activities of different kinds may overlap. Memory fills count as copies, and
+    copies between two devices as communication. The exposed parts are the seconds in which no compute kernel ran.
+    `kernels_s` are the seconds with compute kernels or copies. During `idle_s` the device ran nothing.
     """
 
     device: int
@@ -60,8 +60,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 class Clock(msgspec.Struct, frozen=True, kw_only=True):
     """The correction of a rank's clock to the clock of the first rank.
 
-    The median time difference of `collectives` collectives, `shift_s`, was added to the rank's times. `uncertainty_s`
-    is the largest deviation from this median. Both are in seconds.
+    `shift_s` is the median time difference of `collectives` collectives, and was added to the rank's times.
+    `uncertainty_s` is the largest deviation from this median. Both are in seconds.
     """
 
     shift_s: float

@@ -63,7 +63,7 @@ MOST_WORKERS = 1024
 )  # fmt: skip
 @patience_option
 def loaders(report: Path, as_json: bool, patience: float | None, **options: Any) -> None:
-    """Measure the rate of a DataLoader with several numbers of workers, and compare it with that of a training step.
+    """Measure a DataLoader's rate with several numbers of workers, and compare it with the rate of a training step.
 
     The recommended number of workers, the knee, is the least whose rate is within 5 % of the best.
     """

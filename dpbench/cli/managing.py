@@ -187,7 +187,7 @@ def check(file: Path) -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="The new store, which must not exist.")
 def recover(file: Path, output: Path) -> None:
-    """Copy every run and every ended trial of the store FILE that can be read into a new store; FILE is not changed."""
+    """Copy all readable runs, and all readable ended trials, of the store FILE to a new store; FILE is not changed."""
     from dpbench.store import recovery
 
     done = recovery.recover(file, output)

@@ -312,7 +312,10 @@ def _check(machine: Machine, asked: Sequence[Case], loop: Loop | None, options: 
 
 
 def _score(path: Path, as_json: bool, all_rows: bool) -> None:
-    """Print the errors of predictions, compared with the published measurements in the CSV file `path`."""
+    """Predict the published measurements in the CSV file `path`, and print the errors as tables or as JSON.
+
+    With `all_rows`, repeated, suspect and low-trust rows are used too.
+    """
     import json
 
     from dpbench.predict.scoring import score

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError if the reader has closed the output, where rich's own console exits."""
+    """A console that raises BrokenPipeError if the reader has closed the output; rich's own console would exit."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the output was closed")
@@ -46,7 +46,7 @@ class _Live(RichProgress):
 
 
 class RunningSpeedups:
-    """The speed-ups of the cases of the model that is being measured, from the trials so far."""
+    """The speed-ups that follow from the trials so far, for the cases of the model of the newest trial."""
 
     MOST = 15
     """The largest number of cases that the table shows."""
@@ -167,9 +167,9 @@ class Progress:
 
 
 def brief(trial: Trial) -> str:
-    """Return one line of a trial's reason: the first line for a timeout, else the last, the error of a traceback.
+    """Return the last line of a trial's reason, which has the error of a traceback; for a timeout, the first line.
 
-    After its first line, the reason of a timeout has the stacks of the processes.
+    The reason of a timeout continues with the stacks of the processes.
     """
     lines = [line for line in trial.reason.splitlines() if line.strip()] or [""]
     return lines[0 if trial.status is Status.TIMEOUT else -1].strip()

@@ -311,7 +311,7 @@ def _agent(placed: Launch, interface: str) -> int:
 
 
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
-    """Measure the cases that the options select, print the results, and exit; or print the plan, or search batches."""
+    """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
     from dpbench.cli.progress import Progress
     from dpbench.measure import forecast, selection
     from dpbench.measure.jobs import JobsError

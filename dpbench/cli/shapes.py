@@ -1,7 +1,7 @@
 """Shapes: the JSON that commands print with --json: one record per command, whose fields are the keys of the JSON.
 
-The records of comparisons, imports and predictions are in `comparing`, `importing` and `predicted`, those of loaders in
-`measure.loaders`.
+The module `comparing` has the records of comparisons, `importing` the records of imports, `predicted` the records of
+predictions, and `measure.loaders` the records of loaders. All others are here.
 
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or infinite is null. Keys
 are never removed or changed in meaning without a higher `schema`; new keys may appear.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dpbench.store import StoredRun
 
 SCHEMA = 1
-"""The version of all records of this module."""
+"""The version of the JSON of all commands."""
 
 
 def show(record: object) -> None:
@@ -225,7 +225,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A measured case that applies a remedy.
 
-    `ratio` is its speed over that of the diagnosed case, and `gain_s` the seconds that it saves per step.
+    `ratio` is its speed divided by the speed of the diagnosed case, and `gain_s` the seconds that it saves per step.
     """
 
     label: str
@@ -295,7 +295,7 @@ class WithoutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench explain`."""
+    """The JSON of `dpbench explain`: the answers, a diagnosis of each case with a result, and the other cases."""
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
@@ -329,7 +329,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --dry-run`.
 
     `trials` is the least number of trials to measure. `seconds` is their expected duration, null if it is unknown, and
-    `basis` states how it was found.
+    `basis` gives the origin of this expectation.
     """
 
     forecast: Forecast

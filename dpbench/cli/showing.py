@@ -154,7 +154,7 @@ def write_report(path: Path | None, report: Report) -> Path:
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
     """Write the page of a run, print the paths of the page and the store, and return whether the page was written.
 
-    Call it after the results are printed: a page that cannot be written must not hide the results.
+    Call this function after the results are printed: a page that cannot be written must not hide the results.
     """
     written, fault = None, ""
     try:
@@ -168,7 +168,7 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
 
 
 def _owner(run_id: str) -> str:
-    """Return a clause on the run that the latest page shows."""
+    """Return "the page of run ..." for the run that the latest page shows; "unchanged" if `run_id` is empty."""
     return f"the page of run {run_id[:8]}" if run_id else "unchanged"
 
 

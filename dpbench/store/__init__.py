@@ -229,7 +229,7 @@ class Store:
         return run_id
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
-        """Return (fingerprint of the case, round) of each trial of a run that has a final status not in `retry`.
+        """Return (fingerprint of the case, round) of the trials of a run whose status is final and not in `retry`.
 
         When the run is resumed, these cases are not measured again in these rounds.
         """
@@ -360,7 +360,7 @@ class Store:
     def _each(
         self, run_id: str | None, *, superseded: bool, read: rows.Reader[Trial] = rows.trial
     ) -> Iterator[tuple[int, Trial]]:
-        """Yield the id of each trial that `trials` returns, and the object that `read` makes of the trial's row."""
+        """Yield the id of each trial that `trials` returns, and the object that `read` returns for the trial's row."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         ids = self._db.execute(
@@ -372,8 +372,8 @@ class Store:
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
         """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.
 
-        Only runs on the same hardware and predicted runs, and only trials of status `ok`, are returned. The runs are in
-        the order of their start; the run `run_id` is one of them, with those of `trials` that have this status.
+        Runs on other hardware are left out unless they were predicted, and so are trials without the status `ok`. The
+        runs are in the order of their start. The run `run_id` is one of them, and `trials` are its trials.
         """
         runs = self._db.execute(
             "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "

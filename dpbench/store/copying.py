@@ -39,7 +39,7 @@ class Merged:
 def refuse_replaced(db: file.Connection) -> None:
     """Raise StoreError if the file was deleted or replaced since it was opened for writing.
 
-    The trials in the open file are copied into a new file in the same folder, which the message names.
+    Before, the trials in the open file are copied into a new file in the same folder; the message names the new file.
     """
     if file.same_file(db):
         return
@@ -128,7 +128,7 @@ def _slots(db: file.Connection, run_id: str) -> dict[tuple[str, int], dict[float
 
 
 def _missing(source: file.Connection, target: file.Connection, run_id: str) -> list[int]:
-    """Return the ids in `source` of the ended trials of a run that `target` lacks, in the order of their start."""
+    """Return the ids, in `source`, of a run's ended trials that `target` lacks, in the order of their start."""
     here = _slots(target, run_id)
     return sorted(
         trial_id
@@ -158,7 +158,7 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
 
 
 def _label(db: file.Connection, trial_id: int) -> str:
-    """Return the description of a trial's case."""
+    """Return the label of a trial's case."""
     (case,) = db.execute("SELECT case_json FROM trial WHERE id=?", (trial_id,)).fetchone()
     return Case.from_dict(json.loads(case)).label
 

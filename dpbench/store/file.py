@@ -148,7 +148,7 @@ class _Cursor(sqlite3.Cursor):
 
     def executemany(self, *arguments: Any) -> Self:
         with self.connection.named():
-            return super().executemany(*arguments)  # inside a transaction, which has the lock
+            return super().executemany(*arguments)  # inside a transaction, which has locked the file
 
     def fetchone(self) -> Any:
         with self.connection.named():
@@ -230,7 +230,7 @@ def quick_check(db: Connection) -> list[str]:
 
 
 def same_file(db: Connection) -> bool:
-    """Return whether the path of a connection still names the file that is open for writing."""
+    """Return whether the path of a connection still names its open file; True for a connection that only reads."""
     return db.inode is None or db.inode == _inode(db.path)
 
 

@@ -131,7 +131,7 @@ def _readable(db: file.Connection, table: str) -> bool:
 
 
 def _copy(source: file.Connection, target: file.Connection, path: Path) -> Recovered:
-    """Copy the readable runs and ended trials from `source`, a copy of the file `path`."""
+    """Copy the readable runs and ended trials to `target` from `source`, which is a copy of the file `path`."""
     lost, runs, trials = [], 0, 0
     most = path.stat().st_size // _LEAST_ROW
     for row in _rows(source, "run", most):
@@ -191,7 +191,7 @@ def _rows(db: file.Connection, table: str, most: int) -> Iterator[int]:
 def _own(target: file.Connection, run_id: str) -> None:
     """Add the run `run_id` to `target`, for trials whose run is lost; do nothing if `target` has the run."""
     if not isinstance(run_id, str):
-        raise StoreError("the trial names no run")
+        raise StoreError("the id of the trial's run is damaged")
     if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
         facts = (run_id, _RECOVERED, _RECOVERED, _RECOVERED, "interrupted", 0.0, None, 0, 0, 0.0, "{}")
         target.execute(f"INSERT INTO run ({rows.RUN}) VALUES ({','.join('?' * len(facts))})", facts)

@@ -36,7 +36,7 @@ STEP = "step, seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
 MEMORY = "device, peak_bytes, source, phase, kind"
 SERIES = "device, metric, times, readings"
-"""The columns that a checksum covers. Columns of later schemas are not added: the checksums of older rows lack them."""
+"""The columns that a checksum covers. Columns of later schemas are not added: old checksums do not cover them."""
 _DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, zlib.error)
 """The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
 
@@ -162,13 +162,13 @@ def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
 
 @lru_cache(maxsize=4096)
 def case(text: str, fingerprint: str) -> Case:
-    """Return the case that is stored as JSON. Raises ValueError if it is not the case of the fingerprint.
+    """Return the case whose JSON is `text`. Raises ValueError if the case has another fingerprint than `fingerprint`.
 
-    The trials of all rounds of a case have the same text, so that each text is read once.
+    The results are cached, because the trials of all rounds of a case have the same text.
     """
     data = _object(text)
     found = Case.from_dict(data)
-    if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # else `Case` has escaped its texts
+    if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # escaped texts change the fingerprint
         raise ValueError(f"the case {found.label} is not the case of the fingerprint {fingerprint[:12]!r}")
     return found
 
@@ -179,8 +179,8 @@ def readable(
 ) -> Iterator[tuple[int, Read]]:  # fmt: skip
     """Yield each row's id, and the object that `read` makes of the row.
 
-    `unreadable` is called for each row that cannot be read, and the other rows are still yielded. If it is None, the
-    first such row raises UnreadableRow.
+    `unreadable` is called for each row that cannot be read, and the other rows are still yielded. If `unreadable` is
+    None, the first such row raises UnreadableRow.
     """
     for (row,) in ids:
         try:
@@ -244,7 +244,7 @@ def _part(db: file.Connection, table: str, columns: str, row: int, order: str) -
 
 
 def _parts(db: file.Connection, row: int) -> _Parts:
-    """Return the rows of a trial's tables in an order that a copy of the trial keeps."""
+    """Return the rows of one trial; a copy of the trial in another file has them in the same order."""
     return _Parts(
         _part(db, "step", STEP, row, "step"), _part(db, "span", SPAN, row, "number"),
         _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric"),
@@ -256,7 +256,7 @@ def _bulk(parts: _Parts) -> list[Any]:
 
 
 def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return rows as one list per column."""
+    """Return the values of `rows` as one list per column; `names` are the columns, separated by ", "."""
     return {name: [row[i] for row in rows] for i, name in enumerate(names.split(", "))}
 
 

@@ -14,7 +14,7 @@ from dpbench.records import Trial, visible
 PREDICTED = "predicted:"
 """The beginning of the `host` of a run whose trials were predicted for a described machine."""
 LATEST = "last"
-"""The name that always means the newest run, so that no run can have it."""
+"""The name that always means the newest run; no run can have this name."""
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
@@ -22,7 +22,7 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 class Naming:
     """The name and the tags that the user gave to a run, and the command that started the run; empty if not given.
 
-    Name and tags belong to a run's identity: the same command resumes an unfinished run, and a command with another
+    Name and tags are part of a run's identity: the same command resumes an unfinished run, and a command with another
     name or other tags begins a new run. Several runs may have the same name. Raises ValueError for a name or the key of
     a tag with characters other than letters, digits, ".", "-" and "_", and for the name "last".
     """
@@ -69,7 +69,10 @@ class StoredRun:
 
     @classmethod
     def read(cls, run_id: str, status: str, started: float, rounds: int, facts: str) -> Self:
-        """Return a run from the columns of its row; `facts` is its provenance as JSON. Escape invisible characters."""
+        """Return a run from the columns of its row, with invisible characters escaped.
+
+        `facts` is the run's provenance as JSON.
+        """
         return cls(visible.visible(run_id), visible.visible(status), started, rounds, visible.loads(facts))
 
     @property
@@ -81,7 +84,7 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run with those of its trials whose cases a given run shares; the trials are summaries (`Trial.summary`)."""
+    """A run with those of its trials whose cases a given run also has; the trials are summaries (`Trial.summary`)."""
 
     run: StoredRun
     trials: tuple[Trial, ...]

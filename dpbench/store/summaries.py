@@ -107,7 +107,7 @@ class StoredLedger(Ledger):
 
 
 def packed(trial: Trial) -> bytes:
-    """Return the summary of a trial for its row."""
+    """Return the summary of a trial as bytes, for the column `summary` of its row."""
     found, steps = trial.ledger, trial.by_column
     keys = list(dict.fromkeys(key for charged in found.charged for key in charged))
     number, spans = found.median_step or (None, ())
@@ -131,7 +131,7 @@ def packed(trial: Trial) -> bytes:
 def unpacked(summary: bytes) -> StoredLedger | None:
     """Return the ledger of a summary; None if the summary has another `VERSION`.
 
-    Raises ValueError if it is not a summary.
+    Raises ValueError if `summary` is not a summary.
     """
     found = _DECODER.decode(summary)
     if found.version != VERSION:

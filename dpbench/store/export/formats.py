@@ -210,7 +210,7 @@ class ExportedTrial(msgspec.Struct):
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:
-    """Return the trials of a file that `jsonl` wrote, by the id of their run; if the name ends in .gz, decompress it.
+    """Return the trials of a file that `jsonl` wrote, by the id of their run; a file named .gz is decompressed.
 
     Raises ValueError, which names the line, if a line is not a trial.
     """
@@ -375,7 +375,7 @@ def _schema() -> pa.Schema:
 
 
 def _rows(run_id: str, trial: Trial, labels: Labels) -> list[dict[str, Any]]:
-    """Return one row per step of a trial, as a dict from the names of the columns to their values."""
+    """Return one row per step of a trial, as a dict of values by column name."""
     same = {
         "run_id": run_id, **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},
         "source": trial.source.value, "status": trial.status.value, "verified": trial.verified.value,

@@ -24,7 +24,7 @@ ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
-    """Yield the JSON text of one trace of all `trials`, which belong to one run, one trial at a time."""
+    """Yield, one trial at a time, the JSON text of one trace with all `trials` of the run `run_id`."""
     zero_s = min((at for trial in trials for at in _times(trial) if math.isfinite(at)), default=0.0)
     facts = {
         "run_id": run_id,
@@ -49,7 +49,7 @@ def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
     """Return the facts about a trial for the metadata of a trace: case, status, labels, memory and provenance.
 
     `pid` is the process id that the trace gives to the trial. The entry `untimed` has the samples without a time, as
-    [device, metric, value]: they come from the steps that are profiled after the timed steps.
+    [device, metric, value]; these samples come from the steps that are profiled after the timed steps.
     """
     untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
     return {
@@ -151,7 +151,7 @@ def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
-    """Yield the samples that have a time as counter events, as JSON text; each metric of a device is one counter."""
+    """Yield, as JSON text, one counter event per sample with a time; each metric of a device is one counter."""
     for sample in samples:
         if sample.time_s > 0.0:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")
@@ -169,7 +169,7 @@ Spans that overlap use the streams with the next numbers.
 FIRST_CORRELATION = 1 << 20
 """The first correlation id, the number that links a kernel to its launch.
 
-It is large because HTA 0.5 stores row indices in the smallest integer type that fits the correlation ids.
+HTA 0.5 stores row indices in the smallest integer type that fits the correlation ids; with small ids, they overflow.
 """
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
@@ -251,7 +251,7 @@ def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield those of `spans` that are on the host, as CPU operators of the process `device`, as JSON text."""
+    """Yield, as JSON text, the spans of the host among `spans`: CPU operators of the process `device`."""
     mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
     for lane, start, end, span in lanes(mine, zero_s):
         yield _rank_complete(
