@@ -285,7 +285,7 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("UPDATE run SET code='other', checksum=NULL", "has the code 'c' in this store and 'other' in the other"),
+        ("UPDATE run SET code='other', checksum=NULL", "`code` is 'c' in this store and 'other' in the other"),
         ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 of this store and trial 1 of the other differ"),
         ("UPDATE trial SET verified='no', checksum=NULL", "differ in their results"),
     ],

@@ -419,7 +419,8 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
         (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "ddp", "--schedules", "zero1"],
          "--schedules: none of the strategies has schedules"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--devices", "1", "--bus", "100"], "--bus: no case has"),
-        (["--machine", "dgx-a100", "--models", "resnet50,bert-base", "--step-s", "0.1"], "--step-s: it is the step time of one model"),
+        (["--machine", "dgx-a100", "--models", "resnet50,bert-base", "--step-s", "0.1"],
+         "--step-s: it is the step time of one model, and 2 models are given"),
     ],
 )  # fmt: skip
 def test_a_wrong_question_is_told_the_way_out(dpbench: Command, arguments: list[str], message: str) -> None:

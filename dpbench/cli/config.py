@@ -125,7 +125,7 @@ def _table(path: Path, where: str) -> Mapping[str, Any] | None:
         return None
     try:
         table: Any = everywhere(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of too many digits
+    except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and for numbers with too many digits
         raise click.UsageError(f"{path.name} is not valid TOML: {error}") from None
     for key in where.split(".") if where else ():
         if not isinstance(table, dict):

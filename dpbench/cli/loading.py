@@ -34,12 +34,14 @@ MOST_WORKERS = 1024
     help="Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable without arguments that "
     "returns one.  [default: a synthetic dataset]",
 )
-@click.option("--workers", type=Numbers(), help="Numbers of workers.  [default: 0, and powers of two up to all cores]")
+@click.option(
+    "--workers", type=Numbers(), help="Numbers of workers.  [default: 0, and powers of two up to the number of cores]"
+)
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
     "--examples",
     type=click.IntRange(1),
-    help="Minimum number of examples per measurement.  [default: about a second's worth]",
+    help="Minimum number of examples per measurement.  [default: as many as load in about a second]",
 )
 @click.option("--pin-memory", type=Switches(), default="off", show_default=True)
 @click.option("--prefetch-factor", type=Numbers(), default="2", show_default=True)

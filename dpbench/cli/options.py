@@ -146,7 +146,7 @@ class Switches(click.ParamType[tuple[bool, ...]]):
         known = {"off": False, "on": True}
         parts = [part.strip() for part in value.split(",") if part.strip()]
         if not parts or not {*parts} <= {*known}:
-            self.fail(f"{value!r} is neither off, on, nor off,on", param, ctx)
+            self.fail(f"{value!r} is not a list of off and on, such as off,on", param, ctx)
         return tuple(known[part] for part in parts)
 
 

@@ -195,7 +195,9 @@ def _refuse_beside_score(table: Path | None) -> None:
             f"--score predicts the rows of its file, so {names} would have no effect: leave out {names}"
         )
     if not table and "all_rows" in given:
-        raise click.UsageError("--all-rows chooses rows of the file of --score: give --score FILE, or leave it out")
+        raise click.UsageError(
+            "--all-rows chooses rows of the file of --score: give --score FILE, or leave out --all-rows"
+        )
 
 
 def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:

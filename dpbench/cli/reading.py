@@ -135,7 +135,7 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
 
 @click.command(cls=Documented, short_help="Explain whether, why and how several devices help.")
 @click.option("--all", "full", is_flag=True, help="Also print every finding with its evidence, remedy and command.")
-@click.option("--samples", type=click.IntRange(1), help="Number of samples in an epoch, for which the time is stated.")
+@click.option("--samples", type=click.IntRange(1), help="Number of samples in an epoch, to state the time of an epoch.")
 @json_option
 @run_option
 @store_option

@@ -241,7 +241,7 @@ def expectation(planned: Forecast) -> str:
     ]
     if planned.budget_s:
         lines.append(
-            f"time budget: {words.long_time(planned.budget_s)}; trials time fewer steps to fit it, and trials that "
+            f"time budget: {words.long_time(planned.budget_s)}; trials measure fewer steps to fit it, and trials that "
             "have not started by its end are skipped"
         )
     return "\n".join(lines)

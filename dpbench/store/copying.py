@@ -109,7 +109,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
         more = f"; and {len(conflicts) - SHOWN} more" if len(conflicts) > SHOWN else ""
         raise StoreError(
             f"the stores contradict each other, and nothing was merged: {'; '.join(conflicts[:SHOWN])}{more}. Remove "
-            "the run from one of the stores with `dpbench rm RUN --store FILE`"
+            "each of these runs from one of the stores with `dpbench rm RUN --store FILE`"
         )
     return copied
 
@@ -144,7 +144,7 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     for name, one, other in zip(IDENTITY, mine, theirs, strict=True):
         if one != other:
-            yield f"run {run_id[:12]} has the {name} {one!r} in this store and {other!r} in the other"
+            yield f"run {run_id[:12]}: `{name}` is {one!r} in this store and {other!r} in the other"
     here, there = _slots(target, run_id), _slots(source, run_id)
     for slot in here.keys() & there.keys():
         both = here[slot].keys() & there[slot].keys()

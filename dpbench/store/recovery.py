@@ -52,7 +52,7 @@ def check(path: Path) -> list[str]:
                     for (row,) in ids:
                         faults += [str(fault) for fault in _faults(db, table, row, read)]
                 for table, row, parent, _ in db.execute("PRAGMA foreign_key_check").fetchall():
-                    which = "a row" if row is None else f"row {row}"  # tables WITHOUT ROWID have None
+                    which = "a row" if row is None else f"row {row}"  # None for a table WITHOUT ROWID
                     faults.append(f"{path}: {which} of the table {table} refers to a missing row of the table {parent}")
             except file.DamagedStore as error:
                 faults.append(str(error))

@@ -276,7 +276,7 @@ def _compare(db: file.Connection, table: str, column: str, row: int, rows: Seque
     """Raise ValueError if the checksum in `column` is not that of `rows`; a row without a checksum is accepted."""
     (stored,) = _row(db, table, column, row)
     if stored is not None and stored != _checksum(rows):
-        raise ValueError(f"its {column} is not that of its data, which were changed after they were stored")
+        raise ValueError(f"the {column} of the row does not match its data, which were changed after they were stored")
 
 
 def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:

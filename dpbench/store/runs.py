@@ -39,7 +39,9 @@ class Naming:
                     "or a digit"
                 )
         if self.name == LATEST:
-            raise ValueError(f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give another")
+            raise ValueError(
+                f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give another name"
+            )
 
     def identified(self, plan: str) -> str:
         """Return the identity of a run of the plan with the hash `plan`; without name and tags, it is `plan`."""
