@@ -38,8 +38,8 @@ def cli(context: click.Context, no_config: bool) -> None:
 
     Start with `dpbench run`: it measures this machine, prints an answer and writes a report.
 
-    In the working folder, dpbench.toml, or [tool.dpbench] in pyproject.toml, can set defaults of options; the table
-    [run], for example, sets defaults of `dpbench run`. The command line has precedence.
+    Files in the working folder can set defaults of options: dpbench.toml, or [tool.dpbench] in pyproject.toml. The
+    table [run], for example, sets defaults of `dpbench run`. The command line has precedence.
 
     `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish, replace bash_source
     by zsh_source or fish_source. The variable NO_COLOR turns off colours.

@@ -83,7 +83,10 @@ def rows(kind: str) -> list[tuple[str, str]]:
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
-        return [*((name, _rung(name)) for name in RUNGS), (FASTEST, "the exact schedule that TrainStep selects")]
+        return [
+            *((name, _rung(name)) for name in RUNGS),
+            (FASTEST, "the schedule that TrainStep selects for the model"),
+        ]
     own = registry.own(kind)
     found = [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
     installed = [name for name in registry.names(kind) if name not in own]

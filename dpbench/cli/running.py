@@ -67,7 +67,7 @@ class _Output:
     dry_run: bool
     detail: Detail
     command: str
-    """The command that repeats the run, if defaults come from a file; else empty."""
+    """The command that repeats the run if defaults of options come from a file; empty if none does."""
 
 
 @click.command(

@@ -132,7 +132,7 @@ class Store:
         return row[0] if row else None
 
     def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
-        """Return the id of the latest run to resume, and the id and start time of its process; None without any."""
+        """Return the id of the latest run to resume, and its process's id and start time; None without such a run."""
         query = (
             "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
             "ORDER BY started DESC LIMIT 1"
@@ -195,7 +195,7 @@ class Store:
                 rmtree(folder / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
-        """Copy the runs and trials of another store that this store lacks, in one transaction; `copying` has the rules.
+        """Copy the runs and trials of the store `part` that this store lacks, in one transaction (`copying.merge`).
 
         Raises StoreError if `part` is not a store, if the stores contradict each other, or if a living process is
         adding trials to a run of `part`, in either of the two stores.

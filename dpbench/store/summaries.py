@@ -86,7 +86,7 @@ class StoredLedger(Ledger):
 
     @cached_property
     def occupied(self) -> dict[int, array[float]]:
-        """Return, by device, the stored seconds of each timed step in which a span was open."""
+        """Return, by device, the stored seconds in each timed step during which a span was open on the device."""
         return {device: _numbers(column) for device, column in self._packed.occupied.items()}
 
     @cached_property
