@@ -80,7 +80,7 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
 
 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
-    """Copy the runs and trials that `target` lacks from `source`; the caller has begun a transaction on `target`.
+    """Copy from `source` the runs and trials that `target` lacks; the caller has begun a transaction on `target`.
 
     A run that both databases have gets the missing trials, and the status and the facts of the copy that ended last.
     Raises UnreadableRow for a damaged trial. Raises StoreError, which names the runs and cases, if two copies of a run

@@ -61,7 +61,7 @@ class UnreadableRow(StoreError):
 
 @contextmanager
 def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
-    """Convert every exception that damaged data cause to UnreadableRow, except the exception of a locked file."""
+    """Convert every exception that damaged data can cause to UnreadableRow; let the error of a locked file pass."""
     try:
         yield
     except (UnreadableRow, file.Locked):

@@ -210,7 +210,7 @@ class ExportedTrial(msgspec.Struct):
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:
-    """Return the trials of a file that `jsonl` wrote, by the id of their run; a file named .gz is decompressed.
+    """Return the trials of a file that `jsonl` wrote, by run id; a file whose name ends in .gz is decompressed.
 
     Raises ValueError, which names the line, if a line is not a trial.
     """
