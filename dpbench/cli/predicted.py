@@ -108,14 +108,14 @@ def _between(one: WhatIf) -> str:
 
 
 def coverage_line(kind: str, found: Coverage) -> str:
-    """Return a line with the share of steps within their 80 % intervals, this share's interval, and the interval score.
+    """Return the share of steps in their 80 % intervals, this share's 95 % interval, and the interval score, as text.
 
     `kind` names the rows of the published measurements to which the line refers, such as "hard rows".
     """
     return (
-        f"{kind}: {words.percent(found.share)} ({words.percent(found.low)} to {words.percent(found.high)}, clustered "
-        f"by machine) of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')} are in their "
-        f"80 % interval; interval score {found.score:.3f}"
+        f"{kind}: of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')}, "
+        f"{words.percent(found.share)} (95 % interval, clustered by machine: {words.percent(found.low)} to "
+        f"{words.percent(found.high)}) are in their 80 % interval; interval score {found.score:.3f}"
     )
 
 

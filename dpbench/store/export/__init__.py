@@ -68,8 +68,8 @@ def pieces(
     """Return the text of an export in pieces; for parquet and for `split`, write files instead.
 
     `runs` has pairs of a run and its trials; only jsonl and parquet accept several runs. For a trace, `part` and
-    `every` select trials as in `pick`. With `split`, the trace files are written into this folder, and the pieces are
-    their paths, one per line. For parquet, the file `output` is written, and there are no pieces.
+    `every` select trials as in `pick`. With `split`, the trace files are written into the folder `split`, and
+    the pieces are their paths, one per line. For parquet, the file `output` is written, and there are no pieces.
 
     Raises ValueError if a trace, a split or a pyperf suite would contain no trial, or if several trials are selected
     for `split`.
