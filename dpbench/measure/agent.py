@@ -1,4 +1,4 @@
-"""Agents: the processes of a launch connect to rank 0, which sends them work; each runs its work in fresh workers."""
+"""Agents: each process of a launch runs an agent, which connects to rank 0 and runs its requests in fresh workers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from dpbench.records.trial import Failure
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """The facts with which a rank introduces itself.
+    """The facts about a rank that its agent sends to rank 0 when it connects.
 
-    `machine` identifies the running system: equal values mean one machine. `sees` lists the cores and GPUs that the
-    process may use. `version` is that of dpbench. `facts` describe the machine and its software.
+    `node` is the index of the rank's machine. `machine` identifies the running system: equal values mean one machine.
+    `sees` lists the cores and GPUs that the process may use, as JSON text. `version` is the version of dpbench. `facts`
+    describe the machine and its software.
     """
 
     rank: int
@@ -46,13 +47,16 @@ class Member:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the member that `asdict` wrote; another version of dpbench may have written other fields."""
+        """Return the member from a dictionary of its fields, as `asdict` makes it.
+
+        Fields may be missing or unknown, because another version of dpbench may have sent the dictionary.
+        """
         known = {field.name: data.get(field.name) for field in fields(cls)}
         return cls(**known | {"cores": tuple(known["cores"] or ()), "version": known["version"] or "an older version"})
 
     @classmethod
     def of(cls, launch: Launch) -> Self:
-        """Return the facts of this process."""
+        """Return the facts about this process, which is one rank of `launch`."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         software = {"dpbench": dpbench.__version__, "torch": provenance.version("torch")}
         return cls(
@@ -64,7 +68,7 @@ class Member:
 
 
 def _machine() -> str:
-    """Return an id of the machine's current boot, which its containers share; the host name if there is no such id."""
+    """Return the machine's boot id, which is equal in all of its containers; if there is none, return the host name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
@@ -72,11 +76,11 @@ def _machine() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A request from rank 0 to an agent; `turn` is its number, and `limit_s` its limit in seconds.
+    """A request from rank 0 to an agent, with its number `turn` and its time limit `limit_s` in seconds.
 
-    `sample` lists the ordinals of the GPUs to sample during the work; None means that neither GPUs nor the host are
-    sampled. `roots` are the process ids of all agents on the machine, if this agent is to measure the load that other
-    processes cause; empty if it is not.
+    `sample` lists the ordinals of the GPUs to sample during the work, together with the host; None means no sampling.
+    `roots` are process ids of agents on this machine. The agent measures the load that processes outside their process
+    trees cause; if `roots` is empty, it does not measure this load.
     """
 
     request: Request
@@ -102,7 +106,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """An agent's answer to the work with the number `turn`: its trials, or a failure; and its machine's samples."""
+    """An agent's answer to the request with the number `turn`: the trials of its worker, or a failure.
+
+    `samples` were taken on the agent's machine during the work. `load` is the load that other processes caused there
+    meanwhile; it is None if it was not measured.
+    """
 
     turn: int = 0
     trials: tuple[Trial, ...] = ()
@@ -134,20 +142,26 @@ def _plain(sample: Sample) -> list[Any]:
 
 
 class Agent:
-    """The part of a rank that stays alive during a run: it answers rank 0's messages, and runs its work in workers."""
+    """The part of a rank that stays alive during a run: it obeys rank 0's messages and runs work in fresh workers."""
 
     def __init__(self, launch: Launch, interface: str) -> None:
         self._launch, self._interface = launch, interface
         self._stack = ExitStack()
-        """The resources of the thread that runs work. Linux ends a process when the thread that started it ends."""
+        """The resources of the thread that runs work. This thread must live as long as the server that it starts.
+
+        The server asks Linux to kill it when its parent ends, and Linux does so when the thread that started it ends.
+        """
         self._server: Server | None = None
         self._series: samplers.Series | None = None
         self._aborted = -1
-        """The number of the last request that rank 0 has ended."""
+        """The number of the last request that rank 0 has aborted; -1 if there is none."""
 
     def serve(self) -> None:
-        """Serve requests until rank 0 ends the run. Raises LaunchError if rank 0 cannot be reached, or is lost."""
-        member = Member.of(self._launch)  # before connecting, because a driver may be slow
+        """Serve requests until rank 0 ends the run.
+
+        Raises LaunchError if rank 0 cannot be reached, refuses this rank, or is lost.
+        """
+        member = Member.of(self._launch)  # before connecting, because the driver of the GPUs may answer slowly
         rank_0 = connect(self._launch, self._interface)
         with ThreadPoolExecutor(1) as worker:
             try:
@@ -160,7 +174,10 @@ class Agent:
                 worker.submit(self._stack.close).result()
 
     def _obey(self, rank_0: Channel, worker: ThreadPoolExecutor) -> None:
-        """Answer messages until the run ends."""
+        """Handle rank 0's messages in order until the run ends; the thread of `worker` carries out the requests.
+
+        Raises LaunchError if rank 0 refuses this rank.
+        """
         while True:
             kind, data = rank_0.receive()
             match kind:
@@ -184,16 +201,16 @@ class Agent:
             self._server.end_worker()
 
     def _answer(self, rank_0: Channel, turn: int, do: Callable[[], Answer]) -> None:
-        """Carry out a request of rank 0, and send the answer; an error is sent as an answer too."""
+        """Call `do`, and send its answer to rank 0 under the request's number `turn`; an error becomes a failure."""
         try:
             answer = do()
         except Exception as error:
             answer = Answer(failure=Failure(status=Status.FAILED, reason=f"its agent failed: {error!r}"))
-        with suppress(OSError):  # rank 0 is lost, which the thread that reads its messages reports
+        with suppress(OSError):  # rank 0 is lost; the thread that reads its messages reports this
             rank_0.send("answer", **replace(answer, turn=turn).to_dict())
 
     def _renew(self) -> Answer:
-        """Start a new server, and answer when it is ready."""
+        """Start a new server in place of the previous one, and return an empty answer when it is ready."""
         if self._server is None:
             self._scratch = self._stack.enter_context(folder())
             self._server = self._stack.enter_context(Server(self._scratch))
@@ -202,13 +219,13 @@ class Agent:
         return Answer()
 
     def _work(self, work: Work) -> Answer:
-        """Run work in a fresh worker, and return its answer."""
+        """Run work in a fresh worker; return its trials or its failure, the machine's samples and the foreign load."""
         assert self._server is not None
         if work.sample is not None and self._series is None:
             output = self._scratch / "samples.jsonl"
             self._series = self._stack.enter_context(samplers.sampling(work.sample, output))
         request, seat = work.request, work.request.seat
-        if seat:  # the interfaces of two machines may have different names
+        if seat:  # the interface may have another name on this machine than on rank 0's
             request = replace(request, seat=replace(seat, interface=self._interface))
         before, began_s = foreign_load.snapshot(work.roots), time.perf_counter()
         found = self._server.answer(request, work.limit_s, cancelled=lambda: self._aborted >= work.turn)
@@ -220,5 +237,8 @@ class Agent:
 
 
 def serve(launch: Launch, interface: str) -> None:
-    """Act as the agent of this rank until rank 0 ends the run. Raises LaunchError if rank 0 is unreachable or lost."""
+    """Act as the agent of this rank until rank 0 ends the run.
+
+    Raises LaunchError if rank 0 cannot be reached, refuses this rank, or is lost.
+    """
     Agent(launch, interface).serve()

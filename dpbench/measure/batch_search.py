@@ -130,7 +130,7 @@ class _Tries:
     def of(self, case: Case) -> Trial:
         """Return the run's trial of a case.
 
-        If the run has none, or only one that must be repeated, run one in a fresh worker and store it.
+        If no trial of the case with a final status is stored, run one in a fresh worker and store it.
         """
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
@@ -170,10 +170,10 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
 def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> tuple[int, int | None]:
     """Return two neighbouring multiples of `unit`: a batch size that fits (0 if none fits), and the next, which fails.
 
-    `fits` returns whether a batch size fits. The second value is None if every batch size that was tried fits. The
-    search starts at `start`, rounded up to a multiple of `unit`. It tries no batch size above `most`, except possibly
-    the first. If memory is fragmented, a batch size can fail although a larger one fits; the first value is then not
-    always the largest that fits.
+    `fits` returns whether a batch size fits. The second value is None if every tried batch size fits. The search starts
+    at `start`, rounded up to a multiple of `unit`. It tries no batch size above `most`, except possibly the first. If
+    memory is fragmented, a batch size can fail although a larger one fits; the first value is then not always the
+    largest that fits.
     """
     good, bad, at = 0, None, -(-start // unit)
     last = max(at, most // unit)

@@ -31,7 +31,7 @@ RETRY_S = 0.2
 LARGEST_BYTES = 1 << 30
 _OPTIONS = (
     ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # clocks are compared by the delay of short messages
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # notices a machine that has lost its power
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # detects that the other machine has lost its power or its network
     ((socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL)), 10),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 6),
@@ -41,7 +41,7 @@ KEY = "DPBENCH_KEY"
 
 
 class Channel:
-    """A connection that sends and receives messages; several threads may send.
+    """An authenticated connection that sends and receives messages; several threads may send at the same time.
 
     Every message carries a code that only the two ends of this connection can make, so that no third party can insert,
     change or repeat a message.
@@ -54,7 +54,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, kind: str, **data: Any) -> None:
-        """Send a message, whose `data` are plain values. Raises OSError if the connection is closed."""
+        """Send a message of the kind `kind`; `data` must be JSON values. Raises OSError if the connection is closed."""
         payload = json.dumps([kind, data]).encode()
         with self._sending:
             self._sent += 1
@@ -69,11 +69,13 @@ class Channel:
         """
         size, code = struct.unpack(">Q32s", self._read(40))
         if size > LARGEST_BYTES:
-            raise ConnectionError(f"a message of {size} bytes was announced")
+            raise ConnectionError(
+                f"the other end announced a message of {size:,} bytes, but at most {LARGEST_BYTES:,} bytes are accepted"
+            )
         payload = self._read(size)
         self._received += 1
         if not hmac.compare_digest(code, self._code(self._theirs, self._received, payload)):
-            raise ConnectionError("a message is not from the other end of the connection")
+            raise ConnectionError("a message has a wrong code, so the other end of the connection did not send it")
         kind, data = json.loads(payload)
         return kind, data
 
@@ -90,11 +92,11 @@ class Channel:
         return bytes(found)
 
     def limit(self, seconds: float | None) -> None:
-        """Limit the wait for each part of a message; None means no limit."""
+        """Limit the wait for each part of a message to `seconds`; None means no limit."""
         self._end.settimeout(seconds)
 
     def fileno(self) -> int:
-        """Return the descriptor, with which `multiprocessing.connection.wait` waits for several channels."""
+        """Return the socket's descriptor, so that `multiprocessing.connection.wait` can wait for several channels."""
         return self._end.fileno()
 
     def close(self) -> None:
@@ -105,7 +107,7 @@ class Channel:
 def key() -> bytes:
     """Return the key of this user: from the environment, else from a file that only this user can read.
 
-    The file is created if it does not exist. Raises LaunchError if it cannot be written.
+    The file is created if it does not exist. Raises LaunchError if the file cannot be written or read.
     """
     if given := os.environ.get(KEY):
         return given.encode()
@@ -121,15 +123,18 @@ def key() -> bytes:
                     os.link(file.name, path)
         return path.read_bytes()
     except OSError as error:
-        raise LaunchError(f"the ranks' key cannot be kept in {path} ({error}): set {KEY} to a secret text") from None
+        raise LaunchError(
+            f"the key of the ranks cannot be written to or read from {path} ({error}): set the environment variable "
+            f"{KEY} to the same secret text for all ranks"
+        ) from None
 
 
 def prove(end: socket.socket, secret: bytes, *, first: bool) -> Channel:
     """Return a channel after both sides have proved that they know the secret; `first` is True on rank 0's side.
 
-    Both sides contribute a random number to the key of the channel, so that the messages of an earlier connection
-    cannot be replayed. Raises AuthenticationError, EOFError or OSError if the other side does not prove it within
-    `PROVE_S` seconds.
+    `end` is the connected socket. Both sides contribute a random number to the key of the channel, so that the messages
+    of an earlier connection cannot be replayed. Raises AuthenticationError, EOFError or OSError if the other side does
+    not prove within `PROVE_S` seconds that it knows the secret.
     """
     end.settimeout(PROVE_S)
     for option, value in _OPTIONS:
@@ -149,19 +154,28 @@ def prove(end: socket.socket, secret: bytes, *, first: bool) -> Channel:
 
 @contextmanager
 def listen(address: str, launch: Launch) -> Iterator[socket.socket]:
-    """Yield a socket that listens at the first free port of the launch. Raises LaunchError if all are in use."""
+    """Yield a socket that listens at `address` and the first free port of the launch.
+
+    Raises LaunchError if all ports of the launch are in use.
+    """
     for port in launch.ports:
         with suppress(OSError):
             found = socket.create_server((address, port), backlog=launch.size)
             break
     else:
-        raise LaunchError(f"the ports from {launch.ports[0]} to {launch.ports[-1]} of {address} are in use")
+        raise LaunchError(
+            f"rank 0 cannot listen at {address}: all {len(launch.ports)} ports from {launch.ports[0]} to "
+            f"{launch.ports[-1]} are in use; end the processes that use them"
+        )
     with found:
         yield found
 
 
 def connect(launch: Launch, interface: str) -> Channel:
-    """Return a channel to rank 0. Raises LaunchError if there is none after `JOIN_S` seconds."""
+    """Return a channel to rank 0 over the network interface `interface`.
+
+    Raises LaunchError if rank 0 cannot be reached within `JOIN_S` seconds.
+    """
     address, secret = leader_address(launch, interface), key()
     deadline_s, seen = time.monotonic() + JOIN_S, "nothing listens there"
     while time.monotonic() < deadline_s:
@@ -177,5 +191,5 @@ def connect(launch: Launch, interface: str) -> Channel:
         time.sleep(RETRY_S)
     raise LaunchError(
         f"{launch} could not reach rank 0 at {address} within {JOIN_S:.0f} s: {seen}. "
-        "Without --interface, the ranks connect over the loopback interface, within one machine"
+        "Without --interface, the ranks use the loopback interface, so all ranks must be on one machine"
     )

@@ -68,7 +68,10 @@ def _refusal(verdict: Trial, cases: int) -> str:
 
 
 def model_words(found: Trial) -> list[str]:
-    """Return the result of the check of a model as lines of text: what was seen, then each note, or the fault."""
+    """Return the result of a model's check as lines of text: the verdict, the observed facts, then each note.
+
+    If the check failed, return one line with the status and the reason.
+    """
     if found.status is not Status.OK:
         return [f"{found.case.model}: {found.status}: {found.reason.strip().partition(chr(10))[0]}"]
     facts = found.provenance.get("model_check", {"seen": {}, "notes": []})
@@ -87,10 +90,10 @@ ROUNDS = 5
 """The number of rounds of the comparison of the engine with torch.nn.DataParallel, each in a fresh process."""
 LIMIT_S = 300.0
 BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
-"""For each component, two durations in seconds: of all steps, and of one block of steps (marks) or one part (sampler).
+"""For each component, two durations in seconds: of the whole measurement, and of one part of it.
 
-Blocks with and without marks alternate; they are short, so that slow drift affects both nearly equally. A part must be
-long enough for several readings of the sampler, which reads every 0.2 s.
+For marks, a part is a block of steps with or without marks. The blocks alternate and are short, so that slow drift
+affects both kinds nearly equally. For the sampler, which reads every 0.2 s, a part must contain several readings.
 """
 GROUPS = 20
 """The largest number of groups into which the pairs are divided.
@@ -110,9 +113,9 @@ class MeasuringCost:
 
     `ratio` is the step time with the component divided by the step time without it; for `engine`, it is the engine's
     step time divided by that of torch.nn.DataParallel. `cost_s` is the difference of the two step times in seconds. For
-    `marks` on devices whose work the host does, `cost_s` is a difference of CPU time, which other processes do not
-    affect. `share` is the cost as a fraction: of a 10 ms step for `marks`, of the throughput for `samplers`, and None
-    for `engine`, whose cost has no limit. `detail` is additional text. `reason` says why the numbers are missing; it is
+    `marks` on CPU or emulated devices, `cost_s` is a difference of CPU time, which other processes do not affect.
+    `share` is the cost as a fraction: of a 10 ms step for `marks`, of the throughput for `samplers`, and None for
+    `engine`, whose cost has no limit. `detail` is additional text. `reason` says why the numbers are missing; it is
     empty if they are known.
     """
 

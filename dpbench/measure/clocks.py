@@ -192,7 +192,7 @@ class _HostMark:
 
 
 class _CudaMark:
-    """The context manager that records one span with two events of a device, from the clock's unused events if any."""
+    """The context manager that records one span with two CUDA events; it reuses unused events of the clock."""
 
     __slots__ = ("_at", "_clock", "_index", "_phase", "_start", "_step", "_unused")
 
@@ -209,7 +209,7 @@ class _CudaMark:
     def _event(self) -> Any:
         try:
             return self._at.event(self._unused.pop())
-        except IndexError:  # in the first blocks, or another thread took the last one
+        except IndexError:  # no event is unused: in the first blocks, or after another thread took the last one
             return self._at.event()
 
 
@@ -232,8 +232,8 @@ class CudaClock:
     the last block, map the device's events to the host's time base. Long times are sums of the differences between
     neighbouring events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
 
-    The events of marks are read at the end of their block, and later marks reuse them. From the second block of a
-    length on, a mark costs the driver two records and no creation.
+    The events of marks are read at the end of their block, and later marks reuse them. If a later block has the same
+    length, its marks record events, but create none.
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
@@ -248,7 +248,7 @@ class CudaClock:
         self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Record a span with CUDA events on the device's stream, or with the host's clock if `device` is `HOST`."""
+        """Return a context manager that records a span with CUDA events, or with the host's clock for `HOST`."""
         return self._host_mark(phase) if device == HOST else _CudaMark(self, phase, device)
 
     @contextmanager
@@ -275,10 +275,10 @@ class CudaClock:
         self._read_marks()
 
     def _read_marks(self) -> None:
-        """Read the marks of all steps that have ended, and keep their events for other marks.
+        """Read the marks of all steps that have ended, and keep their events for later marks.
 
-        Of each mark remain the milliseconds from the beginning of the step to its start, and those from start to end.
-        The devices must have finished the steps.
+        For each mark, store the milliseconds from the step's beginning to the mark's start, and from its start to its
+        end. The devices must have finished the steps.
         """
         begins = [events for block in self._blocks for events in (block.begin, *block.ends)[:-1]]
         ended = [mark for mark in self._marks if mark[0] < len(begins)]
@@ -379,10 +379,10 @@ class CudaClock:
         return found
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return one sample of `OUTLASTING` per block, with the clock's first device.
+        """Return one sample of `OUTLASTING` per block, stored for the clock's first device.
 
-        Its value is the time from the end of the last step until all devices were idle, without the duration of this
-        step, over the duration of the block. It is above 0 if the devices have work for which the steps do not wait.
+        Its value is a fraction of the block's duration: the time from the end of the last step until all devices were
+        idle, minus the duration of this step. It is above 0 if the devices have work for which the steps do not wait.
         """
         found = list[Sample]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):

@@ -1,9 +1,9 @@
-"""Cluster: rank 0's side of a launch by torchrun or srun: which machines take part, and trials over their ranks.
+"""Cluster: rank 0's side of a launch by torchrun or srun: it describes the machines and runs trials over their ranks.
 
 Every process of the launch, rank 0 included, has an agent (`measure.agent`). Rank 0 plans, stores and reports. It sends
 each rank its part of a trial, and merges the answers. If a rank fails, its trial fails. If the agent of a rank is lost,
-the later cases that need this rank fail too, and all other cases are measured. (torchrun then ends all ranks of that
-machine, and rank 0 with them if it is one of them; the trials stay stored.)
+the later cases that need this rank fail too, and all other cases are measured. (torchrun then ends all ranks on that
+machine. If rank 0 is one of them, the run ends, and the finished trials stay stored.)
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ from dpbench.measure.server import START_LIMIT_S, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, Host, cause_of, in_order
+from dpbench.records.words import count
 
 TIMEOUT_S = 60.0
-"""The longest time in seconds that a rank waits for its peers, if a third of the trial's limit is not shorter."""
+"""The longest time in seconds that a rank waits for its peers; a third of the trial's time limit if that is shorter."""
 
 
 class Cluster:
-    """The ranks of a launch; a context manager of rank 0's process."""
+    """The ranks of a launch, as rank 0 controls them; on entry, it waits until the agents of all ranks have connected.
+
+    On exit, it ends the agents. `interface` is the name of the network interface that the ranks use.
+    """
 
     def __init__(self, launch: Launch, interface: str) -> None:
         self._launch, self._interface = launch, interface
@@ -47,7 +51,7 @@ class Cluster:
             own = threading.Thread(target=self._be_agent, name="agent of rank 0", daemon=True)
             own.start()
             self._peers = Peers(gather(listener, self._launch))
-        # no other user's process can listen at this port, and every worker of rank 0 can
+        # reserve a port at which every worker of rank 0 can listen, but no process of another user
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         self._reserved.bind((self._address, 0))
@@ -65,20 +69,20 @@ class Cluster:
         with suppress(LaunchError):  # rank 0 sees that its own agent is missing
             agent.serve(self._launch, self._interface)
 
-    # -- what takes part
+    # -- the machines and the ranks
 
     @property
     def opened(self) -> str:
-        """Return a sentence on the address at which rank 0 listens, and on the protection of the messages."""
+        """Return a text that says at which address rank 0 listens, and how the messages are protected."""
         return (
-            f"rank 0 listens at {self._address} (interface {self._interface}) for the agents, whose messages are "
-            "authenticated but not encrypted, and for torch's store; the ranks' collectives use the same interface "
-            "with neither authentication nor encryption: use a private network"
+            f"rank 0 listens at {self._address} (interface {self._interface}) for the agents and for torch's store. "
+            "The agents' messages are authenticated, but not encrypted. The ranks' collectives use the same interface "
+            "without protection: use a private network"
         )
 
     @property
     def size(self) -> int:
-        """Return the number of ranks, lost ones included."""
+        """Return the number of ranks, including lost ranks."""
         return len(self._peers)
 
     def hosts(self, count: int | None = None) -> list[Host]:
@@ -105,7 +109,7 @@ class Cluster:
         return replace(case, hosts=max(1, hosts))
 
     def counts(self) -> tuple[int, ...]:
-        """Return default numbers of devices: 1, and the numbers of ranks on the first 1, 2, 4, ... and all machines."""
+        """Return default numbers of devices: 1, and the number of ranks on the first 1, 2, 4, ..., and all machines."""
         sizes = [len(host.ranks) for host in self.hosts()]
         machines = [number for number in (1, 2, 4, 8, 16, 32, 64) if number < len(sizes)]
         return tuple(dict.fromkeys([1, *(sum(sizes[:number]) for number in machines), sum(sizes)]))
@@ -124,10 +128,11 @@ class Cluster:
         return self._by_rank_0(request, limit_s)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run a case over its ranks, or cases of one process by rank 0; return a trial for each case.
+        """Run the cases in round `number`, and return a trial for each of them.
 
-        A single case of the baseline runs on all machines at the same time, which shows how much they differ. Its trial
-        is that of rank 0's machine; the steps of all machines are samples.
+        A single case whose strategy uses ranks runs over its ranks. A single baseline case runs on each machine at the
+        same time, which shows how much the machines differ; its trial is that of rank 0's machine, with the step times
+        of all machines as samples. All other cases run in one worker of rank 0.
         """
         request = Request(cases=tuple(cases), effort=effort, round=number)
         (first, *others) = cases
@@ -142,7 +147,10 @@ class Cluster:
         return as_trials(_outcome(answers[0]), request)
 
     def _everywhere(self, request: Request, limit_s: float) -> Trial:
-        """Run a case on every machine alone; return the trial of rank 0's machine with the steps of all as samples."""
+        """Run a case on each machine at the same time; return rank 0's trial with all machines' step times as samples.
+
+        Each machine runs the whole case by itself, in a worker of the first of its ranks.
+        """
         if reason := self._absent(1):
             (case,) = request.cases
             return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
@@ -170,7 +178,7 @@ class Cluster:
         return self._described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
-        """Run a case over its ranks, and return its trial."""
+        """Run a case over its ranks, and return one trial that is merged from the trials of the ranks."""
         (case,) = request.cases
         size = len(case.rows)
         if reason := self._absent(size):
@@ -215,7 +223,7 @@ class Cluster:
         if size > self.size:
             return f"the case needs {size} ranks, and the launch has {self.size}: start more processes"
         gone = [f"{rank} is lost: {rank.lost}" for rank in self._peers[:size] if rank.lost]
-        return f"the case needs ranks 0 to {size - 1}, and {'; '.join(gone)}" if gone else ""
+        return f"the case needs {count(size, 'rank')}, but {'; '.join(gone)}" if gone else ""
 
     def _place(self, number: int) -> tuple[int, list[int]]:
         """Return a rank's position among the ranks that see the same cores and GPUs, and the numbers of these ranks."""
@@ -226,12 +234,18 @@ class Cluster:
         return peers.index(number), peers
 
     def _roots(self, number: int) -> tuple[int, ...]:
-        """Return the process ids of the agents that see the same cores as a rank; empty unless it is the first."""
+        """Return the process ids of all agents that see the same cores and GPUs as a rank.
+
+        The result is empty unless the rank is the first of them, so that only one agent measures the foreign load.
+        """
         place, peers = self._place(number)
         return tuple(self._peers[peer].member.pid for peer in peers) if place == 0 else ()
 
     def _devices_of(self, case: Case, number: int) -> dict[int, int]:
-        """Return the index of each device in a case, by its CUDA ordinal, for the ranks that see the same GPUs."""
+        """Return the index in a case of each device, by the device's CUDA ordinal.
+
+        The devices are those of all ranks that see the same cores and GPUs as rank `number`.
+        """
         each, found = case.traits.devices_per_replica, {}
         for place, peer in enumerate(self._place(number)[1]):
             for position in range(place * each, (place + 1) * each):
@@ -241,10 +255,11 @@ class Cluster:
         return found
 
     def _sampled(self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset) -> Iterator[Sample]:
-        """Yield the samples that a rank's agent took during its timed steps, by device, on rank 0's clock.
+        """Yield the samples that a rank's agent took during the rank's timed steps.
 
-        Samples of the first machine's host are left out, because the run itself takes them, and so are samples of GPUs
-        that the case does not use.
+        `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs to the case's device
+        indices. Samples of the first machine's host are left out, because the run itself takes them. Samples of GPUs
+        that the case does not use are left out too.
         """
         timed = [step for step in part.steps if not step.warmup]
         devices = {HOST: host_device(host)} if host else {}
@@ -255,7 +270,7 @@ class Cluster:
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
     def _described(self, trial: Trial, hosts: Sequence[Host], answers: Mapping[int, Answer], worst: Offset) -> Trial:
-        """Return the trial with its machines, the largest error of their clocks, and the highest foreign load."""
+        """Return the trial with more provenance: its machines, their largest clock error, the highest foreign load."""
         loads = [answer.load for answer in answers.values() if answer.load]
         load = max(loads, key=lambda one: one.taken, default=None)
         facts: dict[str, Any] = {HOSTS: [asdict(host) for host in hosts], "clock_error_s": worst.error_s}
@@ -273,7 +288,7 @@ class Cluster:
         )  # fmt: skip
 
     def _offsets(self, hosts: Sequence[Host]) -> dict[int, Offset]:
-        """Return the offset of each rank's clock; ranks on rank 0's machine share its clock."""
+        """Return, by rank, the offset of the rank's clock from rank 0's clock; it is 0 on rank 0's machine."""
         found: dict[int, Offset] = {}
         for host in hosts:
             same = host.machine == hosts[0].machine

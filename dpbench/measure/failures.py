@@ -70,8 +70,8 @@ def of_end(
     """Return the failure record of a rank whose process ended without a result.
 
     `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
-    seconds, at which the parent detected the end. `killed_before` and `peak_bytes` are those of
-    `processes.advice`.
+    seconds, at which the parent detected the end. `killed_before` is the result of `processes.killed_for_memory` before
+    the process started, and `peak_bytes` is the peak of the process's resident set; both are None if not known.
     """
     advice = processes.advice(exit_status, killed_before, peak_bytes)
     reason = f"ended without a result ({processes.ending(exit_status)}){advice}"
@@ -79,10 +79,10 @@ def of_end(
 
 
 def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}".format) -> str:
-    """Return the reason of a case whose ranks failed: the first record, and the ends of all other ranks that ended too.
+    """Return the reason of a case whose ranks failed: the reason of the first of `failures`, the likely cause.
 
-    `failures` has the likely cause first, and `name` returns the name of a rank. A rank that raised an error because
-    its peers had ended is left out.
+    If the first rank ended without a result, the other ranks that ended without a result follow. Ranks that raised an
+    error are left out, because the end of a peer may have caused it. `name` returns the name of a rank.
     """
     first, *others = failures
     ends = [
@@ -95,7 +95,7 @@ def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}"
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an exception; if its `__str__` raises, a note on that, so that the failure is reported."""
+    """Return the message of an exception; if its `__str__` raises, return a text with the type of the second error."""
     try:
         return str(error)
     except Exception as other:
@@ -121,7 +121,10 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return the device that ran out of memory as text, such as "device cuda:0" ("device cuda" without `ordinal`)."""
+    """Return the device that ran out of memory as text, such as "device cuda:0".
+
+    Without `ordinal`, the text is "device cuda" or "device cpu".
+    """
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in said(error) else "device cpu"

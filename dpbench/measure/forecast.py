@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
 
 ASSUMED_S = OVERHEAD_S + Effort().budget_s
-"""The seconds of a trial with which the planner starts if it knows no trial of the case: its overhead and its steps."""
+"""The assumed seconds of a trial of a case without earlier trials: the overhead plus the default budget for steps."""
 LEFT_OUT = "the check of each model, the start of the workers' server in each round, and the wait for idle cores"
 """The work of a run that is not part of its trials."""
 
@@ -30,7 +30,8 @@ LEFT_OUT = "the check of each model, the start of the workers' server in each ro
 class PlannedCase:
     """A case of the plan, of which `left` trials are to be measured.
 
-    `trial_s` is the median duration in seconds of its `earlier` trials; None without any.
+    `earlier` is the number of the case's earlier trials, and `trial_s` is their median duration in seconds (None
+    without earlier trials).
     """
 
     case: Case
@@ -41,11 +42,11 @@ class PlannedCase:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The plan of a run: its cases, and the number of rounds, which is the least number if a rule decides (`auto`).
+    """The plan of a run: its cases, their rounds and their expected duration.
 
-    `resumes` is the id of the run to which the trials would be added; it is empty for a new run. `budget_s` is the time
-    budget of the run in seconds, None without one. `launcher` names the launcher of jobs; it is empty for a run without
-    jobs.
+    `rounds` is the number of rounds; if `auto` is True, a rule adds rounds, and `rounds` is the least number. `resumes`
+    is the id of the run to which the trials would be added; it is empty for a new run. `budget_s` is the time budget of
+    the run in seconds (None: no budget). `launcher` is the name of the launcher of jobs; it is empty without jobs.
     """
 
     cases: Sequence[PlannedCase]
@@ -72,7 +73,7 @@ class Forecast:
 
     @property
     def basis(self) -> str:
-        """Return the origin of `seconds`, and the work that it leaves out; for jobs, the reason why it is unknown."""
+        """Return a text on the origin of `seconds` and on the work that it leaves out; for jobs, why it is unknown."""
         if self.launcher:
             return f"it depends on the queue of {self.launcher}"
         known = sum(one.trial_s is not None for one in self.cases)
@@ -86,10 +87,11 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """The part of a plan that a store has already.
+    """The facts that a store already has about a plan.
 
-    `durations` are those of earlier trials on this machine in seconds, by fingerprint of the case. `resumes` is the id
-    of the run that the plan would resume, and `done` has the pairs (fingerprint, round) of its final trials.
+    `durations` has the durations in seconds of earlier trials on this machine, by fingerprint of the case. `resumes` is
+    the id of the run that the plan would resume (empty if there is none), and `done` has the pairs (fingerprint, round)
+    of the trials of that run that are final.
     """
 
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -98,7 +100,7 @@ class Known:
 
     @classmethod
     def of(cls, path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None) -> Known:
-        """Return the part of the plan that the store at `path` has; it is empty if the file does not exist."""
+        """Return the facts about the plan that the store at `path` has; they are empty if the file does not exist."""
         if not path.exists():
             return cls()
         facts = run.collect(cluster)
@@ -106,7 +108,7 @@ class Known:
         keys = run.identity(cases, rule, facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
-            # the identity of a run of jobs also depends on the options of the jobs
+            # runs of jobs are not looked up: their identity also depends on the options of the jobs
             found = None if options.launcher else store.unfinished(**keys, reopen=bool(options.retry))
             done = store.done(found, retry=options.retry) if found else ()
             return cls(durations=store.durations(keys["host"]), resumes=found or "", done=frozenset(done))
@@ -115,9 +117,9 @@ class Known:
 def of(
     path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None, budget_s: float | None
 ) -> Forecast:
-    """Return the plan of a run whose store is at `path`; `cases` and `budget_s` are the results of `cases_of`.
+    """Return the plan of a run whose store is at `path`.
 
-    Jobs have no time budget.
+    `cases` and `budget_s` are the results of `selection.cases_of`. For a run of jobs, `budget_s` is ignored.
     """
     known = Known.of(path, options, cases, naming, cluster)
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST

@@ -25,7 +25,7 @@ LAUNCHERS = ("slurm", "local")
 ID = "job.id"
 """The file with the id of the job that was last submitted for a folder."""
 POLL_S = 1.0
-"""The interval in seconds between two looks at the jobs."""
+"""The interval in seconds between two checks of whether jobs have ended."""
 SETTLE_S = 5.0
 """The seconds for which a job must be missing from the queue, without a result, before it counts as ended.
 
@@ -34,7 +34,7 @@ Between the end of a job and the appearance of its files, a network file system 
 CANCEL_S = 30.0
 """The longest wait in seconds for the end of cancelled jobs."""
 START_S = 300.0
-"""The part of a job's time limit that is for its start and the check of its model, in seconds."""
+"""The seconds of a job's time limit that are reserved for its start and the check of its model."""
 
 
 class JobsError(RuntimeError):
@@ -95,7 +95,7 @@ class LocalJob:
 
 @dataclass(frozen=True)
 class Launcher:
-    """A way to run jobs: `name` is one of `LAUNCHERS`, `options` are parameters of the scheduler, by name."""
+    """A way to run jobs: `name` is one of `LAUNCHERS`; `options` has options of sbatch for Slurm, by name."""
 
     name: str
     options: Mapping[str, str]
@@ -106,7 +106,10 @@ class Launcher:
         return self.name == "slurm"
 
     def submit(self, folder: Path, limit_s: float) -> Job:
-        """Submit the job of a folder; `limit_s` is its time limit in seconds. Raises JobsError if that fails."""
+        """Submit a job that measures the request in `folder`, with a time limit of `limit_s` seconds; return the job.
+
+        Raises JobsError if the job cannot be submitted.
+        """
         try:
             import submitit
         except ModuleNotFoundError:
@@ -126,7 +129,7 @@ class Launcher:
 
 
 class _Submitted:
-    """A job of a case, and whether it has ended."""
+    """A submitted job, with its case and its folder."""
 
     def __init__(self, case: Case, folder: Path, job: Job) -> None:
         self.case, self.folder, self.job = case, folder, job
@@ -144,7 +147,7 @@ class _Submitted:
 
 
 class _Jobs:
-    """The jobs of one run in progress."""
+    """The jobs of one run: it submits them, waits for them, and stores their trials."""
 
     def __init__(
         self, store: Store, run_id: str, folder: Path, launcher: Launcher, total: int, listen: Listener
@@ -163,7 +166,7 @@ class _Jobs:
                 self._running = [job for job in self._running if not self._collected(job)]
                 time.sleep(POLL_S if self._running else 0)
         finally:
-            for job in self._running:  # such as after Ctrl-C: keep the trials that the jobs have finished
+            for job in self._running:  # jobs remain only after an error or Ctrl-C: keep the trials that they finished
                 job.job.cancel()
             deadline_s = time.monotonic() + CANCEL_S
             while any(job.job.queued() for job in self._running) and time.monotonic() < deadline_s:
@@ -183,7 +186,10 @@ class _Jobs:
         self._running.append(_Submitted(request.case, folder, job))
 
     def _earlier(self, folder: Path) -> Job | None:
-        """Return the job of a folder that an earlier process has submitted and that is still queued; else None."""
+        """Return the job that an earlier process submitted for this folder if it still waits or runs, otherwise None.
+
+        Only jobs of Slurm are looked up; for other launchers, the result is None.
+        """
         if self._launcher.name != "slurm" or not (folder / ID).exists():
             return None
         job = SlurmJob((folder / ID).read_text(encoding="utf-8"))
@@ -211,9 +217,10 @@ def run(
     cases: Sequence[Case], store: Store, launcher: Launcher, *, rounds: int, limit_s: float, patience_s: float | None,
     listen: Listener,
 ) -> Outcome:  # fmt: skip
-    """Measure every case in one job, and store all trials in one run; the same call resumes an unfinished run.
+    """Measure each case in a separate job, and store all trials in one run; the same call resumes an unfinished run.
 
-    `rounds`, `limit_s` and `patience_s` are those of `measure.run.run`. Raises JobsError if no job can be submitted.
+    Each job passes `rounds`, `limit_s` and `patience_s` to `measure.run.run`. `listen` is called with every event.
+    Raises JobsError if a job cannot be submitted.
     """
     facts = provenance.collect() | {"launcher": {"name": launcher.name, "options": dict(launcher.options)}}
     run_id, resumed = store.begin_run(

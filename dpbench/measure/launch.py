@@ -13,19 +13,23 @@ from dataclasses import dataclass
 import psutil
 
 FIRST_PORT, PORTS, TRIES = 20_000, 10_000, 16
-"""Rank 0 listens at the first free one of `TRIES` ports, which begin at a port that the launch's id selects."""
+"""Rank 0 listens at the first free port of `TRIES` consecutive ones among the `PORTS` ports from `FIRST_PORT` on.
+
+The id of the launch selects the first of them.
+"""
 
 
 class LaunchError(RuntimeError):
-    """The processes of a launch cannot work together; the message says why, and how to change it."""
+    """The processes of a launch cannot work together; the message has the reason and, if known, the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """The place of this process in a launch: `rank` of `size` processes, on the machine with the index `node`.
 
-    `leader` is the host name or address of rank 0's machine. `id` is equal in all processes of one launch, and differs
-    between launches. `by` is the name of the program that started the processes.
+    `host` is the host name of this machine, and `leader` is the host name or address of rank 0's machine. `id` is equal
+    in all processes of one launch, and differs between launches. `by` is the name of the program that started the
+    processes.
     """
 
     rank: int
@@ -47,19 +51,20 @@ class Launch:
 
 
 def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
-    """Return the launch that the environment variables of torchrun or srun describe; None for fewer than two processes.
+    """Return the launch that the environment variables of torchrun or srun describe.
 
-    Raises LaunchError if the variables are incomplete.
+    Return None if neither of them started this process, or if it is the only process. Raises LaunchError if a variable
+    is missing or wrong.
     """
     try:
         if "TORCHELASTIC_RUN_ID" in environ:
             found = _torchrun(environ)
-        elif "SLURM_STEP_NUM_TASKS" in environ:  # an interactive allocation and a batch script do not have it
+        elif "SLURM_STEP_NUM_TASKS" in environ:  # not set in an interactive allocation or in a batch script
             found = _slurm(environ)
         else:
             return None
     except (KeyError, ValueError) as error:
-        raise LaunchError(f"the environment variables of the launch are incomplete: {error}") from None
+        raise LaunchError(f"an environment variable of torchrun or srun is missing or wrong: {error}") from None
     return found if found.size > 1 else None
 
 
@@ -87,7 +92,10 @@ def _first(nodes: str) -> str:
     if "[" not in nodes:
         return nodes.partition(",")[0]
     if not shutil.which("scontrol"):
-        raise LaunchError(f"scontrol, which expands the list of nodes {nodes}, is not installed on this node")
+        raise LaunchError(
+            f"scontrol is not installed on this node, but is needed to expand the list of nodes {nodes}: install it, "
+            "or start the ranks with torchrun"
+        )
     done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"scontrol cannot expand the list of nodes {nodes}: {done.stderr.strip()}")
@@ -123,8 +131,9 @@ def own_address(interface: str) -> str:
 def leader_address(launch: Launch, interface: str) -> str:
     """Return the address of rank 0 on the network of `interface`, as this rank reaches it.
 
-    On the loopback interface it is 127.0.0.1. On another interface, the name of rank 0's machine must resolve to that
-    machine's address there; rank 0 checks this. Raises LaunchError if it does not.
+    On the loopback interface, the address is 127.0.0.1. On another interface, the name of rank 0's machine must resolve
+    to the address that this machine has on the interface; only rank 0 can check this. Raises LaunchError if the
+    interface is unknown, or if the name does not resolve to this address.
     """
     own = own_address(interface)
     if own == "127.0.0.1":
@@ -132,7 +141,9 @@ def leader_address(launch: Launch, interface: str) -> str:
     try:
         address = socket.gethostbyname(launch.leader)
     except OSError as error:
-        raise LaunchError(f"the name {launch.leader} of rank 0's machine cannot be resolved: {error}") from None
+        raise LaunchError(
+            f"the name {launch.leader} of rank 0's machine cannot be resolved ({error}): add it to DNS or /etc/hosts"
+        ) from None
     # rank 0's own name often resolves to its loopback interface; the other ranks resolve it to another address
     if launch.rank == 0 and address != own and not address.startswith("127."):
         fits = [name for name, one in addresses().items() if one == address]
@@ -144,7 +155,10 @@ def leader_address(launch: Launch, interface: str) -> str:
 
 
 def names(launches: Sequence[tuple[int, str]]) -> dict[int, str]:
-    """Return a distinct name for each machine from (node, host name) pairs; equal host names get the node's index."""
+    """Return a distinct name for each machine, by its index; `launches` has a pair (index, host name) for each rank.
+
+    Machines with equal host names get names such as "host#0" and "host#1".
+    """
     hosts = dict(launches)
     twice = {host for host in hosts.values() if list(hosts.values()).count(host) > 1}
     return {node: f"{host}#{node}" if host in twice else host for node, host in sorted(hosts.items())}

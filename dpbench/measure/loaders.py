@@ -1,8 +1,8 @@
 """Loaders: sweep the arguments of a DataLoader, and time the step that it feeds. This module does not import torch.
 
-Each measurement has a fresh process, so that an example that raises, hangs or ends the process is a result. Each round
-measures all settings, and the step, once in random order under a new server. A setting that failed once is not measured
-again.
+Each measurement has a fresh process, so that a dataset that raises, hangs or ends the process fails only one
+measurement. Each round measures all settings, and the step, once in random order under a new server. A setting that
+failed once is not measured again.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dpbench.records import Case, Effort, Status, Trial, words
 READING, PROGRESS = "reading.json", "progress"
 """The files of a measurement: its result, and its progress (`Progress`)."""
 TURNS = 3
-"""The least number of times that each worker loads a batch in the steady part."""
+"""The least number of batches that each worker loads in the steady part, after the queues of batches have filled."""
 STEP_LIMIT_S, STEP_EFFORT = 120.0, Effort(memory_by_phase=False)
 
 
 class Progress:
-    """A file that all processes of a measurement map: the number of batches received, and each worker's last index.
+    """A file that all processes of a measurement map into memory, and that the parent reads if a measurement hangs.
 
-    The parent process reads it when a measurement hangs. All numbers are 64-bit integers; an index is -1 before the
-    first example.
+    It has the number of batches that the consumer received and, for each worker, the index of the example that the
+    worker began last (-1 before the first). All numbers are 64-bit integers.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,23 +46,23 @@ class Progress:
 
     @classmethod
     def created(cls, folder: Path, workers: int) -> Self:
-        """Create the file for a number of workers; the main process counts as worker 0 if it loads the examples."""
+        """Create the file for `workers` workers; the main process counts as worker 0 if it loads the examples."""
         part = folder / f"{PROGRESS}.part"
         part.write_bytes(array("q", [0, *[-1] * workers]).tobytes())
         part.rename(folder / PROGRESS)
         return cls(folder)
 
     def received(self) -> None:
-        """Count one batch more."""
+        """Increase the number of received batches by one."""
         self._numbers[0] += 1
 
     def last(self, worker: int) -> memoryview:
-        """Return the index of the example that a worker began last, as a view of one element."""
+        """Return the index of the example that a worker began last, as a writable view of one element."""
         return self._numbers[1 + worker : 2 + worker]
 
     @staticmethod
     def read(folder: Path) -> tuple[int, Sequence[int]]:
-        """Return the number of batches received, and each worker's last index; 0 and none before the start."""
+        """Return the number of received batches, and the last index of each worker; (0, []) without the file."""
         path = folder / PROGRESS
         batches, *last = array("q", path.read_bytes()) if path.exists() else [0]
         return batches, last
@@ -83,11 +83,11 @@ class Failed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The settings to measure, on a dataset and against a step.
+    """The plan of a sweep: the settings of a DataLoader to measure on a dataset, and the step to compare with.
 
-    `examples` is the least number of examples of each measurement; None lets a trial choose it. `step` is the case
-    whose step is timed on data in memory, a number of seconds, or None. `limit_s` is the time in seconds in which a
-    batch must arrive. `seed` sets the order within each round.
+    `examples` is the least number of examples of each measurement; if it is None, a short trial determines it. `step`
+    is a case whose step is timed on data in memory, or the seconds of a step, or None for no step. `limit_s` is the
+    time in seconds in which a batch must arrive. `seed` determines the random order within each round.
     """
 
     dataset: str | Synthetic
@@ -102,7 +102,12 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """The measurements of a plan. `step_s` has the seconds of each step by round; empty if the plan has no case."""
+    """The measurements of a plan, with at least `examples` examples each.
+
+    `step_s` has the seconds of each step by round; it is empty if dpbench timed no step, or if the step failed.
+    `step_reason` says why the step failed, and `noisy` describes the foreign load if it was too high; else, both are
+    empty.
+    """
 
     plan: Plan
     examples: int
@@ -113,12 +118,12 @@ class Sweep:
 
     @property
     def step(self) -> dict[int, list[float]] | float | None:
-        """Return the seconds of the step to compare with, by round if dpbench measured it; None if not given."""
+        """Return the step to compare with: the measured seconds by round, the given seconds, or None without a step."""
         return self.plan.step if isinstance(self.plan.step, float) else self.step_s or None
 
     @property
     def failed(self) -> bool:
-        """Return whether a measurement failed."""
+        """Return whether the measurement of a setting or of the step failed."""
         return bool(self.step_reason) or any(one.status is not Status.OK for one in self.readings)
 
     @property
@@ -189,7 +194,10 @@ def run(plan: Plan, say: Callable[[str], None], *, patience_s: float | None = No
 
 
 def _trial(plan: Plan, server: Server, scratch: Path) -> Reading:
-    """Load batches for half a second without workers; return the reading if it succeeded."""
+    """Load batches for half a second without workers, and return the reading.
+
+    Raises Unfit if the dataset cannot be measured as requested, and Failed if it raises, hangs or ends the process.
+    """
     setting = Setting(workers=0, pin_memory=any(one.pin_memory for one in plan.settings))
     loading = Loading(dataset=plan.dataset, setting=setting, batch_size=plan.batch_size, examples=0)
     reading = measure(server, loading, scratch, plan.limit_s)
@@ -215,7 +223,7 @@ def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
         needed = widest.batches(plan.batch_size, plan.examples or 1) * plan.batch_size
         raise Unfit(
             f"the dataset has {words.count(trial.length, 'example')}, but a measurement with {widest} and batches of "
-            f"{plan.batch_size} needs {needed:,}, those that workers load ahead included; give fewer --workers or "
+            f"{plan.batch_size} needs {needed:,}, including those that workers load ahead; give fewer --workers or "
             "--examples, or a smaller --batch-size"
         )
     found = min(wanted, most)
@@ -224,7 +232,7 @@ def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
 
 
 def _rounds(plan: Plan, examples: int, scratch: Path, say: Callable[[str], None]) -> Sweep:
-    """Measure all rounds; `say` gets one line of text per measurement."""
+    """Measure all rounds with `examples` examples per measurement; `say` gets one line of text per measurement."""
     readings: list[Reading] = []
     steps: list[Trial] = []
     for number in range(plan.rounds):
@@ -250,7 +258,7 @@ def _rounds(plan: Plan, examples: int, scratch: Path, say: Callable[[str], None]
 
 
 def _asked(plan: Plan, readings: Iterable[Reading], steps: Iterable[Trial]) -> list[Setting | Case]:
-    """Return the settings and the step to measure in the next round: those that have not failed."""
+    """Return the settings, and the step's case if any, that have not failed yet; the next round measures them."""
     failed = {one.setting for one in readings if one.status is not Status.OK}
     step = [plan.step] if isinstance(plan.step, Case) and not any(map(_failure, steps)) else []
     return [*(one for one in plan.settings if one not in failed), *step]
@@ -267,9 +275,9 @@ def _said(reading: Reading) -> str:
 
 
 def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> Reading:
-    """Make one measurement in a fresh process of the server; return its reading, also if the process hangs or dies.
+    """Make one measurement in a fresh process of the server; return its reading, even if the process hangs or dies.
 
-    A process hangs if no batch arrives for `limit_s` seconds.
+    The process is killed if no batch arrives for `limit_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="load-", dir=scratch, ignore_cleanup_errors=True) as name:
         folder, killed_before = Path(name), processes.killed_for_memory()

@@ -39,10 +39,11 @@ def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
-    """Return the parts with their profiled reductions cut at the start, if these include waits for other ranks.
+    """Return the parts without the time that their profiled reductions spend waiting for other ranks.
 
-    Of the ranks in one profiled step, the last to arrive has the shortest reduction, because it does not wait. Another
-    rank may be the last in each step, so the duration is the median over the steps of the shortest reductions.
+    In each profiled step, the rank that arrives last has the shortest reduction, because it does not wait. The median
+    of these shortest reductions over all steps is the longest duration that a reduction keeps; longer ones are cut at
+    the start.
     """
     each = [values for part in parts for values in part.readings(EXPOSED_REDUCTION).values() if any(values)]
     if not each:
@@ -56,7 +57,7 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
 
 
 def _resident(parts: Sequence[Trial], hosts: Sequence[Host]) -> Iterator[Memory]:
-    """Yield the sum of the resident sets of each machine's ranks."""
+    """Yield one memory record per machine: the sum of the peak resident sets of its ranks."""
     for number, ranks in enumerate([host.ranks for host in hosts] or [range(len(parts))]):
         found = [m.peak_bytes for rank in ranks for m in parts[rank].memory if m.device == HOST]
         yield Memory(host_device(number), sum(found), "rss")
@@ -76,9 +77,10 @@ def shifted(part: Trial, seconds: float) -> Trial:
 
 
 def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dict[int, list[float]]:
-    """Return, by device, the seconds in each profiled step in which its reduction of gradients is exposed.
+    """Return, by device, the seconds of each profiled step in which gradients are reduced while no kernel computes.
 
-    The result is empty for strategies that do not reduce gradients during backward.
+    `profile` has the activities of each profiled step. The result is empty for strategies that do not reduce gradients
+    during backward.
     """
     if not case.traits.ranks or case.traits.reduction is not Reduction.OVERLAPPED:
         return {}
@@ -96,9 +98,8 @@ def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dic
 def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]) -> list[Span]:
     """Return a span of the phase `reduce` for each timed step and device, calculated from the profiled steps of ranks.
 
-    Its length is the time in which the device's all-reduces are exposed, the median over the profiled steps. It ends
-    with the last backward of the timed step. The list is empty if `spans` already has the phase, and for strategies
-    that do not reduce gradients during backward.
+    Its length is the median of the device's `exposed_reductions`. It ends with the last backward of the timed step. The
+    list is empty if `spans` already has the phase, and for strategies that do not reduce gradients during backward.
     """
     last = dict[tuple[int, int], Span]()
     exposed = {device: statistics.median(each) for device, each in exposed_reductions(case, profile).items()}

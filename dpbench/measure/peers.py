@@ -1,4 +1,4 @@
-"""Peers: the ranks of a launch as rank 0 sees them: it sends them work, collects their answers, and compares clocks."""
+"""Peers: rank 0's view of all ranks of a launch: send work to them, collect their answers, and compare their clocks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from dpbench.records.trial import Failure
 
 POLL_S = 0.1
 PINGS = 10
-"""The number of messages from whose delays the offset of a machine's clock is estimated; the shortest one counts."""
+"""The number of messages for estimating the offset of a machine's clock; the one with the shortest delay counts."""
 SETTLE_S = 2.5
-"""The seconds to wait for the failures of other ranks after a failure that another rank may have caused."""
+"""The seconds to wait, after a failure that another rank may have caused, for the failure of that other rank."""
 SILENT_S = 20.0
-"""The seconds beyond the limit of its work after which a rank without an answer counts as lost."""
+"""The seconds for which rank 0 waits for an overdue message; a rank that stays silent counts as failed or lost."""
 
 
 class Peer:
-    """One rank of a launch; `lost` is the reason why it can no longer be used, or empty.
+    """One rank of a launch, as rank 0 sees it; `member` has the facts that the rank sent when it connected.
 
-    `member` has the facts with which it introduced itself.
+    `lost` is the reason why the rank can no longer be used; it is empty as long as the rank can be used.
     """
 
     def __init__(self, number: int, member: Member, to: Channel) -> None:
@@ -49,7 +49,7 @@ class Peer:
         return self._to.fileno()
 
     def send(self, kind: str, **data: Any) -> None:
-        """Send a message. If the connection is closed, the rank is lost; if it is lost already, do nothing."""
+        """Send a message; mark the rank as lost if its connection is closed. Do nothing if the rank is lost already."""
         try:
             if not self.lost:
                 self._to.send(kind, **data)
@@ -57,9 +57,9 @@ class Peer:
             self.lose(f"its connection failed: {error}")
 
     def receive(self, kind: str, limit_s: float = SILENT_S) -> dict[str, Any] | None:
-        """Return the data of the next message; None if it has another kind than `kind`.
+        """Return the data of the next message; None if the message is not of the kind `kind`.
 
-        If the connection is closed, or no message arrives for `limit_s` seconds, the rank is lost; return None.
+        If the connection is closed, or no message arrives for `limit_s` seconds, mark the rank as lost and return None.
         """
         try:
             if not connection.wait([self._to.fileno()], limit_s):
@@ -77,7 +77,7 @@ class Peer:
         self._to.close()
 
     def failure(self, reason: str, *, secondary: bool = False) -> Answer:
-        """Return an answer in place of the rank's; with `secondary`, another rank's failure caused this one."""
+        """Return a failed answer for this rank, which sent none; with `secondary`, another rank caused the failure."""
         failure = Failure(
             status=Status.FAILED, reason=reason, rank=self.number, at_s=time.perf_counter(),
             perhaps_secondary=secondary, exception="ended" if secondary else "",
@@ -87,7 +87,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Offset:
-    """The offset of a machine's clock from that of rank 0's machine, and the largest error, in seconds."""
+    """The offset of a machine's clock from the clock of rank 0's machine, and the largest error of it, in seconds."""
 
     seconds: float = 0.0
     error_s: float = 0.0
@@ -99,9 +99,9 @@ class Offset:
 
 
 def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
-    """Wait at most `JOIN_S` seconds for all ranks to connect; return them in order.
+    """Wait at most `JOIN_S` seconds until all ranks have connected to `listener`; return them in order.
 
-    Raises LaunchError if a rank is missing then, because the cases depend on the ranks that take part.
+    Raises LaunchError if a rank is still missing then, because the cases depend on the ranks that take part.
     """
     found: dict[int, tuple[Member, Channel]] = {}
     guests: queue.Queue[tuple[Member, Channel]] = queue.Queue()
@@ -121,12 +121,19 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
             else:
                 found[member.rank] = member, to
     if missing := [str(rank) for rank in range(launch.size) if rank not in found]:
-        raise LaunchError(f"rank(s) {', '.join(missing)} did not connect to rank 0 within {channel.JOIN_S:.0f} s")
+        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+        raise LaunchError(
+            f"{who} of {launch.size} ranks did not connect to rank 0 within {channel.JOIN_S:.0f} s: see the output of "
+            "these processes for the cause"
+        )
     return [Peer(number, *found[number]) for number in range(launch.size)]
 
 
 def _introduce(end: socket.socket, secret: bytes, guests: queue.Queue[tuple[Member, Channel]]) -> None:
-    """Put the rank at the other end of a connection into the queue, if it knows the key."""
+    """Let the rank at the other end of a connection prove that it knows the key, and put it into the queue `guests`.
+
+    Close the connection if the rank fails to prove it.
+    """
     try:
         to = channel.prove(end, secret, first=True)
         kind, data = to.receive()
@@ -147,7 +154,10 @@ def _objection(member: Member, launch: Launch, found: Mapping[int, object]) -> s
 
 
 class Peers(Sequence[Peer]):
-    """All ranks of a launch, in order. Every request has a new number, `turn`; answers to earlier ones are dropped."""
+    """All ranks of a launch, in order.
+
+    Every request has a new number, `turn`. Answers to earlier requests are dropped.
+    """
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers, self.turn = tuple(peers), 0
@@ -166,11 +176,11 @@ class Peers(Sequence[Peer]):
         self._collect(self, START_LIMIT_S)
 
     def ask(self, work: Mapping[int, Work], *, timeout_s: float | None = None) -> dict[int, Answer]:
-        """Send work to ranks, by their numbers, and return an answer for each of them.
+        """Send each rank its work, and return each rank's answer, both by the number of the rank.
 
         `timeout_s` is the time in seconds for which a rank waits for its peers; None if the ranks work independently.
-        If ranks wait for each other and one fails, the others are ended. If, after `timeout_s`, all failures that have
-        arrived may have been caused by another rank, the ranks without an answer count as late.
+        If ranks wait for each other and one fails, the work of the others is ended. If `timeout_s` has passed by then,
+        and another rank may have caused every failure so far, the ranks without an answer are reported as late.
         """
         self.turn += 1
         began_s, limit_s = time.perf_counter(), max(one.limit_s for one in work.values())
@@ -190,11 +200,12 @@ class Peers(Sequence[Peer]):
                 )
                 answers[peer.number] = peer.failure(reason)
             else:
-                answers[peer.number] = peer.failure(peer.lost or "its work was ended", secondary=not peer.lost)
+                reason = peer.lost or "rank 0 ended its work, because another rank had failed or the time was over"
+                answers[peer.number] = peer.failure(reason, secondary=not peer.lost)
         return answers
 
     def _end(self, peers: Sequence[Peer]) -> None:
-        """End the work of ranks that have not answered; a rank that then does not answer either is lost."""
+        """End the work of ranks that have not answered; mark those as lost that still do not answer."""
         for peer in peers:
             peer.send("abort", turn=self.turn)
         ended = self._collect(peers, SILENT_S)
@@ -203,10 +214,10 @@ class Peers(Sequence[Peer]):
                 peer.lose(f"it did not answer for {SILENT_S:.0f} s after its work was ended")
 
     def _collect(self, peers: Sequence[Peer], limit_s: float, *, together: bool = False) -> dict[int, Answer]:
-        """Return the answers that arrive within `limit_s` seconds; a lost rank answers with a failure.
+        """Return the answers of `peers` that arrive within `limit_s` seconds, and a failure for each lost rank.
 
-        With `together`, do not wait for all answers after a failure: stop at once, or after `SETTLE_S` seconds if
-        another rank may have caused it.
+        With `together`, do not wait for all answers after a failure: stop at once or, if another rank may have caused
+        the failure, after `SETTLE_S` seconds.
         """
         answers: dict[int, Answer] = {}
         deadline_s, settling = time.perf_counter() + limit_s, False
@@ -227,7 +238,10 @@ class Peers(Sequence[Peer]):
                     answers[peer.number] = _received(peer, data)
 
     def offset(self, peer: Peer) -> Offset:
-        """Return the offset of a rank's clock, from the message with the shortest delay; infinite error if lost."""
+        """Return the offset of a rank's clock, as the message with the shortest delay shows it.
+
+        If the rank is lost, the error of the offset is infinite.
+        """
         return min(self._pings(peer), key=lambda one: one.error_s, default=Offset(0.0, float("inf")))
 
     def _pings(self, peer: Peer) -> Iterator[Offset]:
@@ -245,7 +259,7 @@ def _secondary(failures: Sequence[Failure]) -> bool:
 
 
 def _received(peer: Peer, data: Mapping[str, Any]) -> Answer:
-    """Return an answer; the time of its failure is that of its arrival, because the clocks of machines differ."""
+    """Return the answer in a message; its failure gets the time of arrival, because the clocks of machines differ."""
     answer = Answer.from_dict(data)
     if answer.failure is None:
         return answer

@@ -7,8 +7,8 @@ interface.
 
 Ranks that torchrun or srun started, on one or several machines, meet through a `TCPStore` that listens at one address.
 
-Each rank reports its result, or the record of its failure, as JSON through a separate pipe, to which no other rank can
-write.
+Each forked rank reports its result, or the record of its failure, as JSON through a separate pipe, to which no other
+rank can write.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FolderMeeting:
     path: Path
 
     def store(self, rank: int, size: int) -> Any:
-        """Return torch's key-value store, through which the ranks find each other: a file."""
+        """Return torch's key-value store, through which the ranks find each other; it is the file `path`."""
         from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
         return FileStore(str(self.path), size)
@@ -79,9 +79,10 @@ class FolderMeeting:
 
 @dataclass(frozen=True)
 class AddressMeeting:
-    """Ranks of several parents meet at an address and port, where rank 0 listens; `key` is distinct for each trial.
+    """Ranks of several parents meet at an address and port, where rank 0 listens; `key` is different in each trial.
 
-    The coordinator has reserved the port with the option SO_REUSEPORT, which other users' processes cannot share.
+    The coordinator, `measure.cluster`, has reserved the port with the option SO_REUSEPORT. The processes of other users
+    cannot listen at a port that is reserved in this way.
     """
 
     address: str
@@ -89,9 +90,9 @@ class AddressMeeting:
     key: str
 
     def store(self, rank: int, size: int) -> Any:
-        """Return torch's key-value store, through which the ranks find each other: a server in the process of rank 0.
+        """Return torch's key-value store, through which the ranks find each other; rank 0's process serves it.
 
-        Raises OSError if rank 0 cannot listen.
+        Raises OSError if rank 0 cannot listen at the address and port.
         """
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -103,9 +104,9 @@ class AddressMeeting:
         return PrefixStore(self.key, store)
 
     def _listen(self) -> int:
-        """Return the descriptor of a socket that listens at this address only.
+        """Return the file descriptor of a socket that listens at this address only.
 
-        torch's store by itself would listen at every address of the machine.
+        Without such a socket, torch's store would listen at every address of the machine.
         """
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -137,7 +138,7 @@ class RankGroup:
         return cls(backend=backend, size=seat.size, meeting=meeting, interface=seat.interface, timeout=wait)
 
     def environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """Return the environment variables of a rank: its rank, the size, and the interface for each library."""
+        """Return the environment variables of a rank: its ranks, the group's size, and each library's interface."""
         together = {"LOCAL_WORLD_SIZE": str(self.size)} if isinstance(self.meeting, FolderMeeting) else {}
         return together | {
             "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size),
@@ -221,7 +222,7 @@ class _RankProcess:
     def _died(self) -> None:
         at_s = time.perf_counter()
         self.process.join(GRACE_S)  # the pipe closes shortly before the exit status is available
-        peak_bytes = processes.peak_of_children()  # at least that of this rank
+        peak_bytes = processes.peak_of_children()  # at least the peak of this rank
         self.failure = of_end(self.process.exitcode, self.number, at_s, self._killed_before, peak_bytes)
 
 

@@ -49,7 +49,8 @@ def block_chunked(
 ) -> nn.Module:  # fmt: skip
     """Return `module` with the reference's gradients and buffers, for a step that splits the inputs of one block only.
 
-    The arguments are those of `chunked`; `split` has the name of the block and the sizes of its chunks.
+    `split` has the name of the block and the numbers of samples in its chunks. The other arguments are those of
+    `chunked`.
     """
     block = module.get_submodule(split.block)
     block.to(device)
@@ -90,7 +91,10 @@ def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0)
 
 
 def in_chunks(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
-    """Return one structure for each of `rows`, with copies of that number of rows of each tensor on `device`."""
+    """Split the tensors of the structure `value` into consecutive chunks, and return one structure for each chunk.
+
+    `rows` has the number of rows of each chunk. The tensors of the result are copies on `device`.
+    """
     ranges = [slice(end - count, end) for count, end in zip(rows, accumulate(rows), strict=True)]
     return [mapped(value, partial(_piece, rows=one, device=device)) for one in ranges]
 
@@ -100,9 +104,10 @@ def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Ten
 
 
 def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
-    """Return the tensor without its autograd history, and append it to `into`; it requires gradients if it did before.
+    """Return the tensor without its autograd history, and append the returned tensor to `into`.
 
-    An object may copy the tensors from which it is made, as a cache does, so the tensor is not found in the result.
+    It requires gradients if `tensor` does. The caller reads its gradient through `into`, because a container into which
+    the tensor is put, such as a cache, may copy it.
     """
     end = tensor.detach().requires_grad_(tensor.requires_grad)
     into.append(end)

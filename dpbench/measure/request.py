@@ -38,9 +38,10 @@ class Arm(StrEnum):
 class SelfCheck:
     """The settings of a self-check of the component `arm`.
 
-    `block_s` is the duration in seconds of one block of steps (for marks) or of one part of the steps (for the
-    sampler). `step_s` applies only to marks: the clock reads CPU time in as many of the steps as if each step took
-    `step_s` seconds. `sampler_pid` is the process id of the sampler; 0 for marks.
+    `block_s` is the duration in seconds of one part of the measurement: for marks, of a block of steps with or without
+    marks; for the sampler, of a series of steps that has several readings. `step_s` applies only to marks: the clock
+    reads CPU time as rarely as it would if each step took `step_s` seconds. `sampler_pid` is the process id of the
+    sampler; 0 for marks.
     """
 
     arm: Arm
@@ -53,9 +54,9 @@ class SelfCheck:
 class Seat:
     """One rank of a trial whose ranks have different parents, on one or several machines.
 
-    The ranks meet at `address` and `port`, under the trial's `key`; their collectives use `interface`. `place` is the
-    position of the rank among the ranks that see the same cores and GPUs: it selects the rank's core or GPU.
-    `timeout_s` is the longest time in seconds that the rank waits for its peers.
+    The ranks meet at `address` and `port`, and `key` separates the trial from others there; the collectives use the
+    network interface `interface`. `place` is the position of the rank among the ranks that see the same cores and GPUs:
+    it selects the rank's core or GPU. `timeout_s` is the longest time in seconds that the rank waits for its peers.
     """
 
     rank: int
@@ -86,9 +87,9 @@ class Synthetic:
 class Loading:
     """One measurement of a DataLoader.
 
-    `dataset` is `file.py:name` or `package.module:name`, or the costs of the synthetic dataset. `examples` is the least
-    number of examples in the steady part. 0 makes it a trial, which takes about half a second and loads one batch at
-    least.
+    `dataset` is `file.py:name` or `package.module:name`, or the costs of the synthetic dataset. `setting` has the
+    arguments of the DataLoader. `examples` is the least number of examples in the steady part. If `examples` is 0, the
+    measurement is a short trial, which takes about half a second and loads at least one batch.
     """
 
     dataset: str | Synthetic
@@ -109,8 +110,8 @@ class Request:
     """The work for one worker process, which is one rank of a trial if the request has a `seat`.
 
     The worker writes its trials, log and stacks to `folder`, which its server sets. `self_check` has the settings of a
-    self-check; it is None for other jobs. `requested_s` is the time of the request in seconds on the clock of
-    `time.perf_counter`.
+    self-check, and `loading` the measurement of a DataLoader; both are None for other jobs. `requested_s` is the time
+    of the request in seconds on the clock of `time.perf_counter`.
     """
 
     cases: tuple[Case, ...]
