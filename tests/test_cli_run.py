@@ -80,7 +80,7 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
         ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
     ):
         assert any(
-            line.startswith(f"{model} (small) failed its check (failed), so its 2 case(s) will not be measured; ")
+            line.startswith(f"{model} (small) failed its check (failed), so its 2 cases will not be measured; ")
             and why in line
             for line in told
         )

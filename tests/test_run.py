@@ -236,7 +236,7 @@ def test_a_model_that_fails_its_check_is_told_once_and_stored_once_a_case_while_
     }  # fmt: skip
     assert all("planted" in one.reason for one in trials if one.case.model == "bad")
     assert [event.text for event in heard if isinstance(event, Note)] == [
-        "bad (small) failed its check (failed), so its 4 case(s) will not be measured; reason: planted"
+        "bad (small) failed its check (failed), so its 4 cases will not be measured; reason: planted"
     ]
     ended = [event for event in heard if isinstance(event, Ended)]
     assert (ended[0].done, ended[0].total, ended[-1].done, ended[-1].total) == (1, 12, 12, 12)

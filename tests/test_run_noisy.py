@@ -54,23 +54,23 @@ def test_a_trial_beside_others_is_measured_once_more_at_the_end_and_that_one_cou
 def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_third_time(store, crowded):
     crowded.update({1, 6})
     outcome = run(CASES[:3], store, rounds=2, patience_s=1)
-    assert measured(outcome, store) == (7, 6, {"during": "1 trial(s) ran under too much foreign load"})
+    assert measured(outcome, store) == (7, 6, {"during": "1 trial ran under too much foreign load"})
     content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert content.notes[-1].endswith("NOISY: 1 trial(s) ran under too much foreign load.")
+    assert content.notes[-1].endswith("NOISY: 1 trial ran under too much foreign load.")
     assert ["NOISY" in row.labels for row in content.rows].count(True) == 1
 
 
 def test_without_patience_noisy_trials_are_labelled_and_not_repeated(store, crowded):
     crowded.update({1, 4})
     outcome = run(CASES[:3], store, rounds=2, patience_s=0)
-    assert measured(outcome, store) == (6, 6, {"during": "2 trial(s) ran under too much foreign load"})
+    assert measured(outcome, store) == (6, 6, {"during": "2 trials ran under too much foreign load"})
 
 
 def test_when_the_budget_is_spent_nothing_is_repeated(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
     monkeypatch.setattr(module._Session, "_spent", lambda self: len(self._times) >= 3)
     outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
-    assert measured(outcome, store) == (3, 3, {"during": "3 trial(s) ran under too much foreign load"})
+    assert measured(outcome, store) == (3, 3, {"during": "3 trials ran under too much foreign load"})
 
 
 def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
@@ -83,7 +83,7 @@ def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
 
     monkeypatch.setattr(Server, "act", staticmethod(act))
     outcome = run(CASES[:3], store, rounds=1, patience_s=1)
-    assert measured(outcome, store) == (4, 3, {"during": "1 trial(s) ran under too much foreign load"})
+    assert measured(outcome, store) == (4, 3, {"during": "1 trial ran under too much foreign load"})
     assert outcome.counts == {Status.OK: 3}
 
 
@@ -110,14 +110,14 @@ def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store
     first = run(CASES[:3], store, rounds=1, patience_s=1)
     again = run(CASES[:3], store, rounds=1, patience_s=1, retry=["failed"])
     assert (again.run_id, again.resumed) == (first.run_id, True)
-    assert measured(again, store) == (4, 3, {"during": "1 trial(s) ran under too much foreign load"})
+    assert measured(again, store) == (4, 3, {"during": "1 trial ran under too much foreign load"})
 
 
 def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
     monkeypatch.setattr(module._Session, "_spent", lambda self: self._times.total() >= 4)
     outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
-    assert measured(outcome, store) == (4, 3, {"during": "2 trial(s) ran under too much foreign load"})
+    assert measured(outcome, store) == (4, 3, {"during": "2 trials ran under too much foreign load"})
 
 
 def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypatch):

@@ -64,7 +64,8 @@ def _refusal(verdict: Trial, cases: int) -> str:
     `verdict` is the failed trial of the check. `cases` is the number of cases that use the model.
     """
     model, reason = f"{verdict.case.model} ({verdict.case.size})", verdict.reason.strip().partition(chr(10))[0]
-    return f"{model} failed its check ({verdict.status}), so its {cases} case(s) will not be measured; reason: {reason}"
+    lost = count(cases, "case")
+    return f"{model} failed its check ({verdict.status}), so its {lost} will not be measured; reason: {reason}"
 
 
 def model_words(found: Trial) -> list[str]:

@@ -17,7 +17,7 @@ class RoundsRule(Protocol):
 
     @property
     def name(self) -> int | str:
-        """Return the number of rounds if it is fixed, otherwise the rule's name; the hash of the plan includes it."""
+        """Return the number of rounds if it is fixed, otherwise the rule's name. The plan's hash contains `name`."""
 
     def add(self, trial: Trial) -> None:
         """Add an ended trial to the trials on which the decisions of the rule depend."""
@@ -48,7 +48,7 @@ class Fixed:
 
 
 LEAST_S = 0.05
-"""The least seconds of timed steps that a trial gets while the budget lasts."""
+"""The least duration in seconds of the timed steps of each trial, as long as the budget is not spent."""
 
 
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:
@@ -61,6 +61,6 @@ def shortage(left_s: float, trials: int, overhead_s: float) -> str:
         return ""
     return (
         f"the budget is too short: {words.count(trials, 'more trial')} would take at least {words.time(needed_s)} "
-        f"({words.time(overhead_s)} each without steps), but only {words.time(max(0.0, left_s))} of the budget remain; "
-        f"the last trials will be skipped. Give --budget, or fewer --devices or --models"
+        f"({words.time(overhead_s)} each without steps), but {words.time(max(0.0, left_s))} of the budget is left; the "
+        f"last trials will be skipped. Give a larger --budget, or fewer --devices or --models"
     )

@@ -26,6 +26,7 @@ from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, Workers
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
+from dpbench.records.words import count
 from dpbench.store import FINAL, Store
 
 if TYPE_CHECKING:
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
 SHARED = 0.9
-"""The share of the remaining budget that the next trials may plan with; the rest is for trials that take longer."""
+"""The share of the remaining budget that is divided among the trials; the rest is for trials that take too long."""
 OVERHEAD_S = 1.0
 """The first estimate of a trial's duration in seconds without its timed steps; each successful trial updates it."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """The event that a run has started, or that one of its trials has started; `case` is None for a run.
+    """The event that a run or one of its trials has started; for a run, `case` is None.
 
     `done` is the number of trials that have ended, and `total` is the number of all trials that are planned so far.
     """
@@ -171,7 +172,7 @@ def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, s
     `load` is the foreign load before the run. `trials` has the slots whose trials ran under too much foreign load.
     """
     found = {"before": str(load)} if foreign_load.busy(load) else {}
-    return found | ({"during": f"{len(trials)} trial(s) ran under too much foreign load"} if trials else {})
+    return found | ({"during": f"{count(len(trials), 'trial')} ran under too much foreign load"} if trials else {})
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
@@ -230,7 +231,7 @@ class _Session:
                 if number and not fixed and self._spent():
                     break  # rounds beyond the first were not requested: do not store them as skipped
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                # a new server per round makes its effect part of the interval; side by side, the effect cancels
+                # a new server per round widens the intervals by a server's effect; in paired cases, the effect cancels
                 if pending:
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
@@ -291,8 +292,8 @@ class _Session:
     def _repeat(self, cases: Sequence[Case], server: Workers, watched: samplers.Series, *, paired: bool) -> None:
         """Measure every slot that ran under too much foreign load once more, as long as budget is left.
 
-        All cases that share a worker with such a slot are also measured again. The new trials count; the old stay
-        stored.
+        All cases that share a worker with such a slot are also measured again. Results use the new trials; the old ones
+        stay stored.
         """
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):

@@ -1,4 +1,4 @@
-"""Scratch: a folder for temporary files that the next start removes if this process is killed.
+"""Scratch: a folder for temporary files; if this process is killed, the next start of dpbench removes the folder.
 
 The folder has a file that its process keeps locked. The system releases the lock when the process ends, so a folder
 with an unlocked lock file belongs to an ended process. A folder without a lock file is never touched, whatever its
@@ -22,12 +22,12 @@ _CONTENT = b"dpbench locks this file as long as it uses the folder\n"
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Yield a new folder, and remove it at the end; first remove those of killed processes."""
+    """Yield a new temporary folder, and remove it at the end; first remove the folders of killed processes."""
     sweep()
     found = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = -1
     try:
-        # the file gets its name when it is locked, so that no other process finds it unlocked
+        # lock the file before it gets its final name, so that no other process finds it unlocked
         lock = os.open(found / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, _CONTENT)

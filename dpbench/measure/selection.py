@@ -33,9 +33,9 @@ SELF_CHECK = (
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
     """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
 
-    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch by torchrun or srun,
-    whose numbers are then the default numbers of devices. Raises ValueError for options that exclude each other, or
-    that this machine cannot run, and LookupError for unknown names.
+    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch by torchrun or srun;
+    the default numbers of devices are then numbers of its ranks. Raises ValueError for options that exclude each other,
+    or that this machine cannot run, and LookupError for unknown names.
     """
     from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores
@@ -82,7 +82,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:
-    """Raise ValueError for options that exclude each other, or that a launch by ranks excludes."""
+    """Raise ValueError for options that exclude each other, or that a launch by torchrun or srun does not support."""
     from dpbench.measure.run import statuses
 
     statuses(options.retry)
@@ -93,7 +93,8 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
         ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch", "together") if cluster else ()
     ):
         if getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} is for one machine: leave it out of a launch by ranks")
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} does not work in a launch by torchrun or srun: leave out --{option}")
     for name in ("strategies", "strategy", "schedules"):
         if options.ladder and getattr(options, name):
             raise ValueError(f"--ladder selects the strategies and the schedules: leave out --{name}")
@@ -113,7 +114,7 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
 
 
 def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
-    """Return the cases of two models at once; `swept` are the axes of a sweep."""
+    """Return the cases for --together, which measure two models at the same time; `swept` has the axes by name."""
     devices = options.devices or (1,)
     several = [name for name in plan.default_strategies(swept["device_kind"]) if not registry.traits(name).alone]
     usual = several if max(devices) > 1 else [registry.of_role(Role.BASELINE)]
@@ -131,8 +132,8 @@ def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
 def naming(options: Options, command: str = "") -> Naming:
     """Return the name and the tags that the options give to the run.
 
-    `command` is the command that repeats the run; empty for the arguments of this process. Raises ValueError for a
-    wrong name or tag.
+    `command` is the command that repeats the run; if it is empty, the arguments of this process are used. Raises
+    ValueError for a wrong name or tag.
     """
     from dpbench.store import Naming
 
@@ -174,8 +175,8 @@ def measure(
 ) -> Outcome:  # fmt: skip
     """Measure the cases in processes of this machine, in jobs, or by the ranks of `cluster`; return the result.
 
-    `cases` and `budget_s` are the results of `cases_of`. With `self_check`, the cost of measuring is measured after the
-    cases. Raises JobsError if no job can be submitted.
+    `cases` and `budget_s` are the results of `cases_of`. With the option `self_check`, the overhead of measuring is
+    measured after the cases. Raises JobsError if a job cannot be submitted.
     """
     from dpbench.measure import checks, jobs
     from dpbench.measure import run as runner

@@ -27,10 +27,10 @@ from dpbench.records.trial import Failure
 from dpbench.records.visible import visible
 
 Progress = Callable[[], int]
-"""A function that returns the number of results that a worker has got so far."""
+"""A function that returns the number of results that a worker has produced so far."""
 START_LIMIT_S = 120.0
 LOOK_S = 0.5
-"""The seconds between two looks at a worker's progress."""
+"""The seconds between two checks of a worker's progress."""
 STACKS_S = 0.5
 """The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
@@ -44,13 +44,13 @@ number of threads in torch.
 
 
 class Workers(Protocol):
-    """The interface through which trials are run, of a `Server` on this machine or of a `Cluster`."""
+    """An object that runs trials: a `Server` on this machine, or a `Cluster` of ranks."""
 
     def check(self, case: Case, limit_s: float) -> Trial:
-        """Check the model of a case; return a trial without steps."""
+        """Check the model of a case; return a trial without steps, whose status and reason are the result."""
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run cases; return a trial for each case, also if it fails."""
+        """Run cases in round `number`, with `limit_s` seconds for each; return one trial per case, even if it fails."""
 
 
 class Server:
@@ -118,7 +118,8 @@ class Server:
     ) -> list[Trial] | Failure:
         """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
 
-        If `cancelled` returns True when the worker has started, the worker is ended: `end_worker` was called too early.
+        `cancelled` is called when the worker has started. If it returns True, the worker is killed, because
+        `end_worker` was called before the worker existed.
         """
         self._cancelled = cancelled
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
@@ -138,7 +139,7 @@ class Server:
             )
 
     def end_worker(self) -> None:
-        """End the worker that is running, if any; another thread, which waits for its answer, gets a failure."""
+        """Kill the worker that is running, if any; the thread that waits for the worker's answer gets a failure."""
         if pid := self._worker:
             _kill_group(pid)
 
@@ -232,7 +233,7 @@ class Server:
         return answer
 
     def _obituary(self) -> str:
-        """Return a message that says how the server process ended, with the end of its log."""
+        """Return a message that says how the server process ended, and quotes the end of its log."""
         assert self._process is not None
         self._process.wait(timeout=10)
         log = (self._scratch / "server.log").read_text(errors="replace", encoding="utf-8")[-TAIL:].strip()
@@ -289,8 +290,8 @@ def ended(exit_status: int | None, limit_s: float, folder: Path, killed_before: 
     """Return a message that says how a worker ended without a result.
 
     If `exit_status` is None, the worker exceeded its limit of `limit_s` seconds, and the message has its Python stacks.
-    Otherwise, the message has the end of its output. `folder` has the files that the worker wrote.
-    `killed_before` is that of `processes.advice`.
+    Otherwise, the message has the end of its output. `folder` has the files that the worker wrote. `killed_before` is
+    the result of `processes.killed_for_memory` before the worker started, or None.
     """
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:

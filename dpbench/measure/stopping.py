@@ -51,7 +51,7 @@ class Stopping:
     The median is precise if half the width of its 95 % interval is at most the fraction `precision` of the median. The
     noise, which is the relative interquartile range, is known if it stays nearly constant. Further steps then add less
     information than further rounds in other processes. At least `least_warmup` steps count as warm-up. `reason` says
-    why the series ended; it is empty before the end.
+    why the series ended; it is empty until then.
     """
 
     budget_s: float
@@ -85,9 +85,9 @@ class Stopping:
                     f"the median step time is known to within {half_width(timed):.1%}"
                 )
             elif sum(timed) >= self.budget_s:
-                self.reason = f"budget: {words.exact(self.budget_s)} s of steps"
+                self.reason = f"budget: {words.exact(self.budget_s)} s of timed steps, the most that a trial may take"
         if not self.reason and len(timed) >= self.max_steps:
-            self.reason = f"steps: {self.max_steps}"
+            self.reason = f"steps: {count(self.max_steps, 'timed step')}, the most that a trial may take"
         return bool(self.reason)
 
     def _is_known(self, steps: int) -> bool:
@@ -141,7 +141,7 @@ class UntilPrecise:
     _series: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
-        """Add the step times of a trial to those of its case; a trial that is not trusted adds none."""
+        """Add the step times of a trial to those of its case, unless the trial is not trusted (see `Trial.trusted`)."""
         self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
 
     @property

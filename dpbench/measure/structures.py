@@ -1,4 +1,4 @@
-"""Structures: the parts of a forward's output, and the joined outputs of several forwards, without the engine.
+"""Structures: take apart the output of a forward, and join the outputs of several forwards, without the engine.
 
 Verification compares the engine's results with independent ones. It therefore takes containers apart and joins them
 again with these functions, which share no code with the engine's gather.
@@ -15,7 +15,7 @@ import torch
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return the parts of a container as (name, part); an empty list for a value without parts."""
+    """Return the parts of a container as pairs (name, part); an empty list for a value without parts."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
@@ -26,7 +26,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _made(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the type of `value` with these parts, in the order of `_parts`."""
+    """Return a container of the same type as `value`, with `parts` in place of its parts, in the order of `_parts`."""
     names = [name for name, _ in _parts(value)]
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a subclass of dict may have another constructor
@@ -41,7 +41,7 @@ def _made(value: Any, parts: Sequence[Any]) -> Any:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return the structure with `change(tensor)` in place of each tensor."""
+    """Return the structure `value` with `change(tensor)` in place of each tensor."""
     if isinstance(value, torch.Tensor):
         return change(value)
     parts = _parts(value)
@@ -49,7 +49,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_by_name(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """Return the tensors of a structure by their place in it, such as `output['logits']`."""
+    """Return the tensors of a structure by their place in it, such as `output['logits']` for the structure `output`."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     found: dict[str, torch.Tensor] = {}
@@ -66,7 +66,8 @@ def all_tensors(value: Any) -> list[torch.Tensor]:
 def joined(values: Sequence[Any]) -> Any:
     """Return one structure in which each tensor has the rows of all `values`; 0-dim tensors become a vector.
 
-    A single value is returned unchanged. A value without tensors is that of the first structure.
+    `values` have equal structures. A single value is returned unchanged. Parts that are not tensors come from the first
+    of `values`.
     """
     first = values[0]
     if len(values) == 1:

@@ -8,9 +8,9 @@ computes the loss of the concatenated outputs, and adds the gradients of the cop
 strategy splits the inputs of one block only, the copies are those of the block.
 
 Replicas of one process draw random numbers from one generator, in an order that depends on the threads. Verification
-therefore gives each forward a state of the generator that only its rows determine. The strategy and the reference then
-draw the same numbers for the same chunk: in modules such as nn.Dropout, in functions, and in scaled dot-product
-attention. Where this is not possible, the dropout of torch's own modules is off.
+therefore seeds the generator before each forward with a number that it computes from the inputs of the forward. The
+strategy and the reference then draw the same numbers for the same chunk: in modules such as nn.Dropout, in functions,
+and in scaled dot-product attention. Where this is not possible, the dropout of torch's own modules is off.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ Splits = Callable[[Case, nn.Module], Split]
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 """The largest permitted relative error of a tensor, by precision; errors are measured by norms.
 
-In fp32, a different order of additions causes much smaller errors. tf32 and fp16 round to 11 bits, and bf16 to 8.
+In fp32, another order of additions causes much smaller errors. tf32 and fp16 round to 11 significant bits, bf16 to 8.
 """
 _ALONE = threading.RLock()
-"""Held during a forward: the threads of the replicas share the generator of the host."""
+"""The lock that a thread holds during a replayed forward, because the replicas' threads share the host's generator."""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
-"""The factors by which a torch.amp.GradScaler multiplies the loss: the first, and the next one after each overflow."""
+"""The factors by which a torch.amp.GradScaler multiplies the loss, in order; each overflow leads to the next factor."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ DIVERGES = (
 
 
 def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
-    """Raise ValueError if a result, a tensor or a structure of tensors, has NaN, or infinity if the case trains.
+    """Raise ValueError if an element of a result is NaN or, with `trains`, infinite.
 
-    `results` has the losses, or without training the outputs, of consecutive steps up to the step `last`, which counts
-    from 1. If a strategy writes all losses to the same memory, the error names the last of these steps.
+    `results` has the losses (without training, the outputs) of consecutive steps. `last` is the number of the last of
+    these steps, counted from 1. If a strategy writes all losses to the same memory, the error names that last step.
     """
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for step, result in enumerate(results, start=last - len(results) + 1):
@@ -157,7 +157,7 @@ def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
 
 
 def check_weights(module: nn.Module) -> None:
-    """Raise ValueError if a trained weight is not finite; no loss depends on the gradients of the last step."""
+    """Raise ValueError if a trained weight is not finite; the losses do not show the effect of the last update."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and (has := _not_finite(parameter.detach().cpu())):  # a device may be full
             raise ValueError(f"after the timed steps, the weight {name} has {has}; {DIVERGES}")
@@ -171,10 +171,10 @@ def _not_finite(tensor: torch.Tensor) -> str:
 
 
 def dependence(case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]) -> float:
-    """Return the difference between the gradients of a step in chunks and of a step on the whole batch.
+    """Return the relative difference between the gradients of a step in chunks and of a step on the whole batch.
 
-    It is the norm of the difference over the norm of the gradient on the whole batch. It is 0, up to rounding, if the
-    loss is a mean over samples that do not depend on each other. Dropout is off.
+    The norm of the difference is divided by the norm of the gradients on the whole batch. The result is 0, up to
+    rounding, if the loss is a mean over samples that do not depend on each other. Dropout is off.
     """
     found = []
     for rows in (case.rows, (case.batch_size,)):
@@ -192,9 +192,9 @@ def check_outputs(
 ) -> Verdict:  # fmt: skip
     """Run the forward on a small batch, and return the comparison of its output with that of the chunked reference.
 
-    The reference runs in eval mode, under no_grad. `start` returns the forward in the mode of the case; the other
-    arguments are those of `check`. `rank` is the rank of this process, whose output has the rows of this rank only;
-    None for strategies without ranks. The forward must not change weights and buffers.
+    The reference runs in eval mode, under no_grad. `start` returns a context manager that yields the forward in the
+    mode of the case; the other arguments are those of `check`. `rank` is the rank of this process, whose output has
+    only the rows of this rank; None for strategies without ranks. The forward must not change weights or buffers.
     """
     small = _small(case, lambda one: split(one, model.module))
     rows = split(small, model.module).rows
@@ -268,7 +268,7 @@ def _reference(
     fp16 at every scale of the loss.
     """
     compute = block_chunked if parts.block else chunked
-    # from the scale of the strategy's last step
+    # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
         module = copy.deepcopy(model.module)
         with precision(case):
@@ -288,7 +288,7 @@ def _finite(module: nn.Module) -> bool:
 
 
 def _small(case: Case, split: Callable[[Case], Split]) -> Case:
-    """Return the case with a smaller batch for the same number of replicas and passes, of unequal sizes if possible."""
+    """Return the case with a smaller batch, the same numbers of replicas and passes, and unequal chunks if possible."""
     counts: Callable[[Case], tuple[int, int]] = lambda one: (len(one.rows), len(split(one).rows))  # noqa: E731
     expected = counts(case)
     most = max(4 * case.devices - 1 if case.devices > 1 else 4, 3 * expected[1] - 1)
@@ -299,7 +299,7 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
 def _replays(case: Case, parts: Split) -> bool:
     """Return whether each forward pass of a step can draw random numbers that its inputs determine.
 
-    Compiled code and the graphs of a GPU draw their own numbers.
+    This is impossible in compiled code and in CUDA graphs, which draw their own numbers.
     """
     graphs = case.schedule not in ("", FASTEST) and parse(case.schedule).graphs == "on"
     return parts.replays and not (case.compile or graphs)
@@ -337,10 +337,10 @@ def _seed(tensors: list[torch.Tensor]) -> int:
 
 
 def _replay(module: nn.Module, parts: Split) -> bool:
-    """Let the forward of `module` replay its random numbers, and that of the block whose inputs a step splits.
+    """Apply `replay` to `module` and, if a step splits the inputs of one block only, also to this block.
 
     The module's forward waits for the block's replicas, and must therefore not exclude them from running. Return
-    whether both forwards can replay.
+    whether `replay` was possible everywhere.
     """
     if parts.block and not replay(module.get_submodule(parts.block), alone=True):
         return False
