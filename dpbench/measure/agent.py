@@ -79,8 +79,8 @@ class Work:
     """A request from rank 0 to an agent, with its number `turn` and its time limit `limit_s` in seconds.
 
     `sample` lists the ordinals of the GPUs to sample during the work, together with the host; None means no sampling.
-    `roots` are process ids of agents on this machine. The agent measures the load that processes outside their process
-    trees cause; if `roots` is empty, it does not measure this load.
+    `roots` has process ids of agents on this machine. The foreign load is the load of all processes outside the process
+    trees of these agents; if `roots` is empty, it is not measured.
     """
 
     request: Request
@@ -90,13 +90,13 @@ class Work:
     roots: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the request as plain data for JSON."""
         plain = {name: getattr(self, name) for name in ("turn", "limit_s", "sample", "roots")}
         return plain | {"request": self.request.to_json()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the work that `to_dict` wrote."""
+        """Return the request that `to_dict` converted to `data`."""
         sample = data["sample"]
         return cls(
             turn=data["turn"], limit_s=data["limit_s"], request=Request.from_json(data["request"]),
@@ -108,8 +108,8 @@ class Work:
 class Answer:
     """An agent's answer to the request with the number `turn`: the trials of its worker, or a failure.
 
-    `samples` were taken on the agent's machine during the work. `load` is the load that other processes caused there
-    meanwhile; it is None if it was not measured.
+    `samples` were taken on the agent's machine during the work. `load` is the foreign load on this machine during the
+    work, or None if it was not measured.
     """
 
     turn: int = 0
@@ -119,7 +119,7 @@ class Answer:
     load: foreign_load.Load | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
+        """Return the answer as plain data for JSON."""
         return {
             "turn": self.turn, "trials": [trial.to_dict() for trial in self.trials],
             "failure": self.failure and self.failure.to_json(), "samples": [_plain(one) for one in self.samples],
@@ -128,7 +128,7 @@ class Answer:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the answer that `to_dict` wrote."""
+        """Return the answer that `to_dict` converted to `data`."""
         return cls(
             turn=data["turn"], trials=tuple(Trial.from_dict(one) for one in data["trials"]),
             failure=Failure.from_json(data["failure"]) if data["failure"] else None,
@@ -149,7 +149,7 @@ class Agent:
         self._stack = ExitStack()
         """The resources of the thread that runs work. This thread must live as long as the server that it starts.
 
-        The server asks Linux to kill it when its parent ends, and Linux does so when the thread that started it ends.
+        Linux kills the server when the thread that started the server ends (see `processes.die_with_parent`).
         """
         self._server: Server | None = None
         self._series: samplers.Series | None = None

@@ -88,10 +88,10 @@ STEP_S = 0.010
 GOAL = 0.005
 """The largest acceptable cost of marks as a fraction of a step, and of samplers as a fraction of the throughput."""
 ROUNDS = 5
-"""The number of rounds of the comparison of the engine with torch.nn.DataParallel, each in a fresh process."""
+"""The number of rounds in which the engine is compared with torch.nn.DataParallel; each round has a fresh process."""
 LIMIT_S = 300.0
 BUDGETS_S = {Arm.MARKS: (30.0, 0.01), Arm.SAMPLER: (20.0, 1.0)}
-"""For each component, two durations in seconds: of the whole measurement, and of one part of it.
+"""For recorded marks and for the sampler, two durations in seconds: of the whole measurement, and of one part of it.
 
 For marks, a part is a block of steps with or without marks. The blocks alternate and are short, so that slow drift
 affects both kinds nearly equally. For the sampler, which reads every 0.2 s, a part must contain several readings.
@@ -110,7 +110,7 @@ NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuringCost:
-    """The result for one part of the self-check; `name` is `marks`, `samplers` or `engine`.
+    """The result of the self-check for one component, whose `name` is `marks`, `samplers` or `engine`.
 
     `ratio` is the step time with the component divided by the step time without it; for `engine`, it is the engine's
     step time divided by that of torch.nn.DataParallel. `cost_s` is the difference of the two step times in seconds. For
@@ -256,7 +256,7 @@ def words(provenance: Mapping[str, Any]) -> list[str]:
 def _said(cost: MeasuringCost, facts: Mapping[str, Any]) -> str:
     name = NAMES[cost.name]
     if cost.ratio is None or cost.cost_s is None:
-        return f"{name}: not runnable here: {cost.reason}"
+        return f"{name}: not measured: {cost.reason}"
     e, ratio, kind = cost.cost_s, cost.ratio, _kind_of_time(cost.name, facts)
     said = (
         f"{name}: ratio of step times {ratio.value:.4f}× ({ratio.low:.4f}–{ratio.high:.4f}), "
@@ -268,6 +268,6 @@ def _said(cost: MeasuringCost, facts: Mapping[str, Any]) -> str:
         return f"{said}{detail} [MEASURED: {facts[cost.name]['case']}]"
     of = "a 10 ms step" if cost.name == "marks" else "the throughput"
     s = cost.share
-    verdict = "below" if s.high < GOAL else "above" if s.low > GOAL else "undecided against"
+    verdict = "below" if s.high < GOAL else "above" if s.low > GOAL else "not clearly below or above"
     share = f"cost {s.value:.2%} of {of} ({s.low:.2%} to {s.high:.2%}), {verdict} the goal of {GOAL:.1%}"
     return f"{said}: {share}{detail} [MEASURED: {facts[cost.name]['case']}]"

@@ -56,7 +56,7 @@ class Clock(Protocol):
         """Return the spans that have been recorded so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the readings of this clock as samples: of `BUSY` per step, or of `OUTLASTING` per block."""
+        """Return the samples that this clock provides: of the metric `BUSY` per step, or of `OUTLASTING` per block."""
 
 
 class HostClock:
@@ -83,7 +83,7 @@ class HostClock:
         self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span and, in steps in which CPU time is read, the CPU time."""
+        """Return a context manager that records a span; in some steps, it also records the thread's CPU time."""
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
@@ -319,7 +319,7 @@ class CudaClock:
         return tuple(found)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, for each block, the host times in seconds of its beginning and its steps' ends, by device."""
+        """Return, for each block, the host times in seconds at which it began and its steps ended, on each device."""
         if not self._blocks:
             return []
         rows = map(list, zip(*(self._chain(i) for i in range(len(self._devices))), strict=True))

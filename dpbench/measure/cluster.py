@@ -36,9 +36,10 @@ TIMEOUT_S = 60.0
 
 
 class Cluster:
-    """The ranks of a launch, as rank 0 controls them; on entry, it waits until the agents of all ranks have connected.
+    """The ranks of a launch, which rank 0 controls.
 
-    On exit, it ends the agents. `interface` is the name of the network interface that the ranks use.
+    On entry, the context manager waits until the agents of all ranks have connected; on exit, it ends the agents.
+    `interface` is the name of the network interface that the ranks use.
     """
 
     def __init__(self, launch: Launch, interface: str) -> None:
@@ -104,12 +105,12 @@ class Cluster:
         return {"by": self._launch.by, "interface": self._interface, "machines": described}
 
     def placed(self, case: Case) -> Case:
-        """Return the case with the number of machines that its ranks use."""
+        """Return the case with its field `hosts` set to the number of machines that its ranks use."""
         hosts = len(self.hosts(len(case.rows))) if case.traits.ranks else 1
         return replace(case, hosts=max(1, hosts))
 
     def counts(self) -> tuple[int, ...]:
-        """Return default numbers of devices: 1, and the number of ranks on the first 1, 2, 4, ..., and all machines."""
+        """Return default device counts: 1, and the numbers of ranks on the first 1, 2, 4, ... machines and on all."""
         sizes = [len(host.ranks) for host in self.hosts()]
         machines = [number for number in (1, 2, 4, 8, 16, 32, 64) if number < len(sizes)]
         return tuple(dict.fromkeys([1, *(sum(sizes[:number]) for number in machines), sum(sizes)]))
@@ -118,7 +119,7 @@ class Cluster:
 
     @contextmanager
     def workers(self) -> Iterator[Self]:
-        """Start new servers at all ranks, and yield this object, which runs trials on them."""
+        """Start a new server process at every rank, and yield this object, which runs trials through these servers."""
         self._peers.renew()
         yield self
 
@@ -242,9 +243,9 @@ class Cluster:
         return tuple(self._peers[peer].member.pid for peer in peers) if place == 0 else ()
 
     def _devices_of(self, case: Case, number: int) -> dict[int, int]:
-        """Return the index in a case of each device, by the device's CUDA ordinal.
+        """Return a dictionary from the CUDA ordinal of each device to the index of this device in the case.
 
-        The devices are those of all ranks that see the same cores and GPUs as rank `number`.
+        It has the devices of all ranks that see the same cores and GPUs as rank `number`.
         """
         each, found = case.traits.devices_per_replica, {}
         for place, peer in enumerate(self._place(number)[1]):
@@ -278,7 +279,7 @@ class Cluster:
         return replace(trial, provenance={**trial.provenance, **facts})
 
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
-        """Return the trial of a case in which ranks failed, with the cause named first."""
+        """Return the trial of a case in which ranks failed; its reason begins with the likely cause."""
         (case,), cause = request.cases, cause_of(failures, request.cases[0])
         reason = together(in_order(failures), lambda rank: str(self._peers[rank]))
         return Trial(

@@ -1,7 +1,7 @@
 """Jobs: measure the cases of a plan in jobs of Slurm, or of this machine, through submitit; collect their trials.
 
-Each case is one job. Its trials come back as a store file, in a folder that the job and this process share. The end of
-a job is read from its result file and from the scheduler's queue, so that no accounting of the scheduler is needed.
+Each case is one job. Its trials come back as a store file, in a folder that the job and this process share. A job has
+ended if its result file exists, or if the scheduler's queue no longer has the job. Slurm's accounting is not needed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Job(Protocol):
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job of Slurm, by its id."""
+    """A job of Slurm, identified by its id."""
 
     job_id: str
 
@@ -182,7 +182,7 @@ class _Jobs:
             request.write(folder)
             job = self._launcher.submit(folder, START_S + request.rounds * request.limit_s)
             (folder / ID).write_text(job.job_id, encoding="utf-8")
-        self._listen(Note(f"{request.case.label}: job {job.job_id} of {self._launcher.name}"))
+        self._listen(Note(f"{request.case.label} is measured in the {self._launcher.name} job {job.job_id}"))
         self._running.append(_Submitted(request.case, folder, job))
 
     def _earlier(self, folder: Path) -> Job | None:

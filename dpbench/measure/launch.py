@@ -15,7 +15,7 @@ import psutil
 FIRST_PORT, PORTS, TRIES = 20_000, 10_000, 16
 """Rank 0 listens at the first free port of `TRIES` consecutive ones among the `PORTS` ports from `FIRST_PORT` on.
 
-The id of the launch selects the first of them.
+The id of the launch selects the first of these consecutive ports.
 """
 
 

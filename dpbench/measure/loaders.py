@@ -227,7 +227,7 @@ def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
             "--examples, or a smaller --batch-size"
         )
     found = min(wanted, most)
-    say(f"{found:,} examples per measurement; a trial without workers loads {words.number(rate)} examples/s")
+    say(f"{found:,} examples per measurement; a trial without workers loaded {words.number(rate)} examples/s")
     return found
 
 

@@ -12,7 +12,7 @@ from dpbench.records.registry import Reduction
 from dpbench.records.trial import Host
 
 PROFILED = "profiled_step"
-"""The clock of a span whose duration comes from profiled steps, and the annotation of these steps in the profile."""
+"""The name of the clock of spans whose durations come from profiled steps; these steps have it as their annotation."""
 
 
 def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
@@ -77,10 +77,10 @@ def shifted(part: Trial, seconds: float) -> Trial:
 
 
 def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dict[int, list[float]]:
-    """Return, by device, the seconds of each profiled step in which gradients are reduced while no kernel computes.
+    """Return, by device, the seconds per profiled step during which the device only reduces gradients.
 
-    `profile` has the activities of each profiled step. The result is empty for strategies that do not reduce gradients
-    during backward.
+    It runs no compute kernel at that time. `profile` has the activities of each profiled step. The result is empty for
+    strategies that do not reduce gradients during backward.
     """
     if not case.traits.ranks or case.traits.reduction is not Reduction.OVERLAPPED:
         return {}

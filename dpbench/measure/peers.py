@@ -87,7 +87,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Offset:
-    """The offset of a machine's clock from the clock of rank 0's machine, and the largest error of it, in seconds."""
+    """The offset of a machine's clock from the clock of rank 0's machine, and its largest error, both in seconds."""
 
     seconds: float = 0.0
     error_s: float = 0.0
@@ -138,7 +138,7 @@ def _introduce(end: socket.socket, secret: bytes, guests: queue.Queue[tuple[Memb
         to = channel.prove(end, secret, first=True)
         kind, data = to.receive()
         if kind == "hello":
-            to.limit(SILENT_S)  # a message that has begun must arrive
+            to.limit(SILENT_S)  # limit the wait for the rest of a message that has begun
             guests.put((Member.from_dict(data), to))
     except (OSError, EOFError, AuthenticationError):
         end.close()

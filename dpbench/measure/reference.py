@@ -106,8 +106,8 @@ def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Ten
 def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
     """Return the tensor without its autograd history, and append the returned tensor to `into`.
 
-    It requires gradients if `tensor` does. The caller reads its gradient through `into`, because a container into which
-    the tensor is put, such as a cache, may copy it.
+    The returned tensor requires gradients if `tensor` does. The caller finds it in `into`, because a container that is
+    made from it, such as a cache, may have a copy of it instead.
     """
     end = tensor.detach().requires_grad_(tensor.requires_grad)
     into.append(end)

@@ -100,7 +100,7 @@ class Loading:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the measurement that `asdict` wrote."""
+        """Return the measurement that `asdict` converted to `data`."""
         dataset = data["dataset"] if isinstance(data["dataset"], str) else Synthetic(**data["dataset"])
         return cls(**{**data, "dataset": dataset, "setting": Setting(**data["setting"])})
 

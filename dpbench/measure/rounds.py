@@ -1,4 +1,7 @@
-"""Rounds: the rules that decide which cases of a run get another round. `stopping.UntilPrecise` is another rule."""
+"""Rounds: the interface of the rules that decide which cases of a run get another round, and the simplest rule.
+
+The other rule is `stopping.UntilPrecise`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ class RoundsRule(Protocol):
         """Return the number of rounds if it is fixed, otherwise the rule's name. The plan's hash contains `name`."""
 
     def add(self, trial: Trial) -> None:
-        """Add an ended trial to the trials on which the decisions of the rule depend."""
+        """Add an ended trial, so that later decisions of the rule can depend on it."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
         """Return the cases to measure in round `number`, which counts from 0; an empty list ends the run."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
 SHARED = 0.9
-"""The share of the remaining budget that is divided among the trials; the rest is for trials that take too long."""
+"""The share of the remaining budget that is divided among the trials; the rest is for trials that take longer."""
 OVERHEAD_S = 1.0
 """The first estimate of a trial's duration in seconds without its timed steps; each successful trial updates it."""
 
@@ -169,7 +169,7 @@ def identity(cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
     """Return the reasons for labelling a run NOISY, by time (`before` or `during` the trials); empty if there are none.
 
-    `load` is the foreign load before the run. `trials` has the slots whose trials ran under too much foreign load.
+    `load` is the foreign load before the run. `trials` has the pairs (case, round) measured under too much load.
     """
     found = {"before": str(load)} if foreign_load.busy(load) else {}
     return found | ({"during": f"{count(len(trials), 'trial')} ran under too much foreign load"} if trials else {})
@@ -195,7 +195,7 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 
 class _Session:
-    """The state of one call of `run`: its budget, and the trials so far. Only one worker runs at a time."""
+    """The state of one call of `run`: its budget, and the trials so far. Groups of cases run one after the other."""
 
     def __init__(
         self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
@@ -211,7 +211,7 @@ class _Session:
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
-        """The slots whose last trusted trial (see `Trial.trusted`) ran under too much foreign load."""
+        """The pairs (case, round) whose last trusted trial (see `Trial.trusted`) ran under too much foreign load."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in `done`."""
@@ -282,7 +282,7 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the slots in `noisy` that have only one trusted trial; empty if the budget is spent."""
+        """Return the pairs (case, round) in `noisy` that have only one trusted trial; empty if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
@@ -290,10 +290,10 @@ class _Session:
         foreign_load.wait(min(self._patience_s, self._left_s), lambda words: self._listen(Note(words)))
 
     def _repeat(self, cases: Sequence[Case], server: Workers, watched: samplers.Series, *, paired: bool) -> None:
-        """Measure every slot that ran under too much foreign load once more, as long as budget is left.
+        """Repeat the trials that ran under too much foreign load, as long as budget is left.
 
-        All cases that share a worker with such a slot are also measured again. Results use the new trials; the old ones
-        stay stored.
+        Trials that shared a worker with one of them are repeated too. Results use the new trials; the old ones stay
+        stored.
         """
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):

@@ -33,9 +33,9 @@ SELF_CHECK = (
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
     """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
 
-    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch by torchrun or srun;
-    the default numbers of devices are then numbers of its ranks. Raises ValueError for options that exclude each other,
-    or that this machine cannot run, and LookupError for unknown names.
+    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch by torchrun or srun,
+    and its `counts` are then the default numbers of devices. Raises ValueError for options that exclude each other, or
+    that this machine cannot run, and LookupError for unknown names.
     """
     from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores

@@ -26,7 +26,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _made(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the same type as `value`, with `parts` in place of its parts, in the order of `_parts`."""
+    """Return a container of the same type as `value`, with `parts` in place of the parts that `_parts` returns."""
     names = [name for name, _ in _parts(value)]
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a subclass of dict may have another constructor

@@ -75,7 +75,7 @@ class Verdict:
         return (
             f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
             "draw them in forward, not in the loss, with torch from its default generator, or disable the model's "
-            "randomness (for example dropout); in compiled code and in layers spread over GPUs, they cannot be replayed"
+            "randomness (for example dropout); compiled code and layers spread over GPUs cannot replay random numbers"
         )
 
 
@@ -220,7 +220,7 @@ def check_outputs(
     shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
     if shapes != right:
         told, expects = (" and ".join(f"{n} of shape {s}" for n, s in one) for one in (shapes, right))
-        return Verdict(Verified.NO, f"{told} instead of {expects}", float("inf"))
+        return Verdict(Verified.NO, f"the forward's result ({told} instead of {expects})", float("inf"))
     before, after = pristine.state_dict(), model.module.state_dict()
     kept = [(name, after[name], before[name]) for name in before]
     if with_nan := next((name for name, tensor in wanted.items() if tensor.isnan().any()), ""):
@@ -371,8 +371,8 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verdict:
     """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are buffers or weights.
 
     The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
-    reference's tensor. The divisor is at least 1e-4 of the largest norm among the results, or 1e-4 per element of a
-    kept tensor, so that rounding does not decide. The norm of a large buffer thus cannot hide the error of a gradient.
+    reference's tensor. So that rounding does not decide, the divisor of a result is at least 1e-4 of the largest norm
+    of all results; that of a kept tensor is at least the norm of a tensor of the same shape with all elements 1e-4.
     The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     # the reference is on one device, and the module's layers may be on several
