@@ -30,7 +30,7 @@ PROVE_S = 5.0
 RETRY_S = 0.2
 LARGEST_BYTES = 1 << 30
 _OPTIONS = (
-    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # clocks are compared by the delay of short messages
+    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # send short messages at once: their delays help to compare clocks
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # detects that the other machine has lost its power or its network
     ((socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL)), 10),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
@@ -187,7 +187,7 @@ def connect(launch: Launch, interface: str) -> Channel:
                     found.limit(None)  # rank 0 may be silent for as long as a trial takes
                     return found
                 except AuthenticationError:
-                    seen = f"its key differs: set {KEY} to the same secret text on all machines"
+                    seen = f"rank 0 has another key: set {KEY} to the same secret text on all machines"
         time.sleep(RETRY_S)
     raise LaunchError(
         f"{launch} could not reach rank 0 at {address} within {JOIN_S:.0f} s: {seen}. "

@@ -108,7 +108,7 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
     secret, deadline_s = channel.key(), time.monotonic() + channel.JOIN_S
     listener.settimeout(POLL_S)
     while len(found) < launch.size and time.monotonic() < deadline_s:
-        with suppress(OSError):  # no connection within the wait
+        with suppress(OSError):  # no rank connected within `POLL_S` seconds
             end, _ = listener.accept()
             # in a thread, because an unknown peer may be slow
             threading.Thread(target=_introduce, args=(end, secret, guests), daemon=True).start()
@@ -120,11 +120,10 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
                     to.send("reject", reason=reason)
             else:
                 found[member.rank] = member, to
-    if missing := [str(rank) for rank in range(launch.size) if rank not in found]:
-        who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
+    if missing := [f"rank {rank}" for rank in range(launch.size) if rank not in found]:
         raise LaunchError(
-            f"{who} of {launch.size} ranks did not connect to rank 0 within {channel.JOIN_S:.0f} s: see the output of "
-            "these processes for the cause"
+            f"{len(missing)} of {launch.size} ranks did not connect to rank 0 within {channel.JOIN_S:.0f} s: "
+            f"{', '.join(missing)}; the output of a missing rank may show the cause"
         )
     return [Peer(number, *found[number]) for number in range(launch.size)]
 
@@ -149,7 +148,7 @@ def _objection(member: Member, launch: Launch, found: Mapping[int, object]) -> s
     if member.version != dpbench.__version__:
         return f"it has dpbench {member.version}, and rank 0 has {dpbench.__version__}: install the same version"
     if not 0 <= member.rank < launch.size:
-        return f"it is rank {member.rank}, and the launch has {launch.size} ranks"
+        return f"it is rank {member.rank}, but the launch has {launch.size} ranks: start all ranks with one command"
     return f"another process is rank {member.rank} of this launch" if member.rank in found else ""
 
 
@@ -196,11 +195,11 @@ class Peers(Sequence[Peer]):
         for peer in left:
             if late:
                 reason = (
-                    f"it is late: its peers stopped waiting {waited_s:.0f} s after the start, and it had not answered"
+                    f"it is late: it had not answered when its peers stopped waiting, {waited_s:.0f} s after the start"
                 )
                 answers[peer.number] = peer.failure(reason)
             else:
-                reason = peer.lost or "rank 0 ended its work, because another rank had failed or the time was over"
+                reason = peer.lost or "rank 0 ended this rank's work: another rank had failed, or the time limit passed"
                 answers[peer.number] = peer.failure(reason, secondary=not peer.lost)
         return answers
 

@@ -141,8 +141,9 @@ def naming(options: Options, command: str = "") -> Naming:
     if wrong := next(("".join(parts) for parts in pairs if not all(parts)), None):
         raise ValueError(f"--tag {wrong} is not of the form KEY=VALUE, such as driver=550")
     tags = {key: value for key, _, value in pairs}
-    if len(tags) < len(pairs):
-        raise ValueError("--tag gives a tag twice: leave out one of its values")
+    keys = [key for key, _, _ in pairs]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"--tag gives the tag {twice} twice: leave out one of its values")
     return Naming(name=options.name, tags=tags, command=command)
 
 
