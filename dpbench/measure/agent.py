@@ -47,7 +47,7 @@ class Member:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the member from a dictionary of its fields, as `asdict` makes it.
+        """Return the member from `data`, a dictionary of its fields, as `asdict` makes it.
 
         Fields may be missing or unknown, because another version of dpbench may have sent the dictionary.
         """

@@ -147,7 +147,7 @@ class _Submitted:
 
 
 class _Jobs:
-    """The jobs of one run: it submits them, waits for them, and stores their trials."""
+    """The manager of one run's jobs: it submits them, waits for them, and stores their trials."""
 
     def __init__(
         self, store: Store, run_id: str, folder: Path, launcher: Launcher, total: int, listen: Listener

@@ -298,8 +298,9 @@ def ended(exit_status: int | None, limit_s: float, folder: Path, killed_before: 
         limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
         return f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
     peak_bytes = int((folder / PEAK).read_text(encoding="utf-8")) if (folder / PEAK).exists() else None
-    how = f"{processes.ending(exit_status)}){processes.advice(exit_status, killed_before, peak_bytes)}"
-    return f"the worker ended without a result ({how}; its last output: {log or stacks or 'none'}"
+    advice = processes.advice(exit_status, killed_before, peak_bytes)
+    how = f"the worker ended without a result ({processes.ending(exit_status)}){advice}"
+    return f"{how}; its last output: {log or stacks or 'none'}"
 
 
 def _stacks(folder: Path) -> str:

@@ -237,10 +237,10 @@ def check_outputs(
 def _trained(
     start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[nn.Module, int, float]:
-    """Take one step; return the trained module, the number of steps, and the seconds of the steps of all attempts.
+    """Train; return the trained module, the number of steps of the last attempt, and the seconds of all steps.
 
-    In fp16, each attempt takes one step more than the previous one, until the gradients are finite: all steps of the
-    last attempt except its last one have overflowed. The first attempt trains `model`, the others train copies of it.
+    An attempt takes one step. In fp16, further attempts take one step more each, until the gradients are finite: all
+    but the last step of the last attempt have overflowed. The first attempt trains `model`, the others copies of it.
     """
     pristine, steps_s = copy.deepcopy(model.module), 0.0
     for steps in range(1, len(SCALES) + 1):
@@ -283,7 +283,7 @@ def _reference(
 
 
 def _finite(module: nn.Module) -> bool:
-    """Return whether no gradient of the module has an infinite or NaN element."""
+    """Return whether all elements of the gradients of the module are finite."""
     return all(bool(_gradient(parameter).isfinite().all()) for parameter in module.parameters())
 
 
@@ -306,7 +306,7 @@ def _replays(case: Case, parts: Split) -> bool:
 
 
 def replay(module: nn.Module, *, alone: bool) -> bool:
-    """Let each forward of `module` draw the random numbers that its inputs determine, and restore the generators.
+    """Let each forward of `module` draw random numbers that its inputs determine, and then restore the generators.
 
     With `alone`, only one thread at a time runs a forward, because all threads share the generator of the host. The
     copies and replicas of the module replay too. Return whether the module can replay; see `with_forward`.
