@@ -169,5 +169,5 @@ def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() ->
     said = shortage(93.0, 52, 1.8)
     assert "52 more trials would take" in said
     assert "96.2 s" in said
-    assert "only 93.0 s of the budget remain" in said
+    assert "but 93.0 s of the budget is left" in said
     assert "--budget" in said

@@ -90,8 +90,8 @@ class Known:
     """The facts that a store already has about a plan.
 
     `durations` has the durations in seconds of earlier trials on this machine, by fingerprint of the case. `resumes` is
-    the id of the run that the plan would resume (empty if there is none), and `done` has the pairs (fingerprint, round)
-    of the trials of that run that are final.
+    the id of the run that the plan would resume (empty if there is none), and `done` has the (fingerprint, round) pairs
+    of its final trials.
     """
 
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
