@@ -112,7 +112,8 @@ def axes(options: Options) -> Options:
     """
     for axis in ("ladder", "batch_per_device", "budget", "retry"):
         if getattr(options, axis):
-            raise ValueError(f"--find-max-batch does not support --{axis.replace('_', '-')}: leave it out")
+            option = f"--{axis.replace('_', '-')}"
+            raise ValueError(f"--find-max-batch does not support {option}: leave out {option}")
     if len(options.batch_sizes) > 1:
         raise ValueError("--find-max-batch starts at a single batch size: give only one number with --batch-sizes")
     return replace(options, batch_sizes=options.batch_sizes or (1,))

@@ -1,7 +1,7 @@
 """Channels: authenticated connections between rank 0 and the other ranks of a launch.
 
-Rank 0 listens at one address only. Both sides prove that they know a key before they exchange messages. The messages are
-JSON, so that no data is unpickled; they are authenticated, not encrypted.
+Rank 0 listens at one address only. Both sides prove that they know a key before they exchange messages. The messages
+are JSON, so that no data is unpickled; they are authenticated, not encrypted.
 """
 
 from __future__ import annotations
