@@ -77,7 +77,7 @@ class Cluster:
         """Return a text that says at which address rank 0 listens, and how the messages are protected."""
         return (
             f"rank 0 listens at {self._address} (interface {self._interface}) for the agents and for torch's store. "
-            "The agents' messages are authenticated, but not encrypted. The ranks' collectives use the same interface "
+            "The agents' messages are authenticated but not encrypted. The ranks' collectives use the same interface "
             "without protection: use a private network"
         )
 

@@ -77,7 +77,7 @@ class Peer:
         self._to.close()
 
     def failure(self, reason: str, *, secondary: bool = False) -> Answer:
-        """Return a failed answer for this rank, which sent none; with `secondary`, another rank caused the failure."""
+        """Return a failed answer for this rank, which sent none; with `secondary`, another rank may be the cause."""
         failure = Failure(
             status=Status.FAILED, reason=reason, rank=self.number, at_s=time.perf_counter(),
             perhaps_secondary=secondary, exception="ended" if secondary else "",
