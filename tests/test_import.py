@@ -452,7 +452,7 @@ def test_numbers_that_json_does_not_know_and_broken_events_are_left_out_with_a_n
     found = kineto.read(path)
     assert len(found.host) == 1
     (note,) = found.notes
-    assert "odd.json: 2 of 4 events were left out" in note
+    assert "odd.json: dpbench left out 2 of 4 events" in note
     assert "event 1, 'aten::mm'" in note
 
 
@@ -466,7 +466,7 @@ def test_a_kernel_without_a_launch_is_busy_and_has_no_phase(tmp_path) -> None:
     assert trial.spans == ()
     facts = observed(trial)
     assert facts is not None
-    assert "the launch of 1 of 1 kernels and copies is missing" in facts.unknown[0].problem
+    assert "the trace lacks the launch of 1 of 1 kernels and copies" in facts.unknown[0].problem
 
 
 def test_a_trace_without_steps_has_busy_devices_and_no_step(tmp_path) -> None:

@@ -135,7 +135,7 @@ for x, y in batches(9, batch_size=2):
     assert len(found.steps) in ({9 - 1, 9 - 2} if first < 9 else {first - 1, first - 2})
     assert found.rows == (2 if first < 9 else 4)
     assert max(one.seconds for one in found.steps) < 0.5e-3
-    assert f"these are the steps of number {1 + (first < 9)}" in problems(found)
+    assert f"only training {1 + (first < 9)} is stored" in problems(found)
 
 
 def test_a_new_optimizer_for_the_same_model_ends_the_steps_of_its_time(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ for fold in range(3):
         if fold != 1:
             loss.item()
 """)  # fmt: skip
-    assert "these are the steps of number 2" in problems(found)
+    assert "only training 2 is stored" in problems(found)
     assert len(found.steps) == 19
     part = trials.Watched(script="train.py", command="train.py", part=joining.Part(loop=found), seen=recorder.seen)
     case = trials.case_of(part)
@@ -261,7 +261,7 @@ for epoch in range(3):
 """)  # fmt: skip
     assert found.updates == 4
     assert found.rows == (4 if advance else 16)
-    assert "3 steps with a number of calls of backward other than 4" in problems(found)
+    assert "3 steps do not call backward 4 times" in problems(found)
 
 
 def test_accumulation_without_a_loader_has_an_unknown_number_of_rows(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ PARTS = 5
 
 
 def parts(trial: Trial, least: int = 1) -> list[Trial]:
-    """Return the trial cut into at most `PARTS` parts of at least `least` timed steps; warm-up is in the first part."""
+    """Return a trial cut into at most `PARTS` parts with at least `least` timed steps each.
+
+    The first part also has the warm-up steps. A trial with fewer than `least` timed steps is returned as one part.
+    """
     warm = next((number for number, step in enumerate(trial.steps) if not step.warmup), len(trial.steps))
     timed = len(trial.steps) - warm
     count = max(1, min(PARTS, timed // least))
@@ -25,7 +28,7 @@ def parts(trial: Trial, least: int = 1) -> list[Trial]:
 
 
 def _part(trial: Trial, number: int, first: int, last: int) -> Trial:
-    """Return the part of a trial from the step `first` to the step before `last`, as round `number`."""
+    """Return the steps of a trial from the index `first` up to but not including `last`, as round `number`."""
     steps = trial.steps[first:last]
     after_s = trial.steps[first - 1].end_s if first else float("-inf")
     until_s = steps[-1].end_s if steps else 0.0

@@ -1,13 +1,14 @@
 """Attribution: the steps of a trace, and the phases of the host and of the devices in each step.
 
-A step is an annotation `ProfilerStep#N`; a trace without them is cut where an optimizer's step ends. The phases of the
-host come from annotations and, where there are none, from operators: autograd's sequence numbers and threads show which
-operators belong to forward and which to backward.
+A step is an annotation `ProfilerStep#N`; a trace without such annotations is cut where an optimizer's step ends. The
+phases of the host come from annotations and, where there are none, from operators: autograd's sequence numbers and
+threads show which operators belong to forward and which to backward.
 
 A kernel belongs to the phase in which the host launched it, even if it runs later. All-reduce and reduce-scatter are
 `reduce`, all-gather and broadcast are `replicate`, wherever they were launched. On a device, a phase lasts from the
-first to the last kernel that one stretch of the phase on the host has launched, which includes waiting in between. Of
-collectives only the exposed parts count, during which the device runs no compute kernel.
+start of the first to the end of the last kernel that one stretch of the phase on the host launched, with the waits in
+between. If the host launched a collective in another phase, such as an all-reduce in backward, only its exposed parts
+count, during which the device runs no compute kernel.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class NamedStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Attributed:
-    """The steps of one trace with their spans; times are seconds since `zero_us`, the first event of the trace.
+    """The steps of one trace with their spans; times are seconds since the first event of the trace (`zero_us`).
 
-    `activities` are those of all devices, also before the first and after the last step. `host` has the seconds that
-    the host spent in each phase in each step, regardless of the work of the devices. `unlaunched` is the number of
-    activities whose launch the trace does not have, so that they belong to no phase.
+    `activities` has the activities of all devices, also before the first and after the last step. `host` has, for each
+    step, the seconds that the host spent in each phase, regardless of the work of the devices. `unlaunched` is the
+    number of activities whose launch the trace does not have; compute kernels among them belong to no phase.
     """
 
     names: tuple[str, ...]
@@ -58,9 +59,9 @@ class Attributed:
     activities: tuple[Activity, ...]
     unlaunched: int
     updates: Mapping[str, int]
-    """The number of calls of each optimizer's step in the steps."""
+    """The number of calls of each optimizer's `step` within the steps, by the name of the optimizer's class."""
     backwards: tuple[Interval, ...]
-    """The stretches of the host's backward, in seconds."""
+    """The intervals in which the host is in backward, in seconds."""
 
 
 def attribute(profile: Profile) -> Attributed:
@@ -107,7 +108,7 @@ def attribute(profile: Profile) -> Attributed:
 
 
 def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
-    """Return the events of each thread, in order of their start, an event before those within it."""
+    """Return the events of each thread, sorted by their start; an event comes before the events inside it."""
     found: dict[str, list[HostEvent]] = {}
     for event in host:
         found.setdefault(event.thread, []).append(event)
@@ -117,7 +118,11 @@ def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
 
 
 def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
-    """Return the thread of the training loop: that of the steps, else the one with the most operators of forward."""
+    """Return the name of the thread that runs the training loop; an empty text if there are no threads.
+
+    It is the thread with the most step annotations; at equal numbers, the one with the most annotations of optimizers
+    and DataLoaders, then the one with the most events outside backward.
+    """
 
     def evidence(name: str) -> tuple[int, int, int]:
         steps = sum(1 for event in threads[name] if STEP.match(event.name))
@@ -130,9 +135,8 @@ def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
 def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
     """Return the steps of a training loop, from the events of its thread in order of their start.
 
-    Without annotations of the profiler, a step ends where an optimizer's step ends. If several optimizers take turns,
-    the last one of each turn ends the step. The first of these steps may have begun before the trace, so it is not
-    whole.
+    Without `ProfilerStep` annotations, a step ends where an optimizer's step ends. If several optimizers take turns,
+    the last one of each turn ends the step. The first step may then have begun before the trace, so it is not whole.
     """
     found = [NamedStep(event.name, event.start_us, event.end_us, True) for event in main if STEP.match(event.name)]
     if found:  # a profiler that is started again counts from the beginning
@@ -156,7 +160,7 @@ def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
 
 
 def _copied(profile: Profile) -> dict[str, dict[float, Phase]]:
-    """Return, by thread, the start in microseconds of each call that copies between host and device, and its phase."""
+    """Return, by thread, the phase of each call that copies between host and device, by its start in microseconds."""
     found: dict[str, dict[float, Phase]] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
@@ -167,8 +171,9 @@ def _copied(profile: Profile) -> dict[str, dict[float, Phase]]:
 
 
 def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]) -> list[Stretch]:
-    """Return the phases of the training loop: those of its thread, and backward in the threads it waits for.
+    """Return the stretches of the training loop in order of time: those of `main`, and some of other threads.
 
+    Backward and reduce of other threads count where the thread `main` is in no phase, because it waits for them there.
     Neighbouring stretches of one phase within a step are joined, with the Python code between them.
     """
     own = list(by_thread.get(main, ()))
@@ -208,7 +213,7 @@ def _device_stretches(
     events: Sequence[DeviceEvent], profile: Profile, by_thread: Mapping[str, Sequence[Stretch]],
     timeline: Sequence[Stretch],
 ) -> tuple[list[Stretch], int]:  # fmt: skip
-    """Return the stretches of one device by phase, and the number of its activities without a launch."""
+    """Return the stretches of the phases on one device, and the number of `events` whose launch the trace lacks."""
     hulls: dict[tuple[int | None, Phase], Interval] = {}
     collectives: dict[Phase, list[Interval]] = {}
     compute: list[Interval] = []
@@ -241,14 +246,14 @@ def _device_stretches(
 
 
 def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
-    """Return the phase of the thread that launched an activity at a moment; None if it was in no phase."""
+    """Return the phase of the thread that launched an activity at a moment; None if the thread was in no phase."""
     own = by_thread.get(thread, ())
     place = _at(own, at_us)
     return None if place is None else own[place].phase
 
 
 def _pieces(one: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
-    """Yield the step, the start and the end in microseconds of each part of a stretch that lies within a step."""
+    """Yield the index of the step, the start and the end (in microseconds) of each part of a stretch inside a step."""
     place = max(0, bisect_right(steps, one.start_us, key=lambda step: step.start_us) - 1)
     for number in range(place, len(steps)):
         step = steps[number]
@@ -272,9 +277,9 @@ def _host_spans(
 ) -> Iterator[Span]:
     """Yield the spans of the host: all waits for data, and the parts of other phases in which no device is in a phase.
 
-    A host that has launched a phase continues before the device has finished it, so the device's spans show the
-    duration of the phase, and the host's spans the work that the devices waited for. `busy` is the union of the
-    devices' spans. Without devices, `device` is 0: the host computes itself.
+    The host continues before the devices have finished what it launched. The devices' spans therefore show how long a
+    phase takes, and the host's spans the work that the devices waited for. `busy` is the union of the devices' spans.
+    `device` is the device of all spans except data: `HOST`, or 0 for a trace without devices.
     """
     for one in timeline:
         if one.phase is Phase.DATA:

@@ -1,12 +1,12 @@
 """Imported: make trials of profiler traces, one case for each training loop, and store them as a run.
 
-Traces of different ranks of one process group belong to one case. They are put on one clock by the collectives that all
-of them take part in: no rank leaves an all-reduce before the last one has arrived, so the ranks' kernels of one
-collective end at almost the same moment. The ranks' clocks may differ, as those of two machines do.
+Traces of different ranks of one process group belong to one case. The ranks' clocks may differ, as those of two
+machines do. Collectives of all ranks align the clocks: no rank leaves an all-reduce before the last rank has arrived,
+so the ranks' kernels of one collective end at almost the same moment.
 
-The busy times cover all work of the file, in the fractions of a microsecond that it gives. Holistic Trace Analysis
-leaves out the work launched after the last `ProfilerStep` has begun, and rounds the ends of each kernel inwards to
-whole microseconds; for the same steps, its times are therefore up to 1 % lower for kernels of 100 microseconds.
+The busy times cover all work in the file, without rounding. Holistic Trace Analysis leaves out the work launched after
+the last `ProfilerStep` has begun. It also rounds the start of each kernel up and its end down to whole microseconds, so
+for the same steps, its times are about 1 % lower for kernels of 100 microseconds.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from dpbench.store import Naming, Store
 TRACE = "trace"
 """The key of a trial's provenance for the facts about its traces."""
 LEAST = 3
-"""The least number of collectives from which clocks are aligned."""
+"""The least number of common collectives that suffices to align two clocks."""
 WIDEST_S = 0.01
-"""The largest deviation of a collective from the median difference of two clocks, in seconds, that is accepted."""
+"""The largest accepted deviation of one collective from the median difference of two clocks, in seconds."""
 _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aligned:
-    """The seconds to add to the times of a rank, so that its collectives end when those of the first rank end.
+    """The seconds `shift_s` to add to the times of a rank, so that its collectives end when the first rank's end.
 
-    `uncertainty_s` is the largest deviation of one of the `collectives` from their median. It contains the time in
-    which the ranks leave a collective one after the other.
+    `shift_s` is the median difference over the compared collectives, whose number is `collectives`. `uncertainty_s` is
+    the largest deviation from this median. It includes the time by which one rank leaves a collective after another.
     """
 
     shift_s: float
@@ -59,9 +59,10 @@ class Aligned:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One trace: its events, its steps and phases, and the indices of its devices in the case, by number in the file.
+    """One trace: its events (`profile`), and its steps and phases (`attributed`).
 
-    `aligned` is the correction of its clock to that of the first rank; None for the first rank, and if it is unknown.
+    `indices` maps the number of a device in the file to the index of the device in the case. `aligned` corrects the
+    trace's clock to the clock of the first rank; it is None for the first rank, and if the correction is unknown.
     """
 
     profile: Profile
@@ -108,7 +109,10 @@ def load(paths: Sequence[Path]) -> list[Loop]:
 
 
 def _groups(profiles: Sequence[Profile]) -> Iterator[list[Profile]]:
-    """Yield the traces of each training loop: those of one process group together, in the order of their ranks."""
+    """Yield the traces of each training loop in the order of their ranks.
+
+    All traces with the same world size above 1 are taken as one loop; every other trace is a loop by itself.
+    """
     groups: dict[Any, list[Profile]] = {}
     for number, profile in enumerate(profiles):
         groups.setdefault(("world", profile.world_size) if profile.world_size > 1 else number, []).append(profile)
@@ -170,7 +174,10 @@ def _part(trace: Trace, first: Trace, common: Sequence[str]) -> Trial:
 
 
 def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]) -> Iterator[Sample]:
-    """Yield the busy seconds of each device in each step, by kernels and by collectives, and those that are exposed."""
+    """Yield, for each step and device, the seconds in kernels and copies, in communication, and in its exposed part.
+
+    `indices` maps the number of a device in the trace to its index in the case.
+    """
     ends = [step.end_s for step in steps]
     within: list[list[Activity]] = [[] for _ in steps]
     for one in activities:
@@ -187,7 +194,7 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
 
 
 def _case(traces: Sequence[Trace]) -> Case:
-    """Return the case of a loop, by the conventions of `records.observed`; a trace lacks the batch size."""
+    """Return the case of a loop, by the conventions of `records.observed`; its batch size is 0, which means unknown."""
     first = traces[0].profile
     devices = sum(len(trace.indices) for trace in traces)
     ranks = first.world_size > 1
@@ -207,9 +214,9 @@ def _case(traces: Sequence[Trace]) -> Case:
 
 
 def _workers(profile: Profile) -> int | None:
-    """Return 0 if the DataLoader loads in the loop itself; -1 if it has workers, whose number a trace does not have.
+    """Return 0 if the DataLoader has no workers; -1 if it has workers, because a trace does not give their number.
 
-    Return None if no DataLoader is used.
+    Return None if the loop has no DataLoader.
     """
     kinds = {found["kind"] for event in profile.host if (found := LOADER.match(event.name))}
     return (0 if "_SingleProcessDataLoaderIter" in kinds else -1) if kinds else None
@@ -249,14 +256,15 @@ def _problems(traces: Sequence[Trace], common: Sequence[str]) -> Iterator[str]:
         yield from trace.profile.notes
         if trace.attributed.unlaunched:
             yield (
-                f"{trace.profile.path.name}: the launch of {trace.attributed.unlaunched} of "
-                f"{len(trace.profile.device)} kernels and copies is missing, so they belong to no phase"
+                f"{trace.profile.path.name}: the trace lacks the launch of {trace.attributed.unlaunched} of "
+                f"{len(trace.profile.device)} kernels and copies; compute kernels without a launch belong to no phase"
             )
     for trace in traces[1:]:
         if trace.aligned is None:
             yield (
-                f"the clock of rank {trace.profile.rank} could not be aligned with that of rank {first.rank}, because "
-                "their collectives do not match: times are compared as the two clocks show them"
+                f"the clock of rank {trace.profile.rank} could not be aligned with the clock of rank {first.rank}: "
+                f"fewer than {LEAST} collectives match, or their ends deviate by more than {WIDEST_S * 1e3:g} ms; the "
+                "times of the two ranks are compared without a correction"
             )
 
 
@@ -284,7 +292,7 @@ def _gpus(traces: Sequence[Trace]) -> dict[str, Any]:
 def store(path: Path, loops: Sequence[Loop], naming: Naming) -> str:
     """Add a run with the loops to the store at `path`, and return the id of the run.
 
-    The run has the GPUs of the first trace and not those of this machine, which measured nothing.
+    The run lists the GPUs of the first trace and not those of this machine, which measured nothing.
     """
     here = provenance.collect()
     facts = {
@@ -306,9 +314,10 @@ def described(loop: Loop) -> str:
 
 
 def align(first: Profile, other: Profile) -> Aligned | None:
-    """Return how the clock of `other` differs from that of `first`; None if it does not follow from the collectives.
+    """Return the correction of the clock of `other` to the clock of `first`; None if the collectives do not show it.
 
-    A kind of collective that occurs a different number of times in the two traces, as in sampled traces, is ignored.
+    They do not show it if fewer than `LEAST` match, or if one deviates by more than `WIDEST_S`. A kind of collective
+    that occurs a different number of times in the two traces, as in sampled traces, is ignored.
     """
     mine, theirs = _ends(first), _ends(other)
     differences = [

@@ -1,7 +1,7 @@
 """Joining: put the loops of all ranks of a launch together, through files in the folder of rank 0's store.
 
-Every rank writes its steps and spans when its script has ended, and rank 0 waits for the files of the others. Ranks on
-machines that do not share the folder of the store are therefore missing, and are named.
+Every rank writes its steps and spans when its script has ended, and rank 0 waits for the files of the other ranks. A
+rank on a machine that does not share the store's folder is therefore missing, and the joined loop names it as missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dpbench.observe.loop import Loop
 from dpbench.records import Case, Memory, Trial
 from dpbench.records.observed import SCRIPT, Held, Unknown, traits
 from dpbench.records.registry import Parallelism
-from dpbench.records.words import count
+from dpbench.records.words import count, verb
 
 DEADLINE_S = 30.0
 """The seconds for which rank 0 waits for the other ranks after its own script has ended."""
@@ -31,8 +31,8 @@ POLL_S = 0.05
 class Part:
     """The record of one process: its loop, its peak of memory, its GPUs, and the memory of GPUs that it holds.
 
-    The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has the index of
-    a device in the loop, and its UUID.
+    The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has the index in
+    the loop and the UUID of each GPU.
     """
 
     loop: Loop
@@ -45,7 +45,7 @@ class Part:
 class Seat:
     """The place of this process in a launch: `rank` of `size` processes, and the folder for the files of the ranks.
 
-    `alone` is whether it is known that all of them run on this machine.
+    `alone` is whether all processes are known to run on this machine.
     """
 
     rank: int
@@ -55,7 +55,10 @@ class Seat:
 
     @classmethod
     def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> Seat:
-        """Return the place that the variables of torchrun describe; rank 0 of one process without them."""
+        """Return the place that torchrun's environment variables describe; without them, rank 0 of one process.
+
+        The folder for the files of the ranks is beside the file `store`.
+        """
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         launch = hashlib.sha256(json.dumps([environ.get(name) for name in names]).encode()).hexdigest()[:12]
         rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
@@ -63,11 +66,11 @@ class Seat:
         return cls(rank, size, folder, alone=int(environ.get("LOCAL_WORLD_SIZE", "1")) == size)
 
     def file(self, rank: int) -> Path:
-        """Return the file of a rank."""
+        """Return the path of the file in which a rank writes its record."""
         return self.folder / f"{rank}.json"
 
     def clear(self) -> None:
-        """Remove the files of all ranks, which an earlier launch may have left."""
+        """Remove the files of all ranks, and then their folders if these are empty."""
         for rank in range(self.size):
             self.file(rank).unlink(missing_ok=True)
         for folder in (self.folder, self.folder.parent):
@@ -75,7 +78,7 @@ class Seat:
                 folder.rmdir()
 
     def write(self, part: Part) -> None:
-        """Write the record of this rank for rank 0."""
+        """Write the record of this rank to its file, which rank 0 reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.file(self.rank).with_suffix(".part")
         held = [*map(asdict, part.held)]
@@ -84,7 +87,7 @@ class Seat:
         unfinished.rename(self.file(self.rank))
 
     def joined(self, first: Part, deadline_s: float = DEADLINE_S) -> tuple[Part, int]:
-        """Return the record of the launch, and the number of its ranks; `first` is the record of rank 0.
+        """Return the record of the launch, and the number of ranks in it; `first` is the record of rank 0.
 
         Ranks whose records do not arrive within `deadline_s` seconds are named in the loop's unknown parts.
         """
@@ -105,10 +108,12 @@ class Seat:
         whole = merge([_only(numbers, trial, common) for numbers, trial in parts])
         unknown = [*found.unknown]
         if missing := [str(rank) for rank in others if rank not in there]:
-            problem = f"no steps arrived from {'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+            problem = f"no steps arrived from {ranks} within {deadline_s:g} s"
             unknown.append(Unknown(problem=problem, steps=len(whole.steps)))
         if lost := len(found.steps) - len(whole.steps):
-            unknown.append(Unknown(problem=f"{count(lost, 'step')} of rank 0 that not all ranks took", steps=lost))
+            problem = f"{count(lost, 'step')} of rank 0 {verb(lost, 'is', 'are')} left out, because not all ranks took "
+            unknown.append(Unknown(problem=f"{problem}{verb(lost, 'it', 'them')}", steps=lost))
         kept = [at for at, number in enumerate(found.numbers) if number in common]
         together = replace(
             found, steps=tuple(whole.steps), spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
@@ -118,7 +123,7 @@ class Seat:
 
 
 def _trial(part: Part) -> Trial:
-    """Return the steps and spans of one rank as a trial, as `merge` takes it."""
+    """Return the steps, the spans and the memory of one rank as a trial, because `merge` takes trials."""
     case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
     return Trial(case=case, steps=part.loop.steps, spans=part.loop.spans, memory=part.memory)
 

@@ -79,10 +79,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The events of one trace, and the facts about the process that it was recorded in.
+    """The events of one trace, and the facts about the process in which it was recorded.
 
-    `launches` are by correlation number. `gpus` is empty if the trace does not list the machine's GPUs. `notes` are
-    sentences about events that were left out.
+    `launches` maps correlation numbers to launches. `gpus` is empty if the trace does not list the machine's GPUs.
+    `notes` are sentences about events that were left out.
     """
 
     path: Path
@@ -229,7 +229,7 @@ def _decoded(path: Path, content: bytes) -> _File:
 
 
 def _parsed(content: bytes) -> _File:
-    """Return a decoded file; a list of events without the facts around it is a trace too."""
+    """Return the decoded file, which is an object with the list of events in `traceEvents`, or only this list."""
     if content.lstrip()[:1] == b"[":
         return _File(events=msgspec.json.decode(content, type=list[_Event]))
     return msgspec.json.decode(content, type=_File)
@@ -253,12 +253,12 @@ def _place(content: bytes) -> str:
 
 
 def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:
-    """Return a sentence about the events that were left out because their times are unusable; () if there are none."""
+    """Return a sentence about the events with unusable times, which were left out; () if `broken` is empty."""
     places = list(broken)
     if not places:
         return ()
     first = events[places[0]]
     return (
-        f"{path.name}: {len(places)} of {len(events)} events were left out, because their ts or dur is missing, "
+        f"{path.name}: dpbench left out {len(places)} of {len(events)} events with a ts or dur that is missing, "
         f"negative or not finite; the first is event {places[0]}, {first.name!r} (ts {first.ts}, dur {first.dur})",
     )

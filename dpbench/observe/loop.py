@@ -1,19 +1,19 @@
 """Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
 
-A step consists of the intervals up to the one that the slowest optimizer ended (`trainings`). Evaluation and
-checkpoints belong to no step: a step in whose interval they ran begins with the first work of training after them. In
-the same way, a step in whose interval an exception ended an iteration begins after the exception. If a part of its work
-came before the exception, the step is left out.
+An interval lasts from one update of the weights to the next. A step consists of the intervals up to one that the
+slowest optimizer ended (`trainings`). Evaluation and checkpoints belong to no step: if they ran in a step's interval,
+the step begins with the first work of training after them. If an exception ended an iteration in a step's interval, the
+step begins after the exception; it is left out if a part of its work came before.
 
-Some phases have no seam at one of their ends, and are defined by their neighbours:
+dpbench cannot observe where some phases begin or end. The neighbouring phases then define them:
 
-- `loss` is the time from the end of the forward to the beginning of backward, except for spans inside it.
-- `clip` begins when backward ends. If the script itself writes the gradients, it ends when the optimizer's step begins.
+- `loss` is the time from the end of the forward to the beginning of backward, without other spans in between.
+- `clip` begins when backward ends. If the script itself writes gradients, `clip` ends when the optimizer's step begins.
 - Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the next transfer or
-  forward. If the module returns its own loss, it is also the time from the forward to backward.
+  forward. If the module also returns its own loss, the time from the forward to backward is `data`, too.
 - Without a module, `forward` is the time from the batch to the loss.
-- Without an optimizer, `optimizer` is the time from the end of backward to the end of the last block without gradients
-  before the next batch, or to the next batch if there is none.
+- Without an optimizer, `optimizer` is the time from the end of backward to the end of the last `no_grad` block before
+  the next batch, or to the next batch if there is no such block.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from dpbench.records.observed import Unknown
 from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
-"""The phases with which the training part of a step begins."""
+"""The phases with which the work of training in a step can begin."""
 Fact = TypeVar("Fact")
 WARMUP = 5
 """The least number of warm-up steps, in which dpbench looks for the modules of the loop."""
 GAP, GAP_S, SELDOM = 0.05, 0.3e-3, 0.1
-"""Time in no phase is noted if it exceeds this share of a step and these seconds, in more than this share of steps."""
+"""Time in no phase is noted if it exceeds `GAP` of a step and `GAP_S` seconds, in more than `SELDOM` of the steps."""
 APART = ASIDE | {FAILED}
-"""The kinds after which a step begins."""
+"""The kinds of spans that belong to no step; if an interval has one, its step begins after the last of them."""
 BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
 """The phases of a batch, without the update."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
@@ -62,10 +62,10 @@ UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 class Loop:
     """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them.
 
-    `numbers` has, for each step, the number of the update that ended it, which is equal in all ranks. `rows` is the
-    number of rows of a step, with all batches that it accumulates, or 0 if it is unknown. `model` has the sizes of the
-    trained module, and `optimizers` the names of the optimizers' classes. `skipped` is the number of
-    updates that a GradScaler skipped. `compiled` is whether torch.compile made a module that the loop trains.
+    `numbers` has the number of the update that ended each step, equal in all ranks. `updates` is the usual number of
+    calls of backward in a step. `rows` is the number of rows of a step, with all batches that it accumulates, or 0 if
+    unknown. `model` has the sizes of the trained module, and `optimizers` the names of the optimizers' classes.
+    `skipped` is the number of updates that a GradScaler skipped. `compiled` is whether torch.compile made the module.
     """
 
     steps: tuple[Step, ...]
@@ -86,9 +86,9 @@ class Loop:
 
 
 def of(recorder: Recorder, first: int = 0) -> Loop:
-    """Return the steps of the loop of a recorder that has stopped.
+    """Return the loop that a recorder has recorded; the recorder must have stopped.
 
-    `first` is the index of the first device of this process among those of all ranks.
+    `first` is the index of the first device of this process among the devices of all ranks.
     """
     seen, place = recorder.seen, recorder.seconds
     clock, unknown = "host" if recorder.gpus is None else "cuda_event", dict(seen.unknown)
@@ -174,14 +174,14 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
                 "the next transfer or forward"] = 0  # fmt: skip
     ((usual, number),) = updates.most_common(1)
     if others := updates.total() - number:
-        unknown[f"{count(others, 'step')} with a number of calls of backward other than {usual}, as in an incomplete "
-                "group of accumulated batches"] = 0  # fmt: skip
+        unknown[f"{count(others, 'step')} {verb(others, 'does', 'do')} not call backward {count(usual, 'time')}, as in "
+                "an incomplete group of accumulated batches"] = 0  # fmt: skip
 
 
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
-    """Add to `unknown` the number of steps with a skipped batch: no backward follows its forward, but a further batch.
+    """Add to `unknown` the number of steps with a skipped batch: after its forward comes a batch, and no backward.
 
-    If most steps seem to skip a batch, as in a loop with several DataLoaders, this is the usual course of the loop.
+    If most steps seem to skip a batch, as in a loop with several DataLoaders, nothing is added.
     """
     number = 0
     for raws in rows:
@@ -195,9 +195,9 @@ def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluat
 def _count_gaps(
     unknown: dict[str, int], steps: Sequence[Step], gaps: Sequence[Mapping[tuple[str, str], float]]
 ) -> None:
-    """Add to `unknown` the number of steps after warm-up that have a notable part in no phase.
+    """Add to `unknown` the number of steps after warm-up in which a notable part of the time is in no phase.
 
-    A few steps, or steps with such a part at different places, are disturbances.
+    Nothing is added if this occurs in a few steps only, or at different places: then it is a disturbance.
     """
     timed = [*zip(steps, gaps, strict=True)][WARMUP:]
     found = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
@@ -218,7 +218,7 @@ def _together(calls: int, batches: Counter[int]) -> int:
 
 
 def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
-    """Return the facts about the modules with these keys; all facts if none is about them.
+    """Return the facts about the modules with these keys; all facts if no fact has one of the keys.
 
     A wrapper over several devices records the phases of its devices in place of its own call, so it has no key.
     """
@@ -226,14 +226,15 @@ def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
 
 
 def _rows(counted: Sequence[Counter[int]]) -> int:
-    """Return the most common number of rows in a call; 0 if unknown."""
+    """Return the most common number of rows in a call; 0 if unknown. Each Counter maps numbers of rows to calls."""
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
 def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool) -> list[Raw]:
-    """Return the spans of an interval, with those added that are defined by their neighbours; in order of time.
+    """Return the spans of an interval in order of time, with those that only their neighbours define.
 
-    `own` has the ids of the modules after whose forward no loss follows.
+    `own` has the ids of modules after whose forward the time to backward is `data`, not `loss`. The script updates the
+    weights itself (`by_hand`), calls no module (`functional`), or writes the gradients after backward (`clips`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
@@ -270,7 +271,7 @@ def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
 
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
-    """Return the spans without the parts of an optimizer's step in which its closure computes the loss."""
+    """Return the spans without the parts of an optimizer's span between forward and backward of its closure."""
     found: list[Raw] = []
     since = 0
     for raw in ordered:
@@ -312,7 +313,7 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return the rows; without the marks of failures if most rows have one, as when a hook ends each forward early."""
+    """Return the spans of each step; without marks of exceptions if most steps have one, as from a hook that raises."""
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]
@@ -327,7 +328,7 @@ def _cut(
 ) -> Iterator[tuple[Sequence[Interval], float, list[Raw]]]:
     """Yield the intervals, the start and the spans of each step, without the work that belongs to no step.
 
-    The number of steps after a failure, and of steps that are left out because of one, are added to `unknown`.
+    The numbers of steps after an exception, and of steps left out because of one, are added to `unknown`.
     """
     usual, followed, torn = _usual_calls(rows), 0, 0
     for group, recorded in zip(groups, rows, strict=True):
@@ -347,15 +348,15 @@ def _cut(
         if start < group[-1].end:  # otherwise nothing of the step came after an evaluation
             yield group, start, raws
     if followed:
-        follow = f"{count(followed, 'step')} {verb(followed, 'follows', 'follow')}"
-        unknown[f"{follow} an iteration that an exception ended: such a step begins with the first work after it"] = 0
+        begin = f"an iteration that an exception ended, and {verb(followed, 'begins', 'begin')} with the first work"
+        unknown[f"{count(followed, 'step')} {verb(followed, 'follows', 'follow')} {begin} after the exception"] = 0
     if torn:
         leave = f"{count(torn, 'step')} {verb(torn, 'is', 'are')} left out"
         unknown[f"{leave}, because an exception ended a part of {verb(torn, 'its', 'their')} work"] = 0
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the number of the training dataset, and the numbers of the datasets that only evaluations read."""
+    """Return the number of the training dataset (0 if unknown), and the numbers of those that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
@@ -364,7 +365,7 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
             if raw.kind == Phase.DATA:
                 taken[raw.note] += 1
             elif raw.kind in (EVALUATION, Phase.FORWARD):
-                if taken:  # several sets may be read before the loop: the largest, or the last of equal ones
+                if taken:  # of several datasets, the one with the most batches counts, or the last of equal ones
                     source, taken = max(reversed(taken), key=lambda one: taken[one]), Counter()
                 if raw.kind == EVALUATION:
                     evaluated.add(source)
@@ -385,7 +386,7 @@ def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> floa
 
 
 def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
-    """Yield spans of `data` for the gaps from the start, a backward or a read to the next transfer or forward."""
+    """Yield a span of `data` for each gap from the start of a step, a backward or a read to a transfer or forward."""
     reach, counts, computed, gaps = start, True, False, list[Raw]()
     for raw in raws:
         if raw.start > reach and counts:

@@ -1,9 +1,9 @@
 """Modules: find the outermost modules of a training loop, and record their calls as forward, loss or evaluation.
 
 An outermost module is called by the script and not by another module. It gets forward hooks when it is found. To find
-it, `Module.__call__` is replaced for a few updates: at first, when an iterator of a DataLoader starts, and after
-updates whose number is a power of two. The replacement is removed while an outermost module runs, so that the calls of
-inner modules are never slower and torch.compile traces the original.
+it, `Module.__call__` is replaced for a few updates: at the start, when an iterator of a DataLoader starts, and after
+64, 128, 256 and so on updates. The replacement is removed while an outermost module runs, so that the calls of inner
+modules are never slower and torch.compile traces the original.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dpbench.strategies.ddp import ExposedReduction
 LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
 AGAIN = 64
-"""The number of updates after which they are looked for again, and then whenever the number has doubled."""
+"""The number of updates after which new modules are looked for again, and then whenever the number has doubled."""
 COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
@@ -80,7 +80,7 @@ class Outermost:
         self._wait()
 
     def _wait(self) -> None:
-        """Let the recorder call `_updated` after the update at which looking begins again or ends."""
+        """Let the recorder call `_updated` after the update at which the search for modules begins again or ends."""
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
         self._recorder.due = min(again, self._until + 1) if self._looking else again
@@ -99,7 +99,7 @@ class Outermost:
             nn.Module.__call__ = function if looking else self._original  # type: ignore[method-assign]
             self._looking = looking
 
-    @functools.cached_property  # torch.compile compiles again for another function
+    @functools.cached_property  # torch.compile would compile again for a new function
     def _finding(self) -> Callable[..., Any]:
         original, known, recorder = self._original, self._known, self._recorder
 
@@ -183,10 +183,10 @@ class Outermost:
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
-    A module without parameters that gets a tensor with a gradient is a loss, or another function of outputs. A call
-    without gradients is an evaluation if the module is in eval mode or has been trained. A call with gradients is an
-    evaluation if the module is in eval mode and was trained in training mode. Loops that make such a call in most
-    steps, for example to find adversarial inputs, are recognised later.
+    A module without parameters counts as a loss if it gets a tensor that requires gradients. A call without gradients
+    is an evaluation if the module is in eval mode or has been trained. A call with gradients is an evaluation if the
+    module is in eval mode and was trained in training mode. If most steps make a call of this last kind, for example
+    to find adversarial inputs, `trainings.with_teachers` later changes it to a forward.
     """
     grad, training, seen, number = is_grad_enabled(), module.training, recorder.seen, id(module)
     trained = number in seen.trained
@@ -255,7 +255,7 @@ def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: A
 
 
 class _marked:  # noqa: N801
-    """The marks of a torch.nn.DataParallel around its methods; `remove` takes them away."""
+    """Replaced methods of a torch.nn.DataParallel, which record its phases until `remove` is called."""
 
     def __init__(self, module: Any, recorder: Recorder) -> None:
         self._module = module
@@ -274,17 +274,17 @@ class _marked:  # noqa: N801
         return call
 
     def remove(self) -> None:
-        """Take the marks away."""
+        """Restore the original methods."""
         for name in ("scatter", "replicate", "parallel_apply", "gather"):
             self._module.__dict__.pop(name, None)
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A block without gradients after a backward or an update: its context, its place in the script, its start.
+    """A `no_grad` block after a backward or an update: its context, its place in the script, its start.
 
-    `updates` is the number of updates before it. `versions` has the tensors with the shape of a weight, with their
-    versions; None if the phase of the block is known.
+    `updates` is the number of updates before it. `versions` has the tensors with the shape of a weight, each with its
+    version, which torch increments at a write; None if the phase of the block is known.
     """
 
     context: Any
@@ -295,14 +295,13 @@ class _Block:
 
 
 class Averages:
-    """The blocks without gradients that write weights, such as those of a moving average, or that clip gradients.
+    """The `no_grad` blocks of the script that write weights, such as those of a moving average, or that clip gradients.
 
     torch counts the writes to each tensor. When the script first enters the block at a place in its code, dpbench looks
     up all tensors of the process that have the shape of a trained weight. If the block writes to at least two of them,
-    and to at least half as many as there are weights, each block at this place belongs to the optimizer; or to `clip`,
-    if all of these tensors are gradients of the weights. A block that computes an accuracy, for example, writes to
-    fewer tensors. In a loop without an optimizer, the script may have updated the weights in each block without
-    gradients.
+    and to at least half as many as there are weights, every block at this place is recorded as `optimizer`; or as
+    `clip`, if all written tensors are gradients of the weights. A block that computes an accuracy, for example, writes
+    to fewer tensors. In a loop without an optimizer, any `no_grad` block may update the weights.
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
@@ -311,10 +310,10 @@ class Averages:
         self.block: _Block | None = None
         recorder.computed = self.computed
         self.gradients: tuple[Any, Sequence[tuple[nn.Parameter, torch.Tensor, int]]] = None, []
-        """The last span of a backward, and the gradients after it, while modules are looked for."""
+        """After a backward: the last span, and each weight with its gradient and the gradient's version."""
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `torch.no_grad.__enter__`, which begins such a block."""
+        """Return a replacement of `torch.no_grad.__enter__`, `was`, which notes that a `no_grad` block begins."""
         recorder, open_spans = self._recorder, self._recorder.open
 
         @functools.wraps(was)
@@ -327,7 +326,7 @@ class Averages:
         return enter
 
     def leaving(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `torch.no_grad.__exit__`, which ends such a block."""
+        """Return a replacement of `torch.no_grad.__exit__`, `was`, which notes that a `no_grad` block ends."""
         recorder = self._recorder
 
         @functools.wraps(was)
@@ -353,14 +352,14 @@ class Averages:
             self.block = _Block(context, place, None, updates, None)
 
     def computed(self) -> None:
-        """Note the gradients after a backward."""
+        """Note the gradients of the weights, and their versions, after a backward."""
         found = [(one, one.grad, one.grad._version) for one in self._weights() if one.grad is not None]
         self.gradients = self._recorder.last, found
 
     def before_step(self) -> None:
         """Note whether the script has written most gradients since backward, without another span in between.
 
-        A block that has a span ends here, because an optimizer's step, which gets a separate span, begins inside it.
+        An optimizer's step now gets a span; if it begins inside a `no_grad` block with a span, that span ends first.
         """
         last, gradients = self.gradients
         self.gradients = None, []
@@ -392,6 +391,6 @@ class Averages:
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
         """Return all tensors that have the shape of a weight, with their versions."""
         weights = self._weights()
-        shapes, kept = {one.shape for one in weights}, [one.grad for one in weights]  # else they have no object yet
+        shapes, kept = {one.shape for one in weights}, [one.grad for one in weights]  # reading `grad` makes an object
         tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if kept else []
         return [(one, one._version) for one in tensors if not one.is_inference() and one.shape in shapes]

@@ -1,7 +1,7 @@
-"""Moments: times of a watched loop on GPUs: the time of the host, and an event on the stream of each device.
+"""Moments: points in time of a watched loop on GPUs, each with the host's time and a CUDA event on each device.
 
-A moment is a float, the host's time, so that moments are put in order without waiting for a device. After the script
-has ended, `GpuTimes` converts the events of moments to the time at which each device reached them.
+A moment is a float, the host's time, so that moments can be sorted without waiting for a device. After the script has
+ended, `GpuTimes` returns the time at which each device reached the event of a moment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GpuTimes:
         self._place: Any = None
 
     def now(self) -> Moment:
-        """Return this moment, with an event on every device."""
+        """Return the present moment, with an event that is now queued on every device."""
         moment = Moment(self._now())
         moment.events, moment.update = self._clock.events(), self._updates
         return moment
@@ -53,7 +53,7 @@ class GpuTimes:
         self._place = self._clock.placing()
 
     def seconds(self, moment: float, device: int) -> float:
-        """Return the time at which a device reached a moment; that of the host for a moment without an event."""
+        """Return the time at which a device reached a moment; the host's time if the moment has no event on it."""
         if not isinstance(moment, Moment) or device not in moment.events:
             return float(moment)
         return float(self._place(moment.update, device, moment.events[device]))

@@ -1,11 +1,11 @@
-"""Recorder: the log of a watched training loop, which the seams in torch fill while the script runs.
+"""Recorder: the log of a watched training loop, which the seams (hooks) in torch fill while the script runs.
 
 The log has one interval per update of the weights, from the end of an optimizer's step to the end of the next one. An
 interval has the spans that the seams recorded: the kind of work, its start and its end. `observe.loop` turns intervals
 into steps and phases after the script has ended, so that the script waits for as little as possible.
 
-Only the thread that started the recorder records. A seam inside another seam belongs to the outer one, except for the
-pairs in `INTERRUPTS`.
+Only the thread that made the recorder records. Work inside another span is a part of this span, and gets a separate
+span only for the pairs in `INTERRUPTS`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 EVALUATION, CHECKPOINT, WITHIN, FAILED = "evaluation", "checkpoint", "within", "failed"
-"""The kinds that are not phases: evaluation, saving a checkpoint, a wrapper with phases of its own, an exception."""
+"""The kinds that are not phases: evaluation, saving a checkpoint, a wrapper that records its phases, an exception."""
 OWN = -2
 """The device of a span that occupies every device of this process."""
 BY_HAND = 0
-"""The owner of an interval that no optimizer ended: the script updated the weights by itself, or this is not known."""
+"""The owner of an interval that no optimizer ended: the script itself may have updated the weights."""
 SPANS = 40_000
 """The number of spans after which the recorder keeps only a sample of the intervals."""
 BLOCK = 32
@@ -68,13 +68,13 @@ ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded also in intervals that are not kept."""
 _BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
 _OTHERS = frozenset({EVALUATION, WITHIN})
-"""The kinds of spans that `_log` records in another way than all others."""
+"""The kinds of spans that `_log` records when they end: it merges evaluations and drops `WITHIN`."""
 _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
 _AFTER = frozenset({Phase.OPTIMIZER, Phase.READ})
-"""The kinds of spans between which the script may write gradients and weights."""
+"""The kinds of spans that may come between a kind in `_WRITES` and the script's writes to gradients or weights."""
 _WRITES = frozenset({Phase.BACKWARD, Phase.REDUCE, Phase.CLIP})
-"""The kinds of spans after which the script may write gradients and weights."""
+"""The kinds of spans after which the script may write gradients or weights."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 
 
@@ -94,7 +94,7 @@ class Raw(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """The time from one update of the weights to the next; `owner` is the number of the optimizer that ended it.
+    """The time between two updates of the weights; `owner` is the number of the optimizer that made the second one.
 
     `start` is None for the first interval, because nothing marks the beginning of its step.
     """
@@ -124,7 +124,7 @@ class Seen:
     in_training: set[int] = field(default_factory=set)
     """The trained modules that were called in training mode with gradients."""
     rows: dict[int, Counter[int]] = field(default_factory=dict)
-    """How often a module, or a step of dpbench's engine, was called with a number of rows."""
+    """The number of calls of each module, or of each step of dpbench's engine, by the number of rows in the batch."""
     models: dict[int, dict[str, float]] = field(default_factory=dict)
     """The sizes of the trained modules."""
     precisions: dict[int, str] = field(default_factory=dict)
@@ -137,7 +137,7 @@ class Seen:
     device_ids: tuple[int, ...] = ()
     pinned: bool | None = None
     skipped: Counter[int] = field(default_factory=Counter)
-    """How often the step of an owner was skipped."""
+    """How often a GradScaler skipped the step of an optimizer."""
     clips: bool = False
     """Whether the script itself writes the gradients between backward and an optimizer's step."""
     unknown: dict[str, int] = field(default_factory=dict)
@@ -150,11 +150,11 @@ class _Open(NamedTuple):
 
 
 new = tuple.__new__
-"""A function that makes a NamedTuple without running Python code, which is slow because it is not in the caches."""
+"""A function that makes a NamedTuple without running Python code, which would be slow outside the CPU's caches."""
 
 
 class Recorder:
-    """The log of one loop; `start` and `stop` are called by `observe.watching`, all other methods by the seams."""
+    """The log of one loop: the seams in torch fill it, and `observe.loop` reads it after `stop`."""
 
     def __init__(self, clock: Callable[[], Any] = time.perf_counter, spans: int = SPANS) -> None:
         self.now = clock
@@ -169,7 +169,7 @@ class Recorder:
         """The number of updates after which `look` is called with that number."""
         self.look: Callable[[int], None] = lambda _: None
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
-        """A function of the end of backward that returns the spans of the part of a reduction that nothing hides."""
+        """A function that takes the end of backward and returns the spans of the exposed reduction; None if unused."""
         self.looking = False
         self.computed: Callable[[], None] = lambda: None
         """The function to call after each backward while modules are looked for (`looking`)."""
@@ -181,10 +181,10 @@ class Recorder:
         self._spans: list[Raw] = []
         self._start: Any = None
         self.updating: Any = None
-        """The end of backward, or of the last block without gradients after it, in a loop without an optimizer."""
+        """The end of backward, or of the last `no_grad` block after it, in a loop without an optimizer; else None."""
         self._left = False
         self.deferred = 0
-        """The number of enclosing seams that end the interval in place of the optimizer's step."""
+        """The number of running calls, such as GradScaler.step, that end the interval instead of an optimizer."""
         self._owners: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self.active = True
@@ -195,8 +195,9 @@ class Recorder:
     def begin(self, kind: str, note: Any = None, start: Any = None) -> bool:
         """Begin a span; return whether it is recorded, in which case `end` must be called.
 
-        The span begins at the moment `start`; or now, if `start` is None or another span has ended since. A span is not
-        recorded in another thread, inside a span that it does not interrupt, and in an interval that is not kept.
+        The span begins at the moment `start`; or now, if `start` is None or another span has ended since. Nothing is
+        recorded in another thread, or inside a span that `kind` does not interrupt. In an interval that is not kept,
+        only the kinds in `ASIDE` are recorded.
         """
         if not self.active or get_ident() != self.thread or not (self.kept or kind in ASIDE):
             return False
@@ -235,7 +236,7 @@ class Recorder:
         """Record the reduction in a backward that has ended; without an optimizer, note that an update may follow."""
         if self.reduction is not None:
             for phase, device, start, end in self.reduction(now):
-                if began < start < end:  # a backward that does not reduce leaves the time of an earlier one
+                if began < start < end:  # else this backward reduced nothing, and the times are old
                     self._spans.append(Raw(phase, start, end, device))
         if not self.open and not self.seen.optimizers:
             self.updating, self._left = now, False
@@ -306,7 +307,7 @@ class Recorder:
         number = self._owners.get(id(one))
         if number is None:
             number = self._owners[id(one)] = next(self._numbers)
-            with suppress(TypeError):  # Python tells the end of most objects
+            with suppress(TypeError):  # a list or a dict cannot be referred to weakly
                 weakref.finalize(one, self._owners.pop, id(one), None).atexit = False
         return number
 
@@ -345,11 +346,11 @@ class Recorder:
 
     def elsewhere(self) -> None:
         """Note that an optimizer steps in a thread that is not recorded."""
-        problem = "steps of an optimizer in a thread that is not watched: start watching in that thread"
+        problem = "an optimizer steps in a thread that dpbench does not watch: start watching in that thread"
         self.seen.unknown[problem] = self.seen.unknown.get(problem, 0) + 1
 
     def updated_by_hand(self) -> None:
-        """Note that the script has left a block without gradients, in which it may have updated the weights."""
+        """Note that the script has left a `no_grad` block, in which it may have updated the weights."""
         if self.updating is not None and not self.open and self.mine:
             self.updating, self._left = self.now(), True
 

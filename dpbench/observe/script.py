@@ -61,7 +61,7 @@ def _run_file(script: str) -> None:
 
 
 def _code(error: SystemExit) -> int:
-    """Return the exit code of the interpreter for a SystemExit; a code other than a number is printed."""
+    """Return the exit code of the interpreter for a SystemExit: 1 for a text or other object, which is printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -80,9 +80,9 @@ def _print(error: BaseException) -> None:
 _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
 """The packages whose frames do not belong to the script."""
 _CALLS = 256
-"""The largest number of calls in the script whose places are remembered."""
+"""The largest number of calls of the script whose places are remembered."""
 _places: dict[tuple[int, int, str], tuple[types.CodeType, str]] = {}
-"""The name of the place of a call, by the id of its code, its instruction and the name of the function it calls.
+"""The code object and the place of each call, by the code's id, its instruction and the name of the called function.
 
 The code object is kept, so that no other code object gets its id.
 """

@@ -52,7 +52,7 @@ SCHEDULERS = (
     lr_scheduler.LRScheduler, lr_scheduler.ChainedScheduler, lr_scheduler.CosineAnnealingWarmRestarts,
     lr_scheduler.ReduceLROnPlateau, lr_scheduler.SequentialLR,
 )  # fmt: skip
-"""The schedulers of learning rates that define the step which others inherit."""
+"""The learning-rate schedulers whose class defines `step`; all other schedulers inherit it."""
 SPAWNED = "the processes that torch.multiprocessing.spawn starts are not watched: start the script with torchrun"
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _OPTIMIZER, _READ = Phase.OPTIMIZER, Phase.READ  # an attribute of an enumeration is slow to read
@@ -60,7 +60,7 @@ _OPTIMIZER, _READ = Phase.OPTIMIZER, Phase.READ  # an attribute of an enumeratio
 
 @contextmanager
 def installed(recorder: Recorder) -> Iterator[None]:
-    """Install all seams for a recorder; on exit, remove every one of them."""
+    """Hook into torch, so that `recorder` records the training loop; on exit, remove all hooks and replacements."""
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
@@ -96,9 +96,9 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 def _around(
     recorder: Recorder, was: Callable[..., Any], kind: str, source: Callable[[Any], Any] | None = None
 ) -> Callable[..., Any]:
-    """Return a function that calls `was` inside a span of a kind.
+    """Return a function that calls `was` inside a span of the kind `kind`.
 
-    The note of the span is the number of the object that `source` returns for the first argument.
+    The note of the span is the number of the object that `source` returns for the first argument; None without it.
     """
 
     @functools.wraps(was)
@@ -119,7 +119,7 @@ def _around(
 
 
 def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callable[..., Any]:
-    """Return a function that adds a problem to those of the loop, and calls `was`."""
+    """Return a function that calls `was`, and adds `problem` to the problems of the loop."""
 
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callab
 
 
 class _Running(NamedTuple):
-    """A step that has begun: the id of its optimizer, the frame that calls its hooks, and whether it has a span."""
+    """A running step of an optimizer: the optimizer's id, the frame that calls its hooks, and whether it has a span."""
 
     optimizer: int
     frame: types.FrameType
@@ -145,7 +145,7 @@ def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
 
 
 def _around_step(frame: types.FrameType | None) -> Iterator[type]:
-    """Yield the classes of optimizers whose `step` has led to the call of a frame, such as a wrapper's."""
+    """Yield the classes of the optimizers, such as wrappers, whose `step` is `frame` or one of its callers."""
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_code.co_varnames:
             one = frame.f_locals.get(frame.f_code.co_varnames[0])
@@ -155,7 +155,7 @@ def _around_step(frame: types.FrameType | None) -> Iterator[type]:
 
 
 class _Steps:
-    """The steps of optimizers: each ends an interval, unless a GradScaler or an engine ends it."""
+    """The hooks around optimizers' steps: each step ends an interval, unless a GradScaler or an engine ends it."""
 
     def __init__(self, recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack) -> None:
         self._recorder, self._averages, self._replace, self._stack = recorder, averages, replace, stack
@@ -194,7 +194,7 @@ class _Steps:
         return step
 
     def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace the `step` that an instance has, such as that from a scheduler, which calls the original `step`."""
+        """Replace `own`, the `step` of an instance, such as one that a scheduler has put around the class's `step`."""
         given, alive = self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)), weakref.ref(optimizer)
 
         @functools.wraps(own)
@@ -205,7 +205,7 @@ class _Steps:
         self._stack.callback(lambda: setattr(one, "step", own) if (one := alive()) is not None else None)
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Begin a step."""
+        """Begin the span of an optimizer's step; torch calls this hook before each step."""
         recorder, running = self._recorder, self._running
         if not recorder.active:
             return
@@ -215,9 +215,9 @@ class _Steps:
         if self._averages.block is not None or self._averages.gradients[1]:
             self._averages.before_step()
         frame = sys._getframe(1)
-        while running and not _runs(running[-1].frame, frame):  # the first step of a class has raised
+        while running and not _runs(running[-1].frame, frame):  # a step that raised before its class was hooked
             self._leave(len(running) - 1)
-        # torch records a range for its profiler before it calls this hook, which takes longer than a small step's glue
+        # the span begins with the call, because torch takes long for a profiler's range before it calls this hook
         called, self._called = self._called, None
         running.append(new(_Running, (id(optimizer), frame, recorder.begin(_OPTIMIZER, None, called))))
         if type(optimizer) not in self._classes:
@@ -231,7 +231,7 @@ class _Steps:
             self._starting(optimizer, own)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """End a step."""
+        """End the span of an optimizer's step, and with the outermost step the interval; called after each step."""
         recorder, running = self._recorder, self._running
         if not recorder.active or get_ident() != recorder.thread:
             return
@@ -242,13 +242,13 @@ class _Steps:
             self._leave(place + 1)
         if running.pop().recorded:
             recorder.end()
-        # a step inside backward updates one parameter, and an optimizer may wrap another one
+        # a step inside backward (of one parameter) and a step inside another optimizer's step end no interval
         if not running and not recorder.deferred and not recorder.open:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
 
 def _optimizers(recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack) -> None:
-    """Install the seams of optimizers and of the classes around them."""
+    """Hook into optimizers, learning-rate schedulers, GradScaler and AveragedModel."""
     steps = _Steps(recorder, averages, replace, stack)
     stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
     stack.callback(register_optimizer_step_post_hook(steps.after).remove)
@@ -264,7 +264,7 @@ def _optimizers(recorder: Recorder, averages: Averages, replace: Callable[..., N
 
 
 def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return GradScaler.step, which ends an interval also if it skips the optimizer's step."""
+    """Return a replacement of GradScaler.step, `was`, which ends an interval also if it skips the optimizer's step."""
 
     @functools.wraps(was)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +293,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
 
 
 def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
-    """Install the seams of DataLoaders: the wait for a batch, and the start of an iterator with its workers."""
+    """Hook into DataLoaders: record the wait for each batch, and the start of an iterator with its workers."""
 
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
         start = _around(recorder, was, Phase.DATA, operator.attrgetter("dataset"))
@@ -313,7 +313,7 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
 
 
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
-    """Install the seams of tensors: copies to a device, and values that the host waits for."""
+    """Hook into tensors: record copies to a device, and reads of values for which the host waits."""
     open_spans, seen = recorder.open, recorder.seen
 
     def moving(was: Callable[..., Any]) -> Callable[..., Any]:
@@ -337,7 +337,7 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
         def make(was: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(was)
             def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-                # on a machine with GPUs, only a tensor on a GPU is waited for
+                # in a loop on GPUs, the host waits only for tensors on a GPU
                 if is_compiling() or (seen.device_kind != "cpu" and not self.is_cuda) or not recorder.begin(_READ):
                     return was(self, *args, **kwargs)
                 where = place(sys._getframe(1), name)
@@ -358,7 +358,7 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
 
 
 def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
-    """Install the seams of dpbench's engine, which marks its own phases."""
+    """Hook into dpbench's engine, which marks its own phases: give it the recorder's `mark`."""
 
     def marked(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)

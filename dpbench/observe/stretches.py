@@ -25,7 +25,7 @@ _ANNOTATIONS = (
     (Phase.LOSS, re.compile(r"\b(?:loss|criterion)\b", re.IGNORECASE)),
     (Phase.FORWARD, re.compile(r"\bforward\b", re.IGNORECASE)),
 )
-"""The phases that annotations name, in the order in which they are tried."""
+"""Phases and the patterns of annotations that name them, in the order in which dpbench tries them."""
 _DATA_PARALLEL = {"Scatter": Phase.SCATTER, "Broadcast": Phase.REPLICATE, "Gather": Phase.GATHER}
 """The operators of torch.nn.DataParallel, which autograd calls by the names of their classes."""
 _ADDING = re.compile(r"(?:autograd::engine::evaluate_function: )?BroadcastBackward")
@@ -34,7 +34,7 @@ _READS = {"aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::
 _NORMS = {"aten::norm", "aten::linalg_vector_norm", "aten::_foreach_norm"}
 _COPIES = {"aten::to", "aten::copy_", "aten::_to_copy", "aten::_copy_from"}
 _PREPARES = {"aten::empty", "aten::zeros", "aten::ones_like"}
-"""Operators that the profiler and `backward` themselves call; alone, they belong to no phase."""
+"""Operators that the profiler and `backward` themselves call; outside a phase, they begin none."""
 
 
 class Stretch(NamedTuple):
@@ -55,9 +55,9 @@ def stretches(
 ) -> Iterator[Stretch]:
     """Yield the stretches of one thread in order of time; an inner phase interrupts the outer one.
 
-    `events` are in order of their start, an event before those within it. `copied` has the starts in microseconds of
-    the thread's copies between host and device, and their phases. `backwards` are the starts of autograd's operators in
-    all threads, in order: on GPUs, autograd runs backward in a separate thread, and this thread waits.
+    `events` are sorted by start, an event before the events inside it. `copied` maps the start in microseconds of each
+    of the thread's copies between host and device to its phase. `backwards` are the sorted starts of the operators of
+    backward in all threads: on GPUs, autograd runs backward in a separate thread, for which this thread waits.
     """
     copies = sorted(copied)
     closures = _with_backward(events)
@@ -91,7 +91,7 @@ def stretches(
 
 
 def _with_backward(events: Sequence[HostEvent]) -> set[int]:
-    """Return the positions of the optimizers' steps that run a backward pass, as the closure of LBFGS does."""
+    """Return the indices of the optimizers' steps in `events` that run a backward pass, as a closure of LBFGS does."""
     starts = [event.start_us for event in events if event.backward]
     found = set()
     for number, event in enumerate(events):
@@ -103,7 +103,7 @@ def _with_backward(events: Sequence[HostEvent]) -> set[int]:
 
 
 class _State:
-    """The phases that operators without an annotation belong to, which depend on the operators before them."""
+    """The state that selects the phase of an operator without an annotation, from the operators before it."""
 
     def __init__(self) -> None:
         self._after_backward = self._clips = False
@@ -115,10 +115,11 @@ class _State:
     def phase_of(
         self, event: HostEvent, outer: Phase | None, outermost: bool, copies: Phase | None, *, closure: bool
     ) -> tuple[Phase | None, bool]:
-        """Return the phase of an event, and whether operators within it are to be judged by themselves.
+        """Return the phase of an event, and whether the operators inside it get their phases by themselves.
 
-        `outer` is the phase of the event around it, and `outermost` whether this event is only an annotation. `copies`
-        is the phase of a copy between host and device that the event launches.
+        `outer` is the phase of the enclosing event; None without one. `outermost` is whether only annotations enclose
+        the event. `copies` is the phase of a copy between host and device that the event launches. `closure` is whether
+        the event is an optimizer's step that runs a backward pass.
         """
         name = event.name
         if event.backward or name.startswith("autograd::"):
@@ -151,7 +152,7 @@ class _State:
             return Phase.LOSS
         if outer:
             return outer
-        if self._after_backward and event.sequence < 0:  # autograd does not record what follows backward
+        if self._after_backward and event.sequence < 0:  # autograd does not record clipping or an update
             self._clips |= name in _NORMS
             return Phase.CLIP if self._clips else None
         if name in _PREPARES:

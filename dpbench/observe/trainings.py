@@ -1,7 +1,8 @@
 """Trainings: the intervals of one training of a script, and the intervals that make up each of its steps.
 
-A step consists of the intervals up to the one that the slowest optimizer ended: in a loop with several optimizers, this
-is the one that steps most rarely, and of several such optimizers the one that first stepped last.
+An interval lasts from one update of the weights to the next. A step consists of the intervals up to one that the
+slowest optimizer ended. In a loop with several optimizers, the slowest is the one that steps most rarely. If several
+step equally rarely, it is the one whose first step came last.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from dpbench.records import Phase
 from dpbench.records.words import count
 
 LONGEST = 16
-"""The largest number of updates in one step of a loop with several optimizers; with more, each update is a step."""
+"""The largest mean number of updates in a step of a loop with several optimizers; above it, each update is a step."""
 
 
 def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[Interval]:
-    """Return the intervals of the training with the most updates, of those that a script runs one after another.
+    """Return the intervals of the training with the most updates; a script may run several, one after another.
 
-    Two trainings share neither an optimizer nor a trained module. Trainings that are left out are added to `unknown`,
-    which has the number of steps by problem.
+    Two trainings share neither an optimizer nor a trained module. If trainings are left out, a problem is added to
+    `unknown`, which maps each problem to the number of steps that it affects.
     """
-    # until its first step an optimizer is not known, so that each accumulated backward may have been an update by hand
+    # an optimizer is unknown until its first step: an accumulated backward before it looks like an update by hand
     calls = [sum(raw.kind == Phase.BACKWARD for raw in one.spans) for one in intervals if one.owner != BY_HAND]
     unclear = [one for one in intervals if keys(one) == {BY_HAND}]
     accumulated = {one.number for one in unclear if len(unclear) < max(calls, default=0)}
@@ -33,8 +34,8 @@ def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[
         return intervals
     place = found.index(chosen)
     left = sum(map(_updates, found)) - _updates(chosen)
-    unknown[f"the script runs {len(found)} trainings one after another: these are the steps of number {place + 1}, "
-            f"which has the most updates; {count(left, 'update')} of the others are left out"] = 0  # fmt: skip
+    unknown[f"the script runs {len(found)} trainings one after another: only training {place + 1} is stored, which has "
+            f"the most updates; the other trainings have {count(left, 'update')}"] = 0  # fmt: skip
     # the time since the last update of the previous training belongs to no step
     return [chosen[0]._replace(start=None), *chosen[1:]] if place else chosen
 
@@ -45,13 +46,16 @@ def _updates(intervals: Sequence[Interval]) -> int:
 
 
 def keys(interval: Interval) -> frozenset[int]:
-    """Return the number of the optimizer that ended an interval, and the ids of the modules that it trained."""
+    """Return the number of the optimizer that ended an interval, and the ids of the modules with a forward in it.
+
+    With such modules, the number `BY_HAND` is left out.
+    """
     modules = {raw.note for raw in interval.spans if raw.kind == Phase.FORWARD and isinstance(raw.note, int)}
     return frozenset({interval.owner, *modules}) - ({BY_HAND} if modules else frozenset())
 
 
 def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]) -> list[list[Interval]]:
-    """Return the intervals, cut wherever no key that was seen before comes again."""
+    """Return the intervals as a list of parts, cut at every place where no key occurs both before and after it."""
     last = {key: at for at, one in enumerate(intervals) for key in keys(one)}
     found: list[list[Interval]] = [[]]
     reach = -1
@@ -64,10 +68,10 @@ def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[i
 
 
 def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int]:
-    """Return the numbers of the optimizers whose steps end the steps of the loop; none if every optimizer's step does.
+    """Return the numbers of the optimizers that end the steps of the loop; an empty set if each update ends a step.
 
-    Optimizers that the loop uses one after another, such as a new one in each epoch, each end the steps of their time.
-    A loop in which such an optimizer steps too rarely is added to `unknown`.
+    A loop may use optimizers one after another, such as a new one in each epoch; the slowest one of each period is
+    then returned. If it steps too rarely (`LONGEST`), a problem is added to `unknown`, and the set is empty.
     """
     found: set[int] = set()
     for part in _apart(ended, lambda one: frozenset({one.owner})):
@@ -100,10 +104,10 @@ def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[l
 
 
 def with_teachers(rows: Sequence[Sequence[Raw]], trained: Collection[int]) -> list[list[Raw]]:
-    """Return the spans of each step; forwards without gradients that belong to the step get the kind `forward`.
+    """Return the spans of each step; evaluations that are a part of the training get the kind `forward`.
 
-    These are the forwards of modules that are never trained and that more than half of the steps call, such as a
-    teacher. `trained` has the ids of the trained modules.
+    These are evaluations that occur in more than half of the steps: of modules that are never trained, such as a
+    teacher, and of any module in training mode or with gradients. `trained` has the ids of the trained modules.
     """
     calls = Counter(note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION})
     inside = {note for note, number in calls.items() if note not in trained and number > len(rows) / 2}

@@ -1,4 +1,4 @@
-"""Trials: store a watched loop as the trials of one case, with the provenance that a run has."""
+"""Trials: store a watched loop as a run with the trials of one case, and with the provenance of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """A loop that was watched, of one process or of all ranks, with the facts that its trials need."""
+    """A watched loop of one process or of all ranks, with the facts that its trials need."""
 
     script: str
     command: str
@@ -103,7 +103,7 @@ def gpus(rank: int, seen: Seen) -> tuple[tuple[int, str], ...]:
 
 
 def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
-    """Return the memory of GPUs that this process, which is a rank, holds; empty if its loop trains on no GPU.
+    """Return the memory of each GPU that this process, the rank `rank`, holds; empty if its loop trains on no GPU.
 
     `library` replaces pynvml in tests.
     """

@@ -31,9 +31,9 @@ SAMPLED_S = 0.5
 
 @dataclass
 class Result:
-    """The result of watching: the id of the stored run.
+    """The result of watching: the id of the stored run, the number of steps, and the problems of the loop (`unknown`).
 
-    The id is empty if the loop took no steps, and in ranks other than 0.
+    The id is empty if the loop took no steps, and in ranks other than 0. `rank` is the rank of this process.
     """
 
     run_id: str = ""
@@ -49,9 +49,10 @@ def watch(
 ) -> Iterator[Result]:  # fmt: skip
     """Record the training loop inside the `with` block, and store its steps as a run of the store `path`.
 
-    The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports (default: that of the
-    running script), and `command` the command that ran it. `live` is the stream on which a line shows the last steps.
-    The steps are stored also if the block raises. Yields the result, which is complete after the block.
+    The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports (default: the name of
+    the running script), and `command` the command that ran the script. On the stream `live`, a line shows the number of
+    updates and their duration. The steps are stored also if the block raises. Yields the result, which is complete
+    after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
     recorder, result, seat = Recorder(), Result(), joining.Seat.of(Path(path))
@@ -75,7 +76,7 @@ def watch(
 class _Beside:
     """The samplers that run during a loop; `problem` says why some are missing.
 
-    `series` is None if none run. `visible` has NVML's facts about the GPUs that they read.
+    `series` is None if no samplers run. `visible` has NVML's facts about the GPUs that the samplers read.
     """
 
     series: samplers.Series | None
@@ -83,11 +84,11 @@ class _Beside:
     problem: str = ""
 
     def during(self, part: joining.Part) -> tuple[Sample, ...]:
-        """Return the samples between the first and the last step of a loop, by the indices of its devices."""
+        """Return the samples between the first and the last step of a loop, with the loop's indices of devices."""
         steps = part.loop.steps
         if self.series is None or not steps:
             return ()
-        # the samplers number the GPUs that CUDA showed before the script ran, the loop numbers its devices
+        # the samplers number the GPUs by CUDA ordinal, and the loop numbers the devices on which it trains
         places: dict[int, list[int]] = {HOST: [HOST]}
         for gpu in self.visible:
             places[gpu["index"]] = [number for number, uuid in part.gpus if nvml.same_gpu(uuid, gpu["uuid"])]
@@ -100,7 +101,7 @@ def _sampling(stack: ExitStack, seat: joining.Seat) -> _Beside:
     if seat.rank:
         return _Beside(None)
     if not seat.alone:  # the clocks of machines differ
-        return _Beside(None, problem="GPUs and host are not sampled in a launch of several machines")
+        return _Beside(None, problem="GPUs and host are not sampled in a launch on several machines")
     visible: Sequence[Mapping[str, Any]] = ()
     problem = ""
     try:
@@ -132,7 +133,7 @@ def _store(
     """
     try:
         recorder.stop()
-    except RuntimeError as error:  # an error of a GPU, which also ended the script, leaves no times of its steps
+    except RuntimeError as error:  # a GPU error that ended the script; the times of the steps are lost
         result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
     part = joining.Part(
