@@ -162,7 +162,7 @@ def test_the_newest_prediction_for_this_hardware_stands_beside_the_measurement(b
 def test_the_section_has_values_intervals_errors_and_labels(both: Path) -> None:
     text = page.render(newest(both))
     section = re.search(r'<section id="predicted".*?</section>', text, re.DOTALL)[0]
-    assert "Predicted against measured: 1 of 2 measured step times inside the interval" in section
+    assert "Predicted against measured: the intervals of the predictions contain 1 of 2 measured step times" in section
     cells = [re.sub(r"<[^>]*>", " ", one).split() for one in re.findall(r"<td[^>]*>(.*?)</td>", section)]
     assert cells[1:6] == [["ours"], ["12.0", "9.00–14.0"], cells[3], ["+20%"], ["yes"]]
     assert cells[3][0] == "10.0"

@@ -188,7 +188,7 @@ def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> Non
     trials = [*ran(row), *(Trial(case=row.case, status=Status.TIMEOUT, reason="60 s", round=n) for n in (3, 5))]
     (line,) = table.lines([row], trials)
     assert line.status == "ok"
-    assert line.notes == (("timeout in round 4, 6", "60 s"),)
+    assert line.notes == (("timeout in rounds 4, 6", "60 s"),)
 
 
 def test_an_unverified_case_is_never_shown_as_a_result() -> None:

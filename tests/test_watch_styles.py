@@ -306,7 +306,7 @@ thread.join()
 """)  # fmt: skip
     assert not found.steps
     assert [(one.problem[:40], one.steps) for one in found.unknown] == [
-        ("steps of an optimizer in a thread that i", 5)
+        ("an optimizer steps in a thread that dpbe", 5)
     ]  # fmt: skip
 
 

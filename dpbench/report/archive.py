@@ -28,7 +28,10 @@ class Kept(NamedTuple):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list of runs, stored with the run's page. `started_s` is in seconds since the epoch."""
+    """One line of the list of runs, stored with the run's page.
+
+    `started_s` is in seconds since the epoch. `results` is how many of the run's `cases` cases have a result.
+    """
 
     run_id: str
     started_s: float
@@ -45,9 +48,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep(report: Report, folder: Path) -> Kept:
-    """Write the page of a run into the archive in `folder`, and renew the list of runs and the latest page.
+    """Write the page of a run into the archive in `folder`, and write the list of runs again.
 
-    The page of a run without any result never becomes the latest page.
+    The page also becomes the latest page if the run is the newest one that has a result.
     """
     name = report.run_id[:12]
     own = folder / "runs" / name

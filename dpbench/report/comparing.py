@@ -60,7 +60,7 @@ def _ms(step: Estimate) -> str:
 
 
 def why(line: Comparison) -> str:
-    """Return the reason for a verdict, preceded by the phase that changed most and its share if the case changed."""
+    """Return the reason for a verdict; if the case changed, the phase that changed most and its share come first."""
     phase = f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the changes of all phases)"
     return "; ".join([*([phase] if line.decided else []), line.reason])
 
@@ -74,7 +74,7 @@ def summary(found: Comparisons) -> str:
 def facts(before: Report, after: Report, found: Comparisons) -> list[tuple[str, str]]:
     """Return a line on each run, and a line on each fact in which their machines differ, as pairs of a name and a text.
 
-    The name of such a fact is "UNLIKE".
+    The names are "before" and "after" for the runs, and "UNLIKE" for each fact.
     """
     return [("before", heading(before)), ("after", heading(after)), *(("UNLIKE", str(one)) for one in found.unlike)]
 
@@ -102,7 +102,7 @@ def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
 class SideAnswer:
     """The headline and the labels of an answer. `side` names the run, or both runs if they give the same answer.
 
-    `cases` has the ids of the compared cases that the answer is about; without any, the page always shows the answer.
+    `cases` has the ids of the compared cases to which the answer applies; if empty, the page always shows the answer.
     """
 
     subject: str
@@ -146,7 +146,7 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
 def numbers(found: Comparisons) -> list[dict[str, object]]:
     """Return one record per case in the order of the table: the case, its verdict, its numbers in seconds or as ratios.
 
-    A number in doubt is withheld, as in `frames.frame`: the column whose name ends in `_withheld` has the reason.
+    As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show the number; else None.
     """
     return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
 
@@ -227,9 +227,9 @@ def _title(line: Comparison) -> str:
 def _part(
     name: str, title: str, lead: str, panels: Sequence[tuple[Case, Panel]], drawable: int, styles: Styles
 ) -> Part | None:  # fmt: skip
-    """Return a section of the page; None without panels.
+    """Return a section of the page, with a panel for each pair of a case and a panel; None without panels.
 
-    Each panel belongs to a case. `drawable` is the number of cases that could be drawn.
+    `drawable` is the number of cases that could be drawn, from which a note on the cases left out follows.
     """
     from dpbench.report import page as report_page
 
@@ -238,5 +238,5 @@ def _part(
     # the page filters a drawing of two runs as a whole, by the case of the first run
     drawn = [report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels]
     left_out = drawable - len(panels)
-    note = f"{words.count(left_out, 'more case')} not drawn." if left_out else ""
+    note = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn." if left_out else ""
     return report_page.Part(name, title, lead, (), drawn, note=note)

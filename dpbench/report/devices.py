@@ -1,7 +1,7 @@
-"""Devices: the tables below the drawings: latency of the forward alone, devices compared, and predictions.
+"""Devices: the tables below the drawings of a report.
 
-Device 0 is compared with the other devices in imbalance, memory by phase, and transferred bytes. Predictions are
-compared with measurements.
+They show the latency of the forward alone, the imbalance of the devices, memory by phase, bytes over links, and
+predictions next to measurements.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory and transfers, without those whose tables are empty."""
+    """Return the sections on latency, imbalance, memory, transfers and predictions whose tables have lines."""
     found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
@@ -68,9 +68,9 @@ def parts(report: Report) -> list[TableSection]:
 
 LATENCY = (
     "The durations of steps that run the forward alone; each step waits for the output. p50 is the median over rounds "
-    "of each round's median, with its interval over rounds. The other percentiles are those of all timed steps of all "
-    "rounds; their 95% intervals are those of order statistics, as if steps were independent. A percentile of too few "
-    "steps for such an interval is not shown."
+    "of each round's median, with its interval over rounds. The other percentiles come from all timed steps of all "
+    "rounds; their 95% intervals come from order statistics, which take the steps as independent. A percentile of too "
+    "few steps for this interval is not shown."
 )
 IMBALANCE = (
     "Each quantity has two ratios: device 0 to the mean of the other devices, and the highest of all devices to their "
@@ -208,7 +208,7 @@ def _forecast_section(found: Sequence[Forecast]) -> list[TableSection]:
     )
     inside = f"{sum(one.inside for one in found)} of {words.count(len(found), 'measured step time')}"
     table = Table(
-        f"Predicted against measured: {inside} inside the interval of the prediction",
+        f"Predicted against measured: the intervals of the predictions contain {inside}",
         ("case", "predicted for", "predicted, ms", "measured, ms", "error", "inside"), lines, text=2,
     )  # fmt: skip
     labels, cases = _union(one.labels for one in found), [one.case for one in found]

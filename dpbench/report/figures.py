@@ -68,16 +68,17 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether a rung can be drawn: its step time, and that of the rung below it if any, must not be in doubt.
+    """Return whether the bar of a rung can be drawn: none of the estimates that the bar needs may be in doubt.
 
-    `steps` has the step times of the rungs that are not in doubt, in milliseconds.
+    These are the rung's step time and, except for the lowest rung, its change and the step time of the rung below it.
+    `steps` has the step times in milliseconds that are not in doubt, by rung.
     """
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Return a rung's name with the change of its step time and the verdict, so that the panel needs no colours."""
+    """Return a rung's name with the change of its step time and the verdict, so that nobody depends on the colours."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
@@ -269,9 +270,9 @@ def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, wi
 
 
 def compared(title: str, before: Row, after: Row, key: str) -> Panel:
-    """Return the panel with the step of a case by phase in two runs, one below the other; `key` makes its ids unique.
+    """Return the panel with the step of a case by phase in two runs, one below the other.
 
-    Both rows must have phases.
+    Both rows must have phases. `key` makes the ids in the drawing unique on the page.
     """
     with svg.theme():
         return _phases(small_multiples.Facet(title, (before, after), ("before", "after")), key)

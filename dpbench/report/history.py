@@ -11,7 +11,7 @@ from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
 NAMED = 4
-"""The largest number of commits whose names are drawn below a panel; of more, the first and the last are."""
+"""The largest number of commits that a panel names on its axis; with more, it names only the first and the last."""
 
 
 def section(report: Report) -> Section | None:

@@ -24,7 +24,10 @@ COLUMNS = (
 
 
 def render(curves: Sequence[Curve], step: Estimate | None, verdict: Sequence[str], facts: str) -> str:
-    """Return the page as HTML. `step` is the time in seconds of the step that is compared, `facts` is one paragraph."""
+    """Return the page as HTML. `facts` is one paragraph of text.
+
+    `step` is the time in seconds of the training step that the DataLoader feeds; None if no step is compared.
+    """
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -67,7 +70,7 @@ def _shown(estimate: Estimate | None, scale: float = 1.0) -> str:
 
 @svg.theme()
 def draw(curves: Sequence[Curve], step: Estimate | None) -> str:
-    """Return the rate over the number of workers as SVG, with each knee, and the rate that the step needs."""
+    """Return a plot of the rate over the number of workers as SVG, with each knee, and the rate that the step needs."""
     bottom = svg.below(len(curves) + sum(one.shape is Shape.KNEE for one in curves) + (step is not None))
     figure, axes = svg.canvas(234 + bottom, left=44, bottom=bottom, top=26)
     axes.text(0, 1.035, "examples per second", transform=axes.transAxes, fontsize=svg.SMALL)
@@ -111,7 +114,7 @@ def _curve(axes: Axes, one: Curve, colour: str, end: float) -> list[Line2D]:
 
 
 def _knee(axes: Axes, knee: Least, colour: str) -> Line2D:
-    """Draw the knee as a vertical line over its interval."""
+    """Draw the knee as a vertical line, with its interval as a band; return the line."""
     assert knee.workers is not None
     axes.axvspan(knee.possible[0], knee.possible[-1], color=colour, alpha=0.15, linewidth=0)
     label = f"knee: {knee.workers} (95 %: {', '.join(map(str, knee.possible))})"
@@ -119,7 +122,7 @@ def _knee(axes: Axes, knee: Least, colour: str) -> Line2D:
 
 
 def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
-    """Draw the rate that the step needs as a horizontal line over its interval."""
+    """Draw the rate that the step needs as a horizontal line, with its interval as a band; return the line."""
     colour, rate = svg.ROLES[Role.BASELINE], batch_size / step.value
     axes.axhspan(batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0)
     label = f"the step needs {words.number(rate)} examples/s"

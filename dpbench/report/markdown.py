@@ -67,7 +67,7 @@ def _code(text: str) -> str:
 
 
 def _ratios(report: Report) -> str:
-    """Return the notes of a run and its tiles, as two lists."""
+    """Return two Markdown lists: the notes of a run, and its tiles, each with a value and a caption."""
     tiles = (f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles)
     notes = (f"- {_said(note, 4000)}" for note in report.notes)
     return "\n\n".join(filter(None, ("\n".join(notes), "\n".join(tiles))))
@@ -134,7 +134,7 @@ def _phases(rows: Sequence[Row]) -> str:
 
 
 def _part(part: devices.TableSection) -> str:
-    """Return the Markdown of a section with a table that compares device 0 with the other devices."""
+    """Return the Markdown of a section: its title, and folded below it the text, the labels and the table."""
     cells = [[_cell(cell) for cell in line] for line in part.table.lines]
     body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
     return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")

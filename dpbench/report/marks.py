@@ -28,8 +28,9 @@ from dpbench.report import naming
 class Drawing(Figure):
     """A figure that knows what its artists show.
 
-    `hooks` has a text on artists by their `gid`, and `owners` the cases that artists show. `bands` has the case of each
-    lane, if the figure has lanes, and the lane's edges from the top of the axes. `size` is in SVG units (1/72 inch).
+    `hooks` maps the `gid` of an artist to a text on it, and `owners` to the cases that it shows. `bands` has the case,
+    the top edge and the bottom edge of each lane, measured from the top of the axes; it is empty without lanes. `size`
+    is in SVG units (1/72 inch).
     """
 
     def __init__(self, size: tuple[float, float]) -> None:
@@ -42,7 +43,7 @@ class Drawing(Figure):
 def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
     """Give an artist of a drawing a text, which the page shows while the pointer or the focus is on the artist.
 
-    `cases` are the cases that the artist shows; without any, they are those of the lane in which the artist lies.
+    `cases` are the cases that the artist shows; if empty, the artist shows the case of its lane.
     """
     figure = artist.figure
     assert isinstance(figure, Drawing)
@@ -54,7 +55,7 @@ def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
 
 @contextmanager
 def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
-    """Return a context in which artists that are added to `axes` show these cases, unless they have a text."""
+    """Return a context in which artists that are added to `axes` get these cases, unless `explain` has marked them."""
     before = set(axes.get_children())
     yield
     for artist in axes.get_children():
@@ -63,7 +64,7 @@ def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
 
 
 def own(artist: Artist, cases: Sequence[Case]) -> None:
-    """Give an artist of a drawing the cases that it shows; the page hides the artist if no such case is chosen."""
+    """Give an artist the cases that it shows; the page hides the artist if its filter hides all of these cases."""
     figure = artist.figure
     assert isinstance(figure, Drawing)
     gid = f"of-{len(figure.owners)}"
@@ -72,7 +73,7 @@ def own(artist: Artist, cases: Sequence[Case]) -> None:
 
 
 def give_bands(figure: Drawing) -> None:
-    """Put the number of its band into the `gid` of each artist that lies within one band of the drawing."""
+    """For each artist inside one band (lane) of the drawing, put the number of the band into the artist's `gid`."""
     for axes in figure.axes[:1] if figure.bands else ():
         for artist in axes.get_children():
             band = _band(figure.bands, axes, artist)
@@ -107,7 +108,7 @@ def _edges(axes: Axes, artist: Artist) -> tuple[float, float]:
 
 
 def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
-    """Give an element the attributes that follow from the `gid` of its artist.
+    """Give an SVG element the attributes that follow from the `gid` of its artist.
 
     The group of an artist with a text gets the attribute `data-bar`, and the text as its title, which browsers show
     while the pointer is on the group. The group of an artist with cases gets their ids as `data-cases`. The group of an

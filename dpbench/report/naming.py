@@ -19,7 +19,7 @@ from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 
 OF_A_TRIAL = ("validity", "foreign_load", "neighbour_steps")
-"""The facts that differ between trials: the results of checks, which the warnings report, and counts."""
+"""The facts of a trial that `environment` leaves out, because they differ between trials: checks and counts."""
 _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
@@ -63,7 +63,7 @@ def case_ids(cases: Iterable[Case]) -> str:
 
 
 def alike(answer: Answer, rows: Sequence[Row]) -> str:
-    """Return the ids of the cases that an answer is about: those of its model and of the batch sizes in it."""
+    """Return the ids of the cases to which an answer applies: those with its model and one of its batch sizes."""
     batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
     cases = (row.case for row in rows)
     return case_ids(one for one in cases if one.model == answer.home.model and one.batch_size in batches)

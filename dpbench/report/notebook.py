@@ -30,7 +30,7 @@ STYLE = """<style>
 def render(report: Report) -> str:
     """Return the HTML of a run: an answer card per model, the warnings, and the table of all cases.
 
-    It needs neither a network nor scripts, and all text in it is escaped.
+    The HTML needs neither a network nor scripts, and all text in it is escaped.
     """
     facts = ", ".join(f"{name} {value}" for name, value in naming.facts(report)[:3])
     parts = [
@@ -58,7 +58,7 @@ def compared(before: Report, after: Report, found: Comparisons) -> str:
 
 
 def _card(answer: Answer) -> Markup:
-    """Return the card of an answer."""
+    """Return the card of an answer as HTML: its headline, its reasons, the command to run next, and its labels."""
     clauses = [clause for clause in (answer.reason, answer.certainty, answer.memory) if clause]
     said = Markup("").join(map(_line, clauses))
     following = Markup("<p>Next: <code>{}</code></p>").format(answer.command) if answer.command else ""

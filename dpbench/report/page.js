@@ -64,7 +64,7 @@ const quoted = (value) => {
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 };
 
-/** The numbers of a section's visible cases: those whose names begin as the section's columns do. */
+/** For each visible case, its settings and the numbers whose names begin with one of the section's columns. */
 function recordsOf(section) {
   const starts = section.dataset.columns.split(" ");
   const work = ["model", "strategy", "schedule", "devices", "batch_size", "size", "precision", "labels"];
@@ -99,7 +99,7 @@ function table(records) {
     .map((line) => line.map(quoted).join(",")).join("\n") + "\n";
 }
 
-// -- filtering: the fragment has a section's id, then the values that are chosen on each axis
+// -- filtering: the URL's fragment has the id of a section, then the chosen values of each axis
 
 const form = document.querySelector("#filters form");
 const boxes = $("input", form);
@@ -204,7 +204,7 @@ function tell(mark) {
   tip.style.top = `${(above > 4 ? above : box.bottom + 6) + scrollY}px`;
 }
 
-/** Show the text of the mark that has the focus, or none. */
+/** Show the text of the mark that has the focus; hide the tooltip if no mark has it. */
 function rest() {
   const mark = document.activeElement?.closest(MARK);
   if (mark) tell(mark); else tip.hidden = true;

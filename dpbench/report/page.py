@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "ladder": ("step", "speedup", "phase"),
     "steps": ("step",),
 }
-"""The first parts of the names of the numbers that the page's script saves for a section; see `frames.frame`."""
+"""For each section, the prefixes of the names of the numbers that the page's script saves; see `frames.frame`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Part:
-    """A section of the page. `labels` are those of all of its drawings; `columns` names the numbers that are saved."""
+    """A section of the page. `labels` has the labels that all of its drawings share.
+
+    `columns` has the section's prefixes of names of numbers (`COLUMNS`), separated by spaces.
+    """
 
     id: str
     title: str

@@ -52,7 +52,7 @@ def _both_ways(rows: Sequence[Row]) -> list[Row]:
     """Return the rows, with each one-device row marked by the scaling of the lines that start at it.
 
     On one device, strong and weak scaling are the same. A one-device row at which lines of both kinds start is
-    therefore returned twice. One at which only lines of weak scaling start is returned once, marked as weak.
+    therefore returned twice. A row at which only lines of weak scaling start is returned once, marked as weak.
     """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}

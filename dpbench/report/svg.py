@@ -77,9 +77,8 @@ PHASES: Mapping[str, Look] = {
 }
 """The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
 
-Every two colours differ by at
-least 10 in CIEDE2000, also for readers with protanopia, deuteranopia or tritanopia. Each colour has a contrast of at
-least 3 to the background of every theme.
+Every two colours differ by at least 10 in CIEDE2000, also for readers with protanopia, deuteranopia or tritanopia. Each
+colour has a contrast of at least 3 to the background of every theme.
 """
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
 """The labels that are shown with the name of a line in the legend of a speed-up panel."""

@@ -47,8 +47,8 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield one group of rows per setting and batch size, for one panel or, if the group is large, for several.
 
-    A group has the cases on the largest number of devices, and the one-device cases with the same batch size; if there
-    are none, those with the batch size of one of the devices.
+    A group has the cases on the largest number of devices, and the one-device cases with the same batch size. If there
+    are no such one-device cases, it has those whose batch size is one device's share.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
@@ -242,7 +242,7 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
         which = f"predicted, {took}" if one.source is Source.PREDICTED else measured
         said.append(f"{name}: {which}{_idle(one)}.")
         if left_out := len(one.lanes) - len(_shown(one)):
-            said.append(f"Of its devices, {left_out} are not drawn.")
+            said.append(f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn.")
     return said
 
 

@@ -148,7 +148,10 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
     if not found and row.outcome != Status.OK:
         return ((row.outcome, row.reason or "no reason given"),)
     return tuple(
-        (f"{outcome} in round {', '.join(str(number + 1) for number in rounds)}", reason)
+        (
+            f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {', '.join(str(at + 1) for at in rounds)}",
+            reason,
+        )
         for (outcome, reason), rounds in found.items()
     )
 
@@ -203,7 +206,7 @@ def machines(report: Report) -> Table | None:
         )
         for one in found
     )
-    columns = ("machine", "processor", "memory", "GPUs", "torch", "step of single over that of the fastest machine")
+    columns = ("machine", "processor", "memory", "GPUs", "torch", "step of single, relative to the fastest machine")
     return Table("Machines", columns, lines, text=6) if len(lines) > 1 else None
 
 
