@@ -217,7 +217,5 @@ def test_many_devices_are_cut_and_doubtful_and_predicted_steps_say_so() -> None:
     assert len(bars(panel.svg)) == 2 * 2 * swim_lanes.DEVICES
     assert panel.caption.count("Of its devices, 8 are not drawn.") == 2
     assert "PREDICTED dp ×16: predicted, 8.00 s; idle: device 0 10%, the others 10%." in panel.caption
-    assert (
-        "There are not enough rounds to compare these cases with others: MEASURED dp[reference] ×16." in panel.caption
-    )
+    assert "There are not enough rounds to compare this case with others: MEASURED dp[reference] ×16." in panel.caption
     assert set(panel.labels) >= {"MEASURED", "PREDICTED"}

@@ -277,8 +277,9 @@ def _host_spans(
 ) -> Iterator[Span]:
     """Yield the spans of the host: all waits for data, and the parts of other phases in which no device is in a phase.
 
-    The host continues before the devices have finished what it launched. The devices' spans therefore show how long a
-    phase takes, and the host's spans the work that the devices waited for. `busy` is the union of the devices' spans.
+    The host launches a phase and continues before the devices have finished it. The devices' spans therefore show how
+    long a phase takes, and the host's spans show the time in which the devices waited for the host. `busy` is the union
+    of the devices' spans.
     `device` is the device of all spans except data: `HOST`, or 0 for a trace without devices.
     """
     for one in timeline:

@@ -121,8 +121,8 @@ def _groups(profiles: Sequence[Profile]) -> Iterator[list[Profile]]:
         for one, other in pairwise(group):
             if one.rank == other.rank:
                 raise ValueError(
-                    f"{one.path} and {other.path} are both of rank {one.rank} of {one.world_size}: import traces of "
-                    "different runs one after the other"
+                    f"{one.path} and {other.path} are both of rank {one.rank} of {one.world_size}: import the traces "
+                    "of each run with a separate command"
                 )
         yield group
 
@@ -251,7 +251,7 @@ def _problems(traces: Sequence[Trace], common: Sequence[str]) -> Iterator[str]:
     """Yield sentences about parts of the steps that are not known, and about events that were left out."""
     first = traces[0].profile
     if not common:
-        yield "the traces have no common step: no ProfilerStep annotation and no optimizer's step"
+        yield "the traces have no common step: a step is a ProfilerStep annotation, or ends with an optimizer's step"
     for trace in traces:
         yield from trace.profile.notes
         if trace.attributed.unlaunched:

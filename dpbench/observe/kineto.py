@@ -23,7 +23,7 @@ import msgspec
 from dpbench.records.visible import visible
 
 _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
-"""The categories of the events of host threads, and whether they contain only annotations."""
+"""The categories of the events of host threads; the value of a category is whether it has only annotations."""
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
@@ -253,7 +253,10 @@ def _place(content: bytes) -> str:
 
 
 def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:
-    """Return a sentence about the events with unusable times, which were left out; () if `broken` is empty."""
+    """Return a sentence about the events that were left out because their times are unusable; () if there are none.
+
+    `broken` has the indices of these events in `events`.
+    """
     places = list(broken)
     if not places:
         return ()

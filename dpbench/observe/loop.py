@@ -165,7 +165,7 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
     """
     if not optimized:
         unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
-                "module after backward, and `optimizer` is the time since backward"] = 0  # fmt: skip
+                "module after backward, and `optimizer` is the time from backward to this end"] = 0  # fmt: skip
     if functional:
         unknown["the loop calls no module: `forward` is the time from the batch, or without a DataLoader from the end "
                 "of a step, to the loss"] = 0  # fmt: skip
@@ -179,7 +179,7 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
 
 
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
-    """Add to `unknown` the number of steps with a skipped batch: after its forward comes a batch, and no backward.
+    """Add to `unknown` the number of steps with a skipped batch, whose forward the next batch follows without backward.
 
     If most steps seem to skip a batch, as in a loop with several DataLoaders, nothing is added.
     """
@@ -233,8 +233,8 @@ def _rows(counted: Sequence[Counter[int]]) -> int:
 def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool) -> list[Raw]:
     """Return the spans of an interval in order of time, with those that only their neighbours define.
 
-    `own` has the ids of modules after whose forward the time to backward is `data`, not `loss`. The script updates the
-    weights itself (`by_hand`), calls no module (`functional`), or writes the gradients after backward (`clips`).
+    `own` has the ids of modules after whose forward the time to backward is `data`, not `loss`. The flags are whether
+    the script updates weights itself (`by_hand`), calls no module (`functional`), and writes gradients (`clips`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
@@ -271,7 +271,7 @@ def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
 
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
-    """Return the spans without the parts of an optimizer's span between forward and backward of its closure."""
+    """Return the spans without the parts of an optimizer's span between the forward and the backward of a closure."""
     found: list[Raw] = []
     since = 0
     for raw in ordered:

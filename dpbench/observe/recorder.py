@@ -79,7 +79,7 @@ _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.L
 
 
 class Raw(NamedTuple):
-    """A span as a seam recorded it; `start` and `end` are moments of the recorder's clock (`Recorder.now`).
+    """A span as a hook in torch recorded it; `start` and `end` are moments of the recorder's clock (`Recorder.now`).
 
     `note` depends on the kind: the number of the dataset for data, the place in the script for reads, and the id of the
     module for forward and evaluation. For an evaluation in training mode or with gradients enabled, it is the negative
@@ -108,7 +108,7 @@ class Interval(NamedTuple):
 
 @dataclass
 class Seen:
-    """The facts about a loop that the seams collect.
+    """The facts about a loop that the hooks in torch collect.
 
     Every `dict` has the id of a module, or the number of an optimizer, a dataset or an engine (`Recorder.owner`) as its
     key.
@@ -126,9 +126,9 @@ class Seen:
     rows: dict[int, Counter[int]] = field(default_factory=dict)
     """The number of calls of each module, or of each step of dpbench's engine, by the number of rows in the batch."""
     models: dict[int, dict[str, float]] = field(default_factory=dict)
-    """The sizes of the trained modules."""
+    """The sizes of each trained module, by the name of the size."""
     precisions: dict[int, str] = field(default_factory=dict)
-    """The precisions of the trained modules."""
+    """The precision of each trained module, such as "bf16"."""
     own_loss: set[int] = field(default_factory=set)
     """The trained modules that return their own loss."""
     compiled: set[int] = field(default_factory=set)
@@ -150,11 +150,11 @@ class _Open(NamedTuple):
 
 
 new = tuple.__new__
-"""A function that makes a NamedTuple without running Python code, which would be slow outside the CPU's caches."""
+"""A function that makes a NamedTuple faster than the constructor of its class, which runs Python code."""
 
 
 class Recorder:
-    """The log of one loop: the seams in torch fill it, and `observe.loop` reads it after `stop`."""
+    """The log of one loop: hooks in torch fill it while the script runs, and `observe.loop` reads it after `stop`."""
 
     def __init__(self, clock: Callable[[], Any] = time.perf_counter, spans: int = SPANS) -> None:
         self.now = clock
@@ -355,10 +355,10 @@ class Recorder:
             self.updating, self._left = self.now(), True
 
     def _keeps(self, number: int) -> bool:
-        """Return whether the interval `number` is kept: at first all, then blocks of intervals at growing distances.
+        """Return whether the interval `number` is kept: first every interval is, then blocks at growing distances.
 
         The distances are irregular, so that they match no period of the loop. The number of kept blocks grows with the
-        logarithm of the number of all blocks.
+        logarithm of the number of all blocks. `BLOCK` is the number of intervals in a block.
         """
         block = number // BLOCK
         self._full = self._full or max(1, block)

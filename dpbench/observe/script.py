@@ -82,7 +82,7 @@ _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
 _CALLS = 256
 """The largest number of calls of the script whose places are remembered."""
 _places: dict[tuple[int, int, str], tuple[types.CodeType, str]] = {}
-"""The code object and the place of each call, by the code's id, its instruction and the name of the called function.
+"""The code object and the place of a call, by the id of the code, the call's instruction and the called function.
 
 The code object is kept, so that no other code object gets its id.
 """

@@ -48,7 +48,7 @@ def _updates(intervals: Sequence[Interval]) -> int:
 def keys(interval: Interval) -> frozenset[int]:
     """Return the number of the optimizer that ended an interval, and the ids of the modules with a forward in it.
 
-    With such modules, the number `BY_HAND` is left out.
+    If there are such modules, the number `BY_HAND` is left out.
     """
     modules = {raw.note for raw in interval.spans if raw.kind == Phase.FORWARD and isinstance(raw.note, int)}
     return frozenset({interval.owner, *modules}) - ({BY_HAND} if modules else frozenset())

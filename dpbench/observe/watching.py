@@ -24,7 +24,7 @@ from dpbench.records.words import count
 from dpbench.store import Naming
 
 LIVE_S = 0.5
-"""The least seconds between two updates of the live line."""
+"""The least time in seconds between two updates of the line on the terminal."""
 SAMPLED_S = 0.5
 """The seconds between two readings of the counters of GPUs and host: a watched loop may run for hours."""
 

@@ -202,7 +202,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return pairs of a label and a text such as "2 of 8 cases", which is empty if all cases have the label."""
+    """Return each label with a text such as "2 of 8 cases"; the text is empty if all cases have the label."""
     counts = Counter(label for row in rows for label in row.labels)
     return [(label, "" if n == len(rows) else f"{n} of {len(rows)} cases") for label, n in counts.items()]
 

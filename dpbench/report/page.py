@@ -43,7 +43,10 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing of a section. `labels` are only those that the section's heading does not have; `cases` are ids."""
+    """A drawing of a section. `labels` has the labels that are not in the section's heading already.
+
+    `cases` has the ids of the cases in the drawing, separated by spaces.
+    """
 
     title: str
     drawing: Markup
@@ -155,7 +158,7 @@ def text_of(name: str) -> str:
 
 
 def allowed(content: str) -> str:
-    """Return the expression by which a policy allows an element with this content."""
+    """Return the expression by which a Content-Security-Policy allows the script or style sheet with this content."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 

@@ -31,7 +31,7 @@ IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 
 
 
 def section(rows: Sequence[Row], found: Drawn) -> Section:
-    """Return the section of swim lanes: a panel for each setting and batch size, with the cases on most devices."""
+    """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
     # a timed step is a fact, also if the rounds are too few for an estimate; the caption then names the case
     shown = [row for row in rows if (row.case, row.source) in found]
     facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
@@ -224,11 +224,12 @@ def _corners(part: Stretch, top: float, bottom: float) -> list[tuple[Any, tuple[
 
 
 def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
-    """Return the caption of a panel: the step of each case, the idle shares of its devices, and cases in doubt."""
+    """Return the caption of a panel: each case's step and idle shares, and the cases with too few rounds."""
     said = _sentences(facet.names, shown)
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
-        said.append(f"There are {words.NOT_ENOUGH} to compare these cases with others: {', '.join(doubtful)}.")
+        these = words.verb(len(doubtful), "this case", "these cases")
+        said.append(f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}.")
     return " ".join(said)
 
 

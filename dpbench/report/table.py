@@ -59,9 +59,9 @@ class Table:
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return one line of the table of all cases per row, including the cases without a result.
+    """Return the lines of the table of all cases, one per row, including the cases without a result.
 
-    `trials` are the trials of all cases, from which the lines get the problems.
+    `trials` are the trials of all cases; the problems in the lines come from them.
     """
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
@@ -194,7 +194,9 @@ def machines(report: Report) -> Table | None:
     found = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
-        paces.setdefault(pace.host, []).append(f"{pace.case.model}: {words.times(pace.ratio)} of {pace.fastest}")
+        paces.setdefault(pace.host, []).append(
+            f"{pace.case.model}: {words.times(pace.ratio)} the time of {pace.fastest}"
+        )
     lines = tuple(
         (
             Cell(naming.plain(one["name"]), one["machine"][:8]),
