@@ -246,7 +246,7 @@ def _device_stretches(
 
 
 def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
-    """Return the phase of the thread that launched an activity at a moment; None if the thread was in no phase."""
+    """Return the phase in which the host thread `thread` is at the moment of a launch; None if it is in no phase."""
     own = by_thread.get(thread, ())
     place = _at(own, at_us)
     return None if place is None else own[place].phase
@@ -279,8 +279,7 @@ def _host_spans(
 
     The host launches a phase and continues before the devices have finished it. The devices' spans therefore show how
     long a phase takes, and the host's spans show the time in which the devices waited for the host. `busy` is the union
-    of the devices' spans.
-    `device` is the device of all spans except data: `HOST`, or 0 for a trace without devices.
+    of the devices' spans. `device` is the device of all spans except data: `HOST`, or 0 for a trace without devices.
     """
     for one in timeline:
         if one.phase is Phase.DATA:

@@ -314,10 +314,11 @@ def described(loop: Loop) -> str:
 
 
 def align(first: Profile, other: Profile) -> Aligned | None:
-    """Return the correction of the clock of `other` to the clock of `first`; None if the collectives do not show it.
+    """Return the correction of the clock of `other` to the clock of `first`; None if it would be unreliable.
 
-    They do not show it if fewer than `LEAST` match, or if one deviates by more than `WIDEST_S`. A kind of collective
-    that occurs a different number of times in the two traces, as in sampled traces, is ignored.
+    It is unreliable if fewer than `LEAST` collectives match, or if one deviates from the median by more than
+    `WIDEST_S`. A kind of collective that occurs a different number of times in the two traces, as in sampled traces, is
+    ignored.
     """
     mine, theirs = _ends(first), _ends(other)
     differences = [
@@ -336,7 +337,7 @@ def align(first: Profile, other: Profile) -> Aligned | None:
 
 
 def _ends(profile: Profile) -> dict[str, list[float]]:
-    """Return the ends of the kernels of each kind of collective in microseconds, in order of time."""
+    """Return, for each kind of collective, the times in microseconds at which its kernels end, in order."""
     found: dict[str, list[float]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):
         if kind_of(event.name) is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):

@@ -179,7 +179,7 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
 
 
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
-    """Add to `unknown` the number of steps with a skipped batch, whose forward the next batch follows without backward.
+    """Add to `unknown` the number of steps that skip a batch: no backward comes between its forward and the next batch.
 
     If most steps seem to skip a batch, as in a loop with several DataLoaders, nothing is added.
     """
@@ -313,7 +313,7 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return the spans of each step; without marks of exceptions if most steps have one, as from a hook that raises."""
+    """Return the spans of each step; if exceptions ended work in most steps, without the marks of exceptions."""
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]

@@ -39,7 +39,7 @@ AGAIN = 64
 COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
-"""The open spans in which a call of a module is an outermost one: none, and an optimizer's step with its closure."""
+"""The innermost open span around an outermost call of a module: none, or an optimizer's step, through a closure."""
 _FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
 PLACES = 16
 """The largest number of places in the script at which a block without gradients is examined."""
@@ -53,7 +53,7 @@ class Outermost:
         self._recorder = recorder
         self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
         self._opened: list[tuple[bool, BaseException | None]] = []
-        """For each open call, whether it is recorded, and the exception that the script was handling before it."""
+        """For each open call of a module, whether it is recorded, and the exception being handled when it began."""
         self._original = nn.Module.__call__
         self._until, self._looking = LOOKS, False
 

@@ -4,8 +4,8 @@ The log has one interval per update of the weights, from the end of an optimizer
 interval has the spans that the seams recorded: the kind of work, its start and its end. `observe.loop` turns intervals
 into steps and phases after the script has ended, so that the script waits for as little as possible.
 
-Only the thread that made the recorder records. Work inside another span is a part of this span, and gets a separate
-span only for the pairs in `INTERRUPTS`.
+Only the thread that made the recorder records. A span that begins inside another span is not recorded separately,
+except for the pairs in `INTERRUPTS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_forget)
 EVALUATION, CHECKPOINT, WITHIN, FAILED = "evaluation", "checkpoint", "within", "failed"
 """The kinds that are not phases: evaluation, saving a checkpoint, a wrapper that records its phases, an exception."""
 OWN = -2
-"""The device of a span that occupies every device of this process."""
+"""The `device` of a span that occupies all devices of this process."""
 BY_HAND = 0
 """The owner of an interval that no optimizer ended: the script itself may have updated the weights."""
 SPANS = 40_000
@@ -63,7 +63,7 @@ INTERRUPTS: dict[str, frozenset[str]] = {
     EVALUATION: frozenset(),
     Phase.OPTIMIZER: _CLOSURE,  # the closure of LBFGS runs inside the optimizer's step
 }
-"""The kinds of inner spans that interrupt an outer span of the given kind, and are recorded apart from it."""
+"""For each kind of an outer span, the kinds of inner spans that interrupt it and are recorded separately."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded also in intervals that are not kept."""
 _BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
@@ -215,7 +215,7 @@ class Recorder:
         return True
 
     def end(self, place: str | None = None) -> None:
-        """End the span that began last; `place` replaces its note."""
+        """End the innermost open span; `place` replaces its note, unless it is None."""
         if not self.open:  # the recorder was stopped meanwhile
             return
         kind, start, note = self.open.pop()
@@ -312,7 +312,7 @@ class Recorder:
         return number
 
     def update(self, owner: int, name: str = "", end: Any = None) -> None:
-        """End the interval at the moment `end` (default: now), and decide whether the next one is kept.
+        """End the interval at the moment `end` (default: now), and set whether the next interval is kept.
 
         The optimizer with the number `owner` and the name `name` has updated the weights; `BY_HAND` has no name.
         """
@@ -355,10 +355,11 @@ class Recorder:
             self.updating, self._left = self.now(), True
 
     def _keeps(self, number: int) -> bool:
-        """Return whether the interval `number` is kept: first every interval is, then blocks at growing distances.
+        """Return whether to keep the interval `number`.
 
-        The distances are irregular, so that they match no period of the loop. The number of kept blocks grows with the
-        logarithm of the number of all blocks. `BLOCK` is the number of intervals in a block.
+        At first, every interval is kept; later, blocks of `BLOCK` intervals at growing distances. The distances are
+        irregular, so that they match no period of the loop. The number of kept blocks grows with the logarithm of the
+        number of all blocks.
         """
         block = number // BLOCK
         self._full = self._full or max(1, block)

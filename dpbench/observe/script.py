@@ -89,7 +89,7 @@ The code object is kept, so that no other code object gets its id.
 
 
 def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the frame of the script that led to a frame; None if there is none."""
+    """Return the innermost frame of the script among `frame` and its callers; None if there is none."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
         frame = frame.f_back
     return frame

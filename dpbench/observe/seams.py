@@ -145,7 +145,7 @@ def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
 
 
 def _around_step(frame: types.FrameType | None) -> Iterator[type]:
-    """Yield the classes of the optimizers, such as wrappers, whose `step` is `frame` or one of its callers."""
+    """Yield the classes of the optimizers, such as wrappers, whose `step` runs in `frame` or in one of its callers."""
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_code.co_varnames:
             one = frame.f_locals.get(frame.f_code.co_varnames[0])
@@ -161,7 +161,7 @@ class _Steps:
         self._recorder, self._averages, self._replace, self._stack = recorder, averages, replace, stack
         self._running: list[_Running] = []
         self._called: Any = None
-        """The moment at which the script has called a step that has not begun yet."""
+        """The moment at which the script has called a step that has not begun yet; None if there is none."""
         self._classes: set[type] = set()
 
     def _leave(self, number: int) -> None:
@@ -194,7 +194,7 @@ class _Steps:
         return step
 
     def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace `own`, the `step` of an instance, such as one that a scheduler has put around the class's `step`."""
+        """Replace `own`, a `step` that is set on the optimizer itself, as schedulers do, to observe its calls too."""
         given, alive = self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)), weakref.ref(optimizer)
 
         @functools.wraps(own)
@@ -231,7 +231,7 @@ class _Steps:
             self._starting(optimizer, own)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """End the span of an optimizer's step, and with the outermost step the interval; called after each step."""
+        """End the span of an optimizer's step, and after an outermost step the interval; torch calls this hook."""
         recorder, running = self._recorder, self._running
         if not recorder.active or get_ident() != recorder.thread:
             return

@@ -1,4 +1,4 @@
-"""Comparing: two runs before and after a change, as text, as Markdown, and as an HTML page."""
+"""Comparing: the comparison of two runs, before and after a change, as text, as Markdown, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
 def numbers(found: Comparisons) -> list[dict[str, object]]:
     """Return one record per case in the order of the table: the case, its verdict, its numbers in seconds or as ratios.
 
-    As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show the number; else None.
+    As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show a number, or None.
     """
     return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
 

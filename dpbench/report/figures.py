@@ -142,7 +142,7 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 
 def _caption(ladder: Ladder) -> str:
-    """Return the caption of a ladder's panel: the rounds, the meaning of the limit, and a `ddp` step that is not drawn."""
+    """Return the caption of a ladder's panel: the rounds, the limit's meaning, and the step of `ddp` if not drawn."""
     said = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"

@@ -107,7 +107,7 @@ def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return a sentence on the number of rounds behind the rows, or on their prediction."""
+    """Return a sentence on the number of rounds behind the rows, or that their numbers are predicted."""
     counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
@@ -122,7 +122,7 @@ def unit(case: Case) -> str:
 
 
 def processes(rows: Sequence[Row]) -> str:
-    """Return a sentence on the processes that the rounds of the rows were measured in."""
+    """Return a sentence on the processes in which the rounds of the rows were measured."""
     if rows and all(row.case.traits.observed for row in rows):
         return "The rounds of an observed loop are consecutive parts of one execution."
     return "Each round is a fresh process."

@@ -69,7 +69,7 @@ class Numbers:
 class Part:
     """A section of the page. `labels` has the labels that all of its drawings share.
 
-    `columns` has the section's prefixes of names of numbers (`COLUMNS`), separated by spaces.
+    `columns` has the section's prefixes from `COLUMNS`, separated by spaces.
     """
 
     id: str

@@ -142,7 +142,7 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
 
 
 def _name(case: Case, labels: Iterable[str], value: str) -> str:
-    """Return a line's name in the legend: its labels from `svg.ODD`, its strategy, schedule and options, its value."""
+    """Return a line's name in the legend: its labels in `svg.ODD`, strategy, schedule, options, and value."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
     name = " ".join(filter(None, (odd, naming.strategy(case), options)))

@@ -86,7 +86,7 @@ def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], k
 def _drawing(
     title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
 ) -> str:  # fmt: skip
-    """Return the timelines as one drawing with a common time axis; `cases` lets the page hide single timelines."""
+    """Return the timelines as one drawing with a common time axis; the page can hide those of the `cases`."""
     said = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
@@ -161,7 +161,7 @@ def _place(device: int) -> str:
 
 
 def _extent(start_s: float, end_s: float, step_s: float) -> str:
-    """Return, as text, the duration of an interval, its start after that of the step, and its share of the step."""
+    """Return, as text, an interval's duration, its start relative to the step's start, and its share of the step."""
     took = end_s - start_s
     return f"{words.time(took)} from {words.time(start_s)}, {words.percent(took / step_s)}"
 

@@ -157,7 +157,7 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 
 def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
-    """Return a table with the milliseconds of each phase and of the whole step of each measured case, and the cases."""
+    """Return a table with the milliseconds of each phase and of the step, one line per measured case; and the cases."""
     measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
     found = tuple(
         (
@@ -190,7 +190,7 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
 
 
 def machines(report: Report) -> Table | None:
-    """Return the table of the machines of a launch, with their pace on the baseline; None for a single machine."""
+    """Return the table of a launch's machines, with the step time of `single` on each; None for a single machine."""
     found = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
@@ -288,7 +288,7 @@ def _switch(change: RungGain) -> tuple[Cell, ...]:
 
 
 def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the tables of a ladder: the ablations, whose table is short, if there are any; then the rungs."""
+    """Return the tables of a ladder: first the ablations, if there are any, in a short table; then the rungs."""
     return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 
