@@ -1,8 +1,8 @@
 """Kineto: read a trace that torch.profiler wrote in Chrome's JSON format, plain or compressed by gzip.
 
 Torch has changed the names of the categories: `Operator`, `Runtime`, `Kernel`, `Memcpy` and `Memset` became `cpu_op`,
-`cuda_runtime`, `kernel`, `gpu_memcpy` and `gpu_memset`. dpbench reads both. Times stay in the microseconds of the file: in
-seconds since the epoch, a float would be exact to 0.2 microseconds only.
+`cuda_runtime`, `kernel`, `gpu_memcpy` and `gpu_memset`. dpbench reads both. Times stay in the microseconds of the file:
+in seconds since the epoch, a float would be exact to 0.2 microseconds only.
 
 The library msgspec decodes a file of 200,000 events in a second, into the few fields that are needed.
 """

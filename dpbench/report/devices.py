@@ -46,7 +46,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory, transfers and predictions, except those with an empty table."""
+    """Return the sections on latency, imbalance, memory, transfers and predictions, except for empty tables."""
     found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [

@@ -388,7 +388,7 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
 
 
 def _left_out(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float) -> str:
-    """Return a caption with the timed steps beyond the `end` of the axis (in ms), and a note if rounds are not drawn."""
+    """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds that are not drawn."""
     said = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
