@@ -139,7 +139,7 @@ def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
     the last one of each turn ends the step. The first step may then have begun before the trace, so it is not whole.
     """
     found = [NamedStep(event.name, event.start_us, event.end_us, True) for event in main if STEP.match(event.name)]
-    if found:  # a profiler that is started again counts from the beginning
+    if found:  # a profiler that is started again begins at #0 again, so that names repeat
         times = Counter[str]()
         for number, step in enumerate(found):
             times[step.name] += 1

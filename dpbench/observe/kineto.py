@@ -220,7 +220,7 @@ def _decoded(path: Path, content: bytes) -> _File:
             return _parsed(content)
         except msgspec.ValidationError:
             raise
-        except msgspec.DecodeError:  # old Kineto wrote a rate per 0 seconds as `inf` or `nan`, which is not JSON
+        except msgspec.DecodeError:  # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler") from error

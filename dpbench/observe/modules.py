@@ -319,7 +319,7 @@ class Averages:
         @functools.wraps(was)
         def enter(context: Any) -> None:
             was(context)
-            # the first test is the cheapest: torch itself enters several such blocks in each step
+            # the first test is the cheapest: torch itself enters several `no_grad` blocks in each step
             if not open_spans and not is_compiling() and recorder.updating_weights:
                 self._enter(context, calling_frame(sys._getframe(1)))
 

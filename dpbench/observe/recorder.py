@@ -259,7 +259,7 @@ class Recorder:
     def copied(self, tensor: Any, start: Any) -> None:
         """Record a copy of a tensor of the host to a device, which began at the moment `start`."""
         self.add(Phase.SCATTER, start, self.now())
-        if len(self.ends) < PINNED_READS:  # a look-up of the driver, and the same in every step
+        if len(self.ends) < PINNED_READS:  # the driver must be asked, and its answer is the same in every step
             self.seen.pinned = bool(tensor.is_pinned())
 
     def _log(self, kind: str, start: Any, end: Any, note: Any) -> None:

@@ -32,7 +32,7 @@ IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 
 
 def section(rows: Sequence[Row], found: Drawn) -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
-    # a timed step is a fact, also if the rounds are too few for an estimate; the caption then names the case
+    # a timed step is drawn even if its rounds are too few for an estimate; the caption then names the case
     shown = [row for row in rows if (row.case, row.source) in found]
     facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
     return Section(
