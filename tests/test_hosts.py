@@ -346,7 +346,7 @@ def test_a_report_of_a_launch_has_its_machines(form: Callable[[Report], str]) ->
     found = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={HOSTS: {"machines": machines}})
     text = form(found)
     assert "Hosts<" in text
-    assert re.search(r"mlp: 1\.50× \([^)]*\) of a", text)
+    assert re.search(r"mlp: 1\.50× \([^)]*\) the time of a", text)
     assert "Hosts<" not in form(replace(found, provenance={}))
 
 

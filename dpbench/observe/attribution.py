@@ -118,7 +118,7 @@ def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
 
 
 def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
-    """Return the name of the thread that runs the training loop; an empty text if there are no threads.
+    """Return the name of the thread that runs the training loop; an empty text for a trace without threads.
 
     It is the thread with the most step annotations; at equal numbers, the one with the most annotations of optimizers
     and DataLoaders, then the one with the most events outside backward.

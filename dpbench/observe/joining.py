@@ -57,7 +57,7 @@ class Seat:
     def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> Seat:
         """Return the place that torchrun's environment variables describe; without them, rank 0 of one process.
 
-        The folder for the files of the ranks is beside the file `store`.
+        The folder for the files of the ranks is in the same folder as the file `store`.
         """
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         launch = hashlib.sha256(json.dumps([environ.get(name) for name in names]).encode()).hexdigest()[:12]

@@ -181,7 +181,7 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
     """Add to `unknown` the number of steps that skip a batch: no backward comes between its forward and the next batch.
 
-    If most steps seem to skip a batch, as in a loop with several DataLoaders, nothing is added.
+    If most steps seem to skip a batch, as in a loop with several DataLoaders, `unknown` stays as it is.
     """
     number = 0
     for raws in rows:
@@ -197,7 +197,7 @@ def _count_gaps(
 ) -> None:
     """Add to `unknown` the number of steps after warm-up in which a notable part of the time is in no phase.
 
-    Nothing is added if this occurs in a few steps only, or at different places: then it is a disturbance.
+    If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown` stays as it is.
     """
     timed = [*zip(steps, gaps, strict=True)][WARMUP:]
     found = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
@@ -220,7 +220,7 @@ def _together(calls: int, batches: Counter[int]) -> int:
 def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
     """Return the facts about the modules with these keys; all facts if no fact has one of the keys.
 
-    A wrapper over several devices records the phases of its devices in place of its own call, so it has no key.
+    A wrapper over several devices records the phases of these devices and not its call, so it has no key.
     """
     return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
 

@@ -195,7 +195,7 @@ class Recorder:
     def begin(self, kind: str, note: Any = None, start: Any = None) -> bool:
         """Begin a span; return whether it is recorded, in which case `end` must be called.
 
-        The span begins at the moment `start`; or now, if `start` is None or another span has ended since. Nothing is
+        The span begins at the moment `start`; or now, if `start` is None or another span has ended since. A span is not
         recorded in another thread, or inside a span that `kind` does not interrupt. In an interval that is not kept,
         only the kinds in `ASIDE` are recorded.
         """

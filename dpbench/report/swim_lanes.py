@@ -47,8 +47,8 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield one group of rows per setting and batch size, for one panel or, if the group is large, for several.
 
-    A group has the cases on the largest number of devices, and the one-device cases with the same batch size. If there
-    are no such one-device cases, it has those whose batch size is one device's share.
+    A group has the cases on the largest number of devices, and the one-device cases with the same batch size; without
+    such one-device cases, it has those whose batch size is one device's share.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
