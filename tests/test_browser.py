@@ -306,7 +306,7 @@ def test_the_page_of_a_comparison_filters_drawings_and_tells_values_as_that_of_a
     mark = browser.find_element("css selector", "#lanes figure:not([hidden]) [data-bar]")
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     tip = browser.execute_script("return document.getElementById('tip').textContent")
-    assert re.fullmatch(r"forward on device 0: 2.00 ms from 0 ms, 40%; critical for 2.00 ms", tip), tip
+    assert re.fullmatch(r"forward on device 0: 2.00 ms from 0 ms on, 40% of the step; critical for 2.00 ms", tip), tip
     assert browser.get_log("browser") == []
 
 

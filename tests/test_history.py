@@ -88,7 +88,7 @@ def test_the_step_is_detected_and_drawn(kept: Path) -> None:
     assert [(one.first, one.end) for one in history.levels] == [(0, 3), (3, 6)]
     (section,) = [one for one in figures.sections(found) if one.id == "history"]
     (panel,) = section.panels
-    assert panel.caption == "6 commits. At c0ffee3c the step is 30% longer."
+    assert panel.caption == "6 commits. From commit c0ffee3c on, the step is 30% longer."
     assert panel.labels == ("MEASURED", "CPU-ONLY")
     assert panel.cases == [CASE]
     assert panel.svg.count("data-bar") == 6 + 2

@@ -155,15 +155,15 @@ def test_bars_share_one_axis_and_say_their_phase_device_time_and_share() -> None
     panel = drawn()
     found = bars(panel.svg)
     assert len(found) == panel.svg.count("data-bar") == 1 + 7 + 2 + 3 + 2
-    single = found["forward on device 0: 4.00 s from 0 ms, 100%; critical for 4.00 s"]
-    backward = found["backward on device 0: 2.00 s from 6.00 s, 20%; critical for 1.00 s"]
-    idle = found["device 1 idle: 5.00 s from 5.00 s, 50%"]
-    assert "forward on host: 4.00 s from 1.00 s, 40%" in found  # not on the critical path
+    single = found["forward on device 0: 4.00 s from 0 ms on, 100% of the step; critical for 4.00 s"]
+    backward = found["backward on device 0: 2.00 s from 6.00 s on, 20% of the step; critical for 1.00 s"]
+    idle = found["device 1 idle: 5.00 s from 5.00 s on, 50% of the step"]
+    assert "forward on host: 4.00 s from 1.00 s on, 40% of the step" in found  # not on the critical path
     unit = (single[2] - single[0]) / 4
     for box, start, seconds in ((backward, 6, 2), (idle, 5, 5)):
         assert box[2] - box[0] == pytest.approx(unit * seconds, abs=0.02)
         assert box[0] - single[0] == pytest.approx(unit * start, abs=0.02)
-    reduce = found["reduce on device 0: 1.50 s from 7.00 s, 15%; critical for 1.50 s"]
+    reduce = found["reduce on device 0: 1.50 s from 7.00 s on, 15% of the step; critical for 1.50 s"]
     assert reduce[1] >= backward[3]  # bars that overlap in time are on different rows
 
 
@@ -175,7 +175,7 @@ def test_the_outline_is_the_critical_path() -> None:
     edges = [tuple(map(float, box)) for box in re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+V[\d.]+z", dp)]
     critical = {said: box for said, box in found.items() if "critical" in said and "4.00 s from 0" not in said}
     assert len(edges) == len(critical) == 6
-    idle = found["device 1 idle: 5.00 s from 5.00 s, 50%"]
+    idle = found["device 1 idle: 5.00 s from 5.00 s on, 50% of the step"]
     second = (idle[2] - idle[0]) / 5
     for box, (said, bar) in zip(edges, sorted(critical.items(), key=lambda one: one[1][0]), strict=True):
         seconds = float(re.search(r"critical for ([\d.]+) s$", said)[1])

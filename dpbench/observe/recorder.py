@@ -248,7 +248,7 @@ class Recorder:
             self._spans.append(Raw(FAILED, now, now))
 
     def add(self, kind: str, start: Any, end: Any, device: int = OWN, note: Any = None) -> None:
-        """Record a span that has ended, from any thread; an engine or a wrapper measured it itself."""
+        """Record a span that an engine or a wrapper has measured; any thread may call this."""
         if self.active and self.kept:
             self._spans.append(Raw(kind, start, end, device, note))
 

@@ -151,7 +151,7 @@ def _caption(ladder: Ladder) -> str:
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
         said.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis.")
     if ladder.case.device_kind == "emulated":
-        said.append("Host cost only, no speed-up.")
+        said.append("The steps show host cost only, and no speed-up.")
     return " ".join(said)
 
 

@@ -53,9 +53,9 @@ def _panel(history: History, key: str) -> Panel:
         step = point.step
         svg.whisker(axes, place, step.value * 1e3, (step.low * 1e3, step.high * 1e3), end, upright=True, colour=colour)
         (dot,) = axes.plot([place], [step.value * 1e3], "o", color=colour, markersize=5.5)
-        runs = ", ".join(run[:12] for run in point.runs)
+        runs = f"{words.verb(len(point.runs), 'run', 'runs')} {', '.join(run[:12] for run in point.runs)}"
         marks.explain(
-            dot, f"{point.commit}: {words.ms(step)}, {words.count(step.n, 'round')} of run {runs}", [history.case]
+            dot, f"{point.commit}: {words.ms(step)}, {words.count(step.n, 'round')} of {runs}", [history.case]
         )
     places = range(len(points)) if len(points) <= NAMED else (0, len(points) - 1)
     axes.set_xticks([*places], [points[place].commit for place in places])
@@ -74,7 +74,8 @@ def _caption(history: History) -> str:
     for before, after in pairwise(levels):
         change = after.seconds / before.seconds - 1
         way = "longer" if change > 0 else "shorter"
-        said.append(f"At {history.points[after.first].commit} the step is {words.percent(abs(change))} {way}.")
+        commit = history.points[after.first].commit
+        said.append(f"From commit {commit} on, the step is {words.percent(abs(change))} {way}.")
     if history.levels is not None and len(levels) == 1:
         said.append("No change is detected.")
     return naming.plain(" ".join(said))

@@ -125,7 +125,7 @@ def processes(rows: Sequence[Row]) -> str:
     """Return a sentence on the processes in which the rounds of the rows were measured."""
     if rows and all(row.case.traits.observed for row in rows):
         return "The rounds of an observed loop are consecutive parts of one execution."
-    return "Each round is a fresh process."
+    return "Each round ran in a fresh process."
 
 
 def basis(row: Row) -> str:

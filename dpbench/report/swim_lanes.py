@@ -73,8 +73,8 @@ def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
 def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
     """Return the panel with one median step of a case in two runs, one above the other, on the same time axis.
 
-    `labels` are those of both sides, and `key` makes the ids of the drawing unique. The page filters the panel by the
-    case of the first run.
+    `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page filters the panel by
+    the case of the first run.
     """
     names, shown = ("before", "after"), (before, after)
     with svg.theme():
@@ -163,7 +163,7 @@ def _place(device: int) -> str:
 def _extent(start_s: float, end_s: float, step_s: float) -> str:
     """Return, as text, an interval's duration, its start relative to the step's start, and its share of the step."""
     took = end_s - start_s
-    return f"{words.time(took)} from {words.time(start_s)}, {words.percent(took / step_s)}"
+    return f"{words.time(took)} from {words.time(start_s)} on, {words.percent(took / step_s)} of the step"
 
 
 def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> Rectangle:
