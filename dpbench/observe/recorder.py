@@ -257,7 +257,7 @@ class Recorder:
         return _Mark(self, phase, device)
 
     def copied(self, tensor: Any, start: Any) -> None:
-        """Record a copy of a tensor of the host to a device, which began at the moment `start`."""
+        """Record the copy of a host tensor to a device; the copy began at the moment `start`, and ends now."""
         self.add(Phase.SCATTER, start, self.now())
         if len(self.ends) < PINNED_READS:  # the driver must be asked, and its answer is the same in every step
             self.seen.pinned = bool(tensor.is_pinned())

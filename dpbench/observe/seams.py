@@ -98,7 +98,7 @@ def _around(
 ) -> Callable[..., Any]:
     """Return a function that calls `was` inside a span of the kind `kind`.
 
-    The note of the span is the number of the object that `source` returns for the first argument; None without it.
+    The note of the span is the number of the object that `source` returns for the first argument, or None.
     """
 
     @functools.wraps(was)
@@ -231,7 +231,7 @@ class _Steps:
             self._starting(optimizer, own)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """End the span of an optimizer's step, and after an outermost step the interval; torch calls this hook."""
+        """End the span of an optimizer's step; an outermost step also ends the interval. torch calls this hook."""
         recorder, running = self._recorder, self._running
         if not recorder.active or get_ident() != recorder.thread:
             return

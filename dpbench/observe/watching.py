@@ -171,7 +171,7 @@ def _line(stream: TextIO) -> Callable[[array[float]], None]:
         if ends[-1] - shown[1] >= LIVE_S:
             since = len(ends) - 1 - int(shown[0])
             each_ms = (ends[-1] - ends[int(shown[0])]) / max(1, since) * 1e3
-            stream.write(f"\r\x1b[Kdpbench: update {len(ends)}, {each_ms:.3g} ms each")
+            stream.write(f"\r\x1b[Kdpbench: update {len(ends)}, {each_ms:.3g} ms per update")
             stream.flush()
             shown[:] = [len(ends) - 1, ends[-1]]
 

@@ -73,9 +73,9 @@ LATENCY = (
     "few steps for this interval is not shown."
 )
 IMBALANCE = (
-    "Each quantity has two ratios: device 0 to the mean of the other devices, and the highest of all devices to their "
-    "mean; 1 means balanced. DDP is the control, because all its ranks do the same work. The verdict is “above the "
-    "control” if the whole 95% interval of the first ratio is above the interval of the control."
+    "Each quantity has two ratios: device 0 to the mean of the other devices, and the largest amount to the mean of "
+    "all devices; 1 means balanced. DDP is the control, because all its ranks do the same work. The verdict is “above "
+    "the control” if the whole 95% interval of the first ratio is above the interval of the control."
 )
 MEMORY = (
     "Device 0's peak memory in each phase of one untimed step; in small type, the mean peak of the other devices. "

@@ -84,7 +84,7 @@ def panels(
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> Iterator[Facet]:
-    """Yield the panels of a group of cases, of nearly equal length, each with at most `per` units; see `split`."""
+    """Yield the panels of a group of cases, with nearly equal numbers of units, at most `per` each; see `split`."""
     both = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)

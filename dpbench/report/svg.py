@@ -201,7 +201,7 @@ def amounts(axis: Axis, ticks: int = 5) -> None:
 
 
 FARTHEST = 4.0
-"""The largest end of an axis with whiskers, as a multiple of the largest value; see `extent`."""
+"""The end of an axis with whiskers is at most this multiple of the largest value; see `extent`."""
 
 
 def extent(estimates: Iterable[Estimate]) -> float:

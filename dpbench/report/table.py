@@ -20,7 +20,7 @@ COLUMNS = (
     "imbalance", "peak memory", "verified", "labels", "status",
 )  # fmt: skip
 COMPARED = ("speed-up", "efficiency", "verified")
-"""The columns that a table of observed loops lacks: they have no baseline and no reference."""
+"""The columns that a table of observed loops lacks, because these loops have no baseline and no reference."""
 TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
