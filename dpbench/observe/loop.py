@@ -13,7 +13,7 @@ dpbench cannot observe where some phases begin or end. The neighbouring phases t
   forward. If the module also returns its own loss, the time from the forward to backward is `data`, too.
 - Without a module, `forward` is the time from the batch to the loss.
 - Without an optimizer, `optimizer` is the time from the end of backward to the end of the last `no_grad` block before
-  the next batch, or to the next batch if there is no such block.
+  the next batch; without such a block, it lasts to the next batch.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
     """Add to `unknown` the number of steps that skip a batch: no backward comes between its forward and the next batch.
 
-    If most steps seem to skip a batch, as in a loop with several DataLoaders, `unknown` stays as it is.
+    If most steps seem to skip a batch, as in a loop with several DataLoaders, `unknown` does not change.
     """
     number = 0
     for raws in rows:
@@ -197,7 +197,7 @@ def _count_gaps(
 ) -> None:
     """Add to `unknown` the number of steps after warm-up in which a notable part of the time is in no phase.
 
-    If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown` stays as it is.
+    If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown` does not change.
     """
     timed = [*zip(steps, gaps, strict=True)][WARMUP:]
     found = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
