@@ -356,7 +356,7 @@ def _cut(
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the number of the training dataset (0 if unknown), and the numbers of those that only evaluations read."""
+    """Return the number of the training dataset (0: unknown), and those of the datasets that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
