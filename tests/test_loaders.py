@@ -278,7 +278,7 @@ def test_a_batch_that_cannot_be_collated_is_named(server: Server, here: Path) ->
     (here / "data.py").write_text(f"{DATASETS}\ndef ragged(): return Ragged()\n")
     found = load(server, here, "ragged")
     assert found.status is Status.FAILED
-    assert found.reason.startswith("collating the batch that ends with example ")
+    assert found.reason.startswith("collating the batch with example ")
     assert ": RuntimeError: " in found.reason
 
 
@@ -305,7 +305,7 @@ def test_a_worker_that_dies_is_a_failure(server: Server, here: Path) -> None:
 
 UNFIT = {
     "data.py:empty": "Examples has no examples: its __len__ returns 0",
-    "data.py:small": "Examples has 3 examples, fewer than one batch of 4; give a smaller --batch-size",
+    "data.py:small": "Examples has length 3, less than one batch of 4; give a smaller --batch-size",
     "data.py:scarce": "the dataset has 16 examples, but a measurement with num_workers=2 and batches of 4 needs 48, ",
     "data.py:Stream": "Stream is an IterableDataset, ",
     "data.py:number": "int has no __len__ and no __getitem__; give a map-style Dataset",
@@ -352,7 +352,7 @@ def test_pinning_without_an_accelerator_is_refused() -> None:
 
     if torch.accelerator.is_available():
         pytest.skip("this machine has an accelerator")
-    with pytest.raises(loaders.Unfit, match="--pin-memory on would do nothing"):
+    with pytest.raises(loaders.Unfit, match="--pin-memory on would have no effect"):
         worker.check([0] * 9, 4, pin_memory=True, start="fork")
 
 

@@ -333,7 +333,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "raised in the forward of the module from build()",
     ),
     "forward changes its inputs": (odd(lambda forward, x: forward(x.mul_(2))), "forward modifies its inputs in place"),
-    "forward returns no tensor": (odd(lambda forward, x: 3), "forward returned no tensor, but int"),
+    "forward returns no tensor": (odd(lambda forward, x: 3), "but an object of type int"),
     "loss is a number": ({"loss": lambda out, y: F.cross_entropy(out, y).item()}, "loss() returned a float: return a"),
     "loss is a vector": (
         {"loss": lambda out, y: F.cross_entropy(out, y, reduction="none")},
@@ -343,7 +343,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": lambda out, y: F.cross_entropy(out.detach(), y)},
         "loss() returned a tensor without an autograd",
     ),
-    "loss is NaN": ({"loss": lambda out, y: out.sum() * float("nan")}, "loss() returned nan on a batch of 2"),
+    "loss is NaN": ({"loss": lambda out, y: out.sum() * float("nan")}, "loss() returned nan for a batch of 2"),
     "loss of no parameter": (
         {"loss": lambda out, y: out.detach().requires_grad_().sum()},
         "gives no parameter a gradient",
@@ -363,11 +363,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "wrapped": ({"build": lambda size: nn.DataParallel(Net())}, "build() returned a DataParallel: return the module"),
     "cannot be copied": (
         {"build": lambda size: holding(i for i in range(3))},
-        "build() returned a module that copy.deepcopy cannot copy, as verification does: TypeError",
+        "build() returned a module that copy.deepcopy cannot copy, which verification needs: TypeError",
     ),
     "inputs are NaN": (
         {"batch": lambda *a: (rows(*a)[0] * float("nan"), rows(*a)[1])},
-        "loss() returned nan on a batch of 2: check the inputs of batch()",
+        "loss() returned nan for a batch of 2 samples: check the inputs of batch()",
     ),
     "loss is a class": ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss: give an instance"),
     "optimizer returns nothing": ({"optimizer": lambda p: None}, "optimizer() returned a NoneType: return a torch"),
@@ -441,10 +441,10 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     "another batch for one seed": ({"batch": lambda n, *_: (torch.randn(n, 8), torch.zeros(n).long())}, "same seed"),
     "other weights for one seed": ({"build": lambda size: holding(torch.seed())}, "the same seed gave other weights"),
     "one row for all": (odd(lambda forward, x: (forward(x), x.sum(0, keepdim=True))), "one row per sample"),
-    "unused parameters": ({"build": lambda size: Unused()}, "2 of 6 parameters get no gradient (first: idle.weight)"),
+    "unused parameters": ({"build": lambda size: Unused()}, "no gradient for 2 of 6 parameters (first: idle.weight)"),
     "replicas return numbers": (odd(lambda forward, x: (forward(x), 3)), "a step on two devices failed: TypeError"),
     "layers in a list": ({"build": lambda size: Listed()}, "depends on 2 tensors with a gradient that the module does"),
-    "registered twice": ({"build": lambda size: Twice()}, "registered under two names"),
+    "registered twice": ({"build": lambda size: Twice()}, "names of parameters are registered for"),
 }
 
 

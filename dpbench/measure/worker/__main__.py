@@ -64,7 +64,7 @@ def serve() -> None:
             "no module may use CUDA when it is imported"
         )
     gc.freeze()  # else collections in workers write to the shared pages, and each worker gets copies
-    bench.frozen()  # workers inherit the answer
+    bench.frozen()  # cache the answer, which workers inherit
     gc.enable()
     answers = os.dup(1)
     os.dup2(2, 1)  # other output must not be mistaken for an answer
@@ -84,19 +84,20 @@ def serve() -> None:
         _, status, usage = os.wait4(pid, 0)
         with suppress(OSError):  # the parent may have removed the folder
             (request.folder / PEAK).write_text(str(usage.ru_maxrss * 1024), encoding="utf-8")
-        processes.end_children()  # processes that the worker has left behind, also in sessions of their own
+        processes.end_children()  # processes that the worker has left running, also those in another session
         say(exit=os.waitstatus_to_exitcode(status))
 
 
 def _work(request: Request, server: int) -> None:
-    """Run a request in this process, which is the forked worker: write its trials to the request's folder, and exit.
+    """Run a request in this process, the forked worker; write the trials to the request's folder, and exit.
 
     `server` is the process id of the server. The process exits without Python's cleanup, which could hang.
     """
     born_s = time.perf_counter()
     folder = request.folder
     try:
-        for number in (signal.SIGTERM, signal.SIGHUP):  # processes of the model may be ended by them
+        # the server ignores these signals, but they must end the processes that the model starts
+        for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
         processes.die_with_parent(server)
@@ -129,11 +130,11 @@ def _work(request: Request, server: int) -> None:
 
 
 LINGER_S = 1.0
-"""The seconds for which a failed rank keeps its connections open, so that its peers fail later than it reports."""
+"""The seconds for which a failed rank keeps its connections open, so that it reports before its peers fail."""
 
 
 def _fail(failure: Failure, folder: Path) -> NoReturn:
-    """Write the record of a rank's failure, and exit after `LINGER_S` seconds."""
+    """Write the record of a rank's failure to `failure.json` in `folder`, and exit after `LINGER_S` seconds."""
     print(failure.traceback, file=sys.stderr, flush=True)
     (folder / "failure.json").write_text(failure.to_json(), encoding="utf-8")
     time.sleep(LINGER_S)

@@ -41,11 +41,11 @@ from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
-"""The number of profiled steps of a trial; a case whose steps are slow has one."""
+"""The number of steps that are profiled in a trial; if the steps are slow (see `SLOW`), only one is."""
 
 
 def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) -> list[list[Activity]]:
-    """Run `count` steps under one torch.profiler, and return the activities of the GPUs in each of them.
+    """Run `count` steps under one torch.profiler, and return the activities of the GPUs in each step.
 
     The devices are idle between two steps. If several replicas share a GPU, its activities have the device index of the
     first of these replicas.
@@ -65,7 +65,7 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
 
 
 def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[Activity]]:
-    """Return the activities of each profiled step; the host's events named `PROFILED` have the starts of the steps."""
+    """Return one list of activities per profiled step; each step begins with a host event named `PROFILED`."""
     starts = sorted(
         event.time_range.start / 1e6
         for event in events
@@ -79,7 +79,10 @@ def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[
 
 
 def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activity]:
-    """Return the activities in the events of torch.profiler of the GPUs in `first`, which maps ordinals to devices."""
+    """Return the activities of GPUs that torch.profiler has recorded in `events`.
+
+    `first` maps the CUDA ordinal of each GPU of the case to a device index; activities of other GPUs are left out.
+    """
     return [
         Activity(
             first[event.device_index], event.name, event.time_range.start / 1e6, event.time_range.end / 1e6
@@ -118,9 +121,9 @@ COMPILING_PASSES = 10
 class PreparedCase:
     """A case that is ready for timing: its strategy is verified, and its model and batches are built.
 
-    The steps use the batches, which are pairs (inputs, target), in turn; with a DataLoader, they use `examples` in the
-    same way, which are batches of this process's rows on the host. `setup` maps each stage of the preparation to
-    its duration in seconds. `facts` is the provenance to store with the trial.
+    The steps use `batches`, which are pairs (inputs, target), in turn. With a DataLoader, they use `examples` instead:
+    the same batches on the host, but only the rows of this process. `setup` maps each stage of the preparation to its
+    duration in seconds. `facts` is the provenance to store with the trial.
     """
 
     case: Case
@@ -148,7 +151,7 @@ def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
 
 
 class _Marking:
-    """A mark that records nothing while torch.compile works, and then calls the mark of the clock."""
+    """A mark that records nothing while torch.compile compiles the model, and afterwards calls the clock's mark."""
 
     def __init__(self) -> None:
         self.mark: Mark = no_mark
@@ -160,9 +163,9 @@ class _Marking:
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
     """Take a step with each batch until no step of any rank compiles; return the case with the time of compilation.
 
-    Its setup has `compile_s`, the seconds of the steps that compiled, including that of verification; it is shorter if
-    torch's cache on disk has the graphs. Its facts have the numbers of graphs and graph breaks. Raises ValueError if
-    nothing was compiled, and RuntimeError if compilation never ends.
+    `compile_s` in its setup is the time in seconds of all steps that compiled, including the steps of verification; the
+    time is shorter if torch's cache on disk has the graphs. Its facts have the numbers of graphs and graph breaks.
+    Raises ValueError if nothing was compiled, and RuntimeError if all `COMPILING_PASSES` passes compiled.
     """
     begun, compile_s = compilations(), 0.0
     for _ in range(COMPILING_PASSES):
@@ -210,8 +213,8 @@ class CaseTimer:
     def first(self) -> None:
         """Take the first step and choose the length of the blocks.
 
-        If a block would take too long, the blocks have one step from then on, only one warm-up step is required, and
-        one step is profiled.
+        If a block would take too long (see `SLOW`), each block has one step from then on, one warm-up step and
+        `SLOW_STEPS` timed steps are enough, and one step is profiled.
         """
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
@@ -241,13 +244,14 @@ class CaseTimer:
                         loss.item()  # the host waits for the device, as in a loop that prints the loss
                 if not case.trains:
                     results.clear()  # outputs may be large
-                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)  # its graph ends with it
+                # detached, because the graph of a loss keeps the activations
+                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
                 for span in self._observe():
                     self._listener.add(*span)
         if graphs is not None and graphs != compilations():
             raise RuntimeError(
-                "torch.compile has compiled again during the timed steps, so their times are not those of a compiled "
-                "step: leave out --compile, or remove the model's dependence on values that change between steps"
+                "torch.compile has compiled again during the timed steps, so their times include compilation: leave "
+                "out --compile, or remove the model's dependence on values that change between steps"
             )
         self._taken += steps
         if not case.unverified:
@@ -300,7 +304,7 @@ class CaseTimer:
 
 @cache
 def frozen() -> bool:
-    """Return whether the garbage collector had frozen objects when this process, or its server, first called this.
+    """Return whether the garbage collector held frozen objects at the first call in this process or in its server.
 
     The answer is cached, because counting the objects of torch takes tens of milliseconds in each trial.
     """
@@ -361,9 +365,10 @@ def _profiled(
 
 
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
-    """Yield the busy seconds of the GPUs in each profiled step; they are outside the series, so their time is 0.
+    """Yield the busy seconds of the GPUs as samples: for each device and metric, one sample per profiled step.
 
-    Each metric of a device that has it in any step has one sample per step.
+    A step without activities of a metric gives 0 seconds; a metric without activities in any step has no samples. The
+    time of each sample is 0, because profiled steps are not part of the timed series.
     """
     each = [
         {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()} for step in profile
@@ -380,5 +385,5 @@ def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Seq
     """
     try:
         trace(lambda: step(*batch), devices, Path(path))
-    except (RuntimeError, OSError, TypeError) as error:  # TypeError: a torch that cannot profile all threads
-        print(f"no trace was written: {error}", file=sys.stderr)
+    except (RuntimeError, OSError, TypeError) as error:  # TypeError: this version of torch cannot profile all threads
+        print(f"no trace was written to {path}: {error}", file=sys.stderr)

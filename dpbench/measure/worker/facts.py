@@ -20,7 +20,7 @@ from dpbench.records import HOST, Case, Trial
 from dpbench.records.work import LINKS, Link
 
 LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
-"""The size in bytes of the copies that time a link, and the number of copies that count, after two that do not."""
+"""The size in bytes of each copy that times a link, and the number of timed copies, which follow two untimed ones."""
 
 
 def sizes(module: nn.Module) -> dict[str, float]:
@@ -62,7 +62,7 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return the version and settings of torch, and on GPUs also facts about them, as needed to reproduce results."""
+    """Return the version and settings of torch; for cases on GPUs, also facts about CUDA, cuDNN and the GPUs."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -89,7 +89,7 @@ def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
 
 
 def _ordinals(case: Case) -> tuple[int, ...]:
-    """Return the CUDA ordinals of the GPUs of a case by index of the replica; one if the replicas share a GPU."""
+    """Return the CUDA ordinals of a case's GPUs, in the order of the replicas; only one if all replicas share a GPU."""
     count = case.devices if case.placement == "spread" else 1
     return case.device_ids[:count] or tuple(range(count))
 
@@ -109,7 +109,9 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
 
 
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
-    """Time copies over the links of the devices, and return the trial with the times and with their cost, `links_s`.
+    """Time copies over the links of the devices, and return the trial with these times.
+
+    The setup of the returned trial has `links_s`, the seconds that the timing took.
 
     Return the trial unchanged if its devices are fewer than two, not in one process, colocated or not GPUs. Also return
     it unchanged if a GPU has too little free memory for the copies, because the trial is valid without their times.
@@ -129,7 +131,7 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
 
 
 def links(devices: Sequence[Device]) -> Iterator[Link]:
-    """Time copies from the host's pinned memory to each device, and from each device to each other device.
+    """Time copies from the host's pinned memory to each device, and from each device to every other one.
 
     Yield each link as soon as its copies are done, so that a caller can read counters between two links.
     """
@@ -148,9 +150,9 @@ def links(devices: Sequence[Device]) -> Iterator[Link]:
 def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[float, ...]:
     """Return the durations in seconds of copies of a tensor to `place`, which is on the device `target`.
 
-    The copies run one after the other, and allocate no memory. Two more are not timed. The first sets up the access to
-    the other device. The second is a copy of `buffer`, which is on the host: over a fast link, the timed copies are
-    shorter than the host's calls that queue them, so they are all queued while this slower copy still runs.
+    The copies run one after the other, and allocate no memory. Two untimed copies precede them. The first sets up the
+    access to the other device. The second is a slow copy of `buffer` from the host, and while it runs, the host queues
+    all timed copies. Without it, copies over a fast link would wait for the host's calls that queue them.
     """
     target.synchronize()
     with target.guard():

@@ -1,4 +1,4 @@
-"""Feed: the DataLoader from which a training loop takes its batches, over the examples of the model's batches.
+"""Feed: a DataLoader that delivers the model's batches to a training loop; its dataset is the rows of these batches.
 
 Batch k of the loader has the rows of batch k of a loop without a loader, in the same order. A rank loads its own rows
 only, as with torch's DistributedSampler. The wait for a batch, which includes the loading itself if the loader has no
@@ -29,7 +29,7 @@ StepOfBatch = Callable[[Any, Any], Any]
 
 
 class Examples(Dataset[list[torch.Tensor]]):
-    """The rows of several batches, one after the other; an example has one row of each tensor of a batch."""
+    """A dataset of the rows of several batches; an example is a list with one row of each tensor of a batch."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         leaves = [[leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)] for batch in batches]
@@ -43,7 +43,10 @@ class Examples(Dataset[list[torch.Tensor]]):
 
 
 class _InOrder:
-    """An endless batch sampler: the indices of the examples of each batch in order, then of the first batch again."""
+    """An endless batch sampler that yields the indices of each batch's examples, batch by batch, over and over again.
+
+    `batches` is the number of batches, each of `rows` examples.
+    """
 
     def __init__(self, batches: int, rows: int) -> None:
         self._batches, self._rows = batches, rows
@@ -56,9 +59,9 @@ class _InOrder:
 
 @contextmanager
 def fed(case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> Iterator[StepOfBatch]:
-    """Yield a step that takes its batch from a DataLoader, in place of its arguments; `step` itself without a loader.
+    """Yield a step that takes its batch from a DataLoader and ignores its arguments; without a loader, yield `step`.
 
-    `batches` are those of this process, on the host. On exit, the workers of the loader end.
+    `batches` have the rows of this process, on the host. On exit, the workers of the loader end.
     """
     if case.loader < 0:
         yield step
@@ -78,7 +81,7 @@ class _Feed:
         self._flat = [tree_flatten(batch) for batch in batches]
         self.observe, self.settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
         with warnings.catch_warnings():
-            # torch counts the cores of this thread, which may be bound to one; workers may use all
+            # torch warns if workers outnumber this thread's cores; the thread may be bound to one, the workers are not
             warnings.simplefilter("ignore", UserWarning)
             loader = DataLoader(
                 Examples(batches), batch_sampler=_InOrder(len(batches), rows_in(batches[0])), num_workers=case.loader,
@@ -104,7 +107,10 @@ class _Feed:
 
 
 def _unbind(cores: Sequence[int], worker: int) -> None:
-    """Let a worker of the DataLoader use all cores; it was started by a thread that may be bound to one of them."""
+    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be bound to one core.
+
+    If `cores` is empty, nothing changes. `worker` is the number of the worker, which has no effect.
+    """
     if cores:
         with suppress(OSError):
             os.sched_setaffinity(0, cores)

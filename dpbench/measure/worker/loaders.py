@@ -1,11 +1,11 @@
-"""Loaders, worker side: time the batches of one DataLoader in this process, and name the example on which it fails.
+"""Loaders, worker side: time the batches of one DataLoader in this process, or name the example that made it fail.
 
     0  1  2  3  4  5     6  7  8  9  10 11     12 13 14 15       next epoch: 0
     fill                 steady part           surplus           first batch only
 
-With n workers, batches arrive n at a time, so the steady part has a multiple of n. Before it are the first n, and those
-that early workers load ahead while late ones start. The surplus keeps all workers busy until the steady part ends. The
-consumer does nothing but wait.
+With n workers, batches arrive n at a time, so the number of batches in the steady part is a multiple of n. The fill has
+the first n batches, and the batches that early workers load ahead while late workers start. The surplus keeps all
+workers busy until the steady part ends. The consumer only waits for batches.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from dpbench.measure.request import Loading, Synthetic
 from dpbench.records import Status, registry
 
 RAISED = "raised"
-"""The file of a measurement that has the first failure in the dataset, as text."""
+"""The name of the file in a measurement's folder that has the dataset's first failure as text."""
 TRIAL_S, TRIAL_BATCHES = 0.5, 1000
-"""The limits of a trial."""
+"""The limits of a trial measurement: its duration in seconds, and its number of batches."""
 LENGTH = 2**20
 """The number of examples of the synthetic dataset."""
 
 
 def work(loading: Loading, folder: Path) -> None:
-    """Make one measurement, and write its reading to the folder, also if it fails."""
+    """Make one measurement and write its reading to `folder`; if it fails, the reading has the reason."""
     reading = _caught(loading, folder)
     partial_file = folder / f"{READING}.part"
     partial_file.write_text(json.dumps(asdict(reading)), encoding="utf-8")
@@ -60,9 +60,10 @@ def _caught(loading: Loading, folder: Path) -> Reading:
 
 
 def measure(loading: Loading, folder: Path) -> Reading:
-    """Time the batches of one DataLoader; the waits of a trial are those of its batches within `TRIAL_S` seconds.
+    """Time the batches of one DataLoader, and return the reading with the wait for each batch.
 
-    Raises Unfit for a dataset that cannot be measured, and the errors of the dataset.
+    A trial measurement (`loading.examples` is 0) ends after `TRIAL_S` seconds. Raises Unfit for a dataset that cannot
+    be measured, and the errors of the dataset.
     """
     torch.set_num_threads(1)
     setting = loading.setting
@@ -83,7 +84,10 @@ def measure(loading: Loading, folder: Path) -> Reading:
 
 
 def _waits(loader: DataLoader[Any], progress: Progress, longest_s: float = float("inf")) -> Iterator[float]:
-    """Yield the seconds that the consumer waits for each batch of an epoch; the first wait includes the start."""
+    """Yield the seconds that the consumer waits for each batch of an epoch; the first wait starts the workers.
+
+    After the first batch that arrives later than `longest_s` seconds, no more batches are taken.
+    """
     began = before = time.perf_counter()
     for _ in loader:
         now = time.perf_counter()
@@ -95,9 +99,9 @@ def _waits(loader: DataLoader[Any], progress: Progress, longest_s: float = float
 
 
 def opened(loading: Loading) -> Any:
-    """Return the dataset of a measurement; call the user's object if it is not a dataset yet.
+    """Return the dataset of a measurement; a user's object that is a function is called, and returns the dataset.
 
-    Raises Unfit if it cannot be imported, or raises an error when it is called.
+    Raises Unfit if the object cannot be imported, or if the call raises an error.
     """
     name = loading.dataset
     if isinstance(name, Synthetic):
@@ -117,7 +121,7 @@ def opened(loading: Loading) -> Any:
 
 
 def check(dataset: Any, batch_size: int, *, pin_memory: bool, start: str) -> None:
-    """Raise Unfit, with the way out, if a dataset cannot be measured; `start` is the way in which workers start."""
+    """Raise Unfit, with the remedy, if a dataset cannot be measured; `start` is the workers' start method."""
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise Unfit(
@@ -134,9 +138,9 @@ def check(dataset: Any, batch_size: int, *, pin_memory: bool, start: str) -> Non
     if length == 0:
         raise Unfit(f"{kind} has no examples: its __len__ returns 0")
     if length < batch_size:
-        raise Unfit(f"{kind} has {length} examples, fewer than one batch of {batch_size}; give a smaller --batch-size")
+        raise Unfit(f"{kind} has length {length}, less than one batch of {batch_size}; give a smaller --batch-size")
     if pin_memory and not torch.accelerator.is_available():
-        raise Unfit("torch finds no accelerator here, so --pin-memory on would do nothing; leave it out")
+        raise Unfit("torch finds no accelerator here, so --pin-memory on would have no effect; leave it out")
     if start != "fork":
         try:
             ForkingPickler.dumps(dataset)
@@ -151,7 +155,7 @@ def check(dataset: Any, batch_size: int, *, pin_memory: bool, start: str) -> Non
 
 
 def _loader(dataset: Any, loading: Loading, batches: int, folder: Path) -> DataLoader[Any]:
-    """Return the DataLoader; its examples are drawn at random without repetition, and differ between rounds."""
+    """Return a DataLoader of `batches` batches, whose examples are drawn at random; each round draws other examples."""
     setting = loading.setting
     kind = _WatchedBatches if hasattr(dataset, "__getitems__") else _Watched
     watched = kind(dataset, folder, loading.dataset if isinstance(loading.dataset, str) else "")
@@ -164,7 +168,7 @@ def _loader(dataset: Any, loading: Loading, batches: int, folder: Path) -> DataL
 
 
 def _dump_stacks(folder: Path, worker: int) -> None:
-    """Make a worker write its Python stacks to a separate file when the parent process asks for them."""
+    """Make a worker of the DataLoader write its Python stacks to a separate file in `folder` on SIGUSR1."""
     faulthandler.register(signal.SIGUSR1, file=stacks(folder, worker).open("w", encoding="utf-8"), all_threads=True)
 
 
@@ -193,7 +197,7 @@ class _Watched(Dataset[Any]):
             return default_collate(examples)
         except Exception as error:
             at = self._at or self._started()
-            self._record(error, f"collating the batch that ends with example {at[0]}")
+            self._record(error, f"collating the batch with example {at[0]}")
             raise
 
     def _started(self) -> memoryview:
@@ -203,7 +207,10 @@ class _Watched(Dataset[Any]):
         return self._at
 
     def _record(self, error: Exception, what: str) -> None:
-        """Write the failure to a file, because torch passes an exception from a worker on as text."""
+        """Write the first failure to the file `RAISED`, because torch reports the exception of a worker only as text.
+
+        `what` says what was being done, such as "example 3".
+        """
         info = get_worker_info()
         where = f"worker {info.id}" if info else "the main process"
         try:
@@ -230,7 +237,10 @@ class _WatchedBatches(_Watched):
 
 
 def _rebuilt(kind: type[_Watched], name: str, pickled: bytes, folder: Path) -> _Watched:
-    """Return a dataset in a worker that was not forked; a class from a file is known only once the file is executed."""
+    """Return the watched dataset, unpickled in a worker that was not forked.
+
+    `name` is the user's `file.py:name`, whose file is executed first, because unpickling needs its classes; "" if none.
+    """
     if name:
         registry.outside("dataset", name)
     return kind(ForkingPickler.loads(pickled), folder, name)

@@ -1,7 +1,7 @@
-"""Model check: take one step with a model on one device and one on two, and report its properties and its faults.
+"""Model check: take one step with a model on one device and one on two, and report the model's properties and faults.
 
-Each fault is reported once, with the function of the model's file to change. A fault ends the check; a note describes a
-property that some strategies cannot use.
+A fault ends the check; its message names the function in the model's file that must be changed. A note describes a
+property with which some strategies do not work, or which makes results differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpbench.strategies import precision_of
 ROWS = 2
 """The batch size of the step in the check of a model; it is not 1, because BatchNorm refuses a single row."""
 COPIES = 3
-"""The least memory of a training step in copies of the parameters: weights, gradients, and the momentum of SGD."""
+"""The least memory of a training step, as a multiple of the parameters' bytes: weights, gradients, momentum of SGD."""
 
 
 OTHER_SOURCES = (("Python's random", random.getstate), ("numpy.random", np.random.get_state))
@@ -53,9 +53,10 @@ class ModelFault(ValueError):
 def check(case: Case) -> Trial:
     """Check that the model of a case works: build it, draw the case's batch, and take one step on one device.
 
-    The step uses a batch of `ROWS` samples. Return a trial without steps, whose provenance has the facts about a user's
-    model. If the case has two devices, the step is verified on two devices too. Raises the model's errors with a note
-    of the function that raised them, and ModelFault for a fault that raises none.
+    The step uses a batch of `ROWS` samples. If the case has several devices, a step is verified on two devices too.
+    Return a trial without steps, whose provenance has the facts about the model; a reference model on one device has no
+    facts. An error of the model's code is raised with a note that names the function. Raises ModelFault for a fault
+    that raises no error itself.
     """
     torch.set_num_threads(1)
     at = time.perf_counter()
@@ -80,7 +81,7 @@ def check(case: Case) -> Trial:
 
 
 def _step(case: Case, model: Model) -> Trial:
-    """Take the step of the case's strategy on one device, and return a trial without steps."""
+    """Draw the case's batch, take one step of `ROWS` samples on one device, and return a trial without steps."""
     model.batch(case.batch_size, case.seed)
     devices = open_devices(case.device_kind, 1, ids=case.device_ids)
     alone = replace(case, devices=1)
@@ -90,7 +91,7 @@ def _step(case: Case, model: Model) -> Trial:
 
 
 class _Facts:
-    """The properties of a model that the check has seen, as text by name, and its notes."""
+    """The results of the check of a model: `seen` has its properties by name, mostly as text; `notes` has the notes."""
 
     def __init__(self, case: Case, model: Model) -> None:
         self._case, self._model = case, model
@@ -99,7 +100,7 @@ class _Facts:
         self._draws = False
 
     def parameters(self) -> None:
-        """Check the parameters of the module. Raises ModelFault if there is nothing to train, or too much."""
+        """Record the module's parameters. Raises ModelFault if they cannot be trained, or not with the free memory."""
         module = self._model.module
         if isinstance(module, WRAPPERS):
             raise self._fault("build", f"returned a {type(module).__name__}: return the module inside it, because each "
@@ -126,19 +127,22 @@ class _Facts:
         numbers = sum(one.numel() for one in found)
         frozen = sum(not one.requires_grad for one in found)
         self.seen["parameters"] = (
-            f"{numbers:,} in {len(found)} tensors, {in_bytes(sum(one.nbytes for one in found))}"
-            + (f"; {frozen} tensors are frozen" if frozen else "")
+            f"{numbers:,} in {count(len(found), 'tensor')}, {in_bytes(sum(one.nbytes for one in found))}"
+            + (f"; frozen: {count(frozen, 'tensor')}" if frozen else "")
         )
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         if len(names) > len(found):
             self.notes.append(
-                f"build(): {len(names) - len(found)} parameters are registered under two names; each of them "
-                "counts once, with the sum of its gradients"
+                f"build(): {len(names)} names of parameters are registered for {count(len(found), 'parameter')}; a "
+                "parameter with several names counts once, with the sum of its gradients"
             )
         self.seen["dtypes"] = ", ".join(sorted({str(one.dtype) for one in found}))
 
     def batch(self, batch: tuple[Any, Any]) -> None:
-        """Record the tensors of a batch. Raises ModelFault if one is on an accelerator, or if the batch varies."""
+        """Record the tensors of a batch, and note if the same seed gives other values in a second call.
+
+        Raises ModelFault if a tensor is not on the CPU or requires gradients.
+        """
         for name, part in zip(("inputs", "target"), batch, strict=True):
             told = [f"{where} {_told(tensor)}" for where, tensor in tensors_by_name(part, name).items()]
             self.seen[name] = "; ".join(told) or "none"
@@ -156,12 +160,12 @@ class _Facts:
             )
 
     def forward(self) -> None:
-        """Run forward, loss and backward on a copy of the module, and check each result. Raises ModelFault."""
+        """Run forward, loss and backward on a copy of the module. Raises ModelFault for the first wrong result."""
         model, device = self._model, open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
         try:
             module = copy.deepcopy(model.module).to(device.torch_device).train()
         except Exception as error:
-            raise self._fault("build", "returned a module that copy.deepcopy cannot copy, as verification does: "
+            raise self._fault("build", "returned a module that copy.deepcopy cannot copy, which verification needs: "
                               f"{type(error).__name__}: {error}") from error  # fmt: skip
         inputs, target = _moved(model.batch(ROWS, self._case.seed), device.torch_device)
         before = [tensor.clone() for tensor in all_tensors((inputs, target))]
@@ -173,7 +177,7 @@ class _Facts:
                 output = module(*models.positional(inputs))
             for source, state_of, was in others:
                 if str(state_of()) != was:
-                    self.notes.append(f"forward draws from {source}, which verification cannot replay: use torch")
+                    self.notes.append(f"forward draws from {source}, which verification cannot replay: draw with torch")
             self._draws = not (
                 torch.equal(torch.get_rng_state(), state) and _equal(torch.cuda.get_rng_state_all(), gpus)
             )
@@ -192,12 +196,14 @@ class _Facts:
         self.seen["loss"] = f"{loss.item():.4g}"
 
     def _output(self, output: Any) -> None:
-        """Record the output, and note rows that replicas cannot gather."""
+        """Record the tensors of the output, and note those that do not have one row per sample.
+
+        Raises ModelFault if the output has no tensor.
+        """
         found = tensors_by_name(output)
         if not found:
-            raise self._fault(
-                "build", f"returned a module whose forward returned no tensor, but {type(output).__name__}"
-            )
+            raise self._fault("build", f"returned a module whose forward returned no tensor, but an object of type "
+                              f"{type(output).__name__}: return a tensor, or a structure of tensors")  # fmt: skip
         self.seen["output"] = "; ".join(f"{name} {_told(tensor)}" for name, tensor in found.items())
         wrong = [f"{name} {_told(tensor)}" for name, tensor in found.items() if tensor.dim() and len(tensor) != ROWS]
         if wrong:
@@ -218,11 +224,11 @@ class _Facts:
             raise self._fault("loss", "returned a tensor without an autograd history: leave out detach(), no_grad and "
                               "operations without a gradient such as argmax")  # fmt: skip
         if not bool(loss.isfinite()):
-            raise self._fault("loss", f"returned {loss.item()} on a batch of {ROWS}: check the inputs of batch() and "
-                              "the initial weights of build()")  # fmt: skip
+            raise self._fault("loss", f"returned {loss.item()} for a batch of {ROWS} samples: check the inputs of "
+                              "batch() and the initial weights of build()")  # fmt: skip
 
     def _gradients(self, module: nn.Module) -> None:
-        """Check the gradients after backward, and note parameters without one."""
+        """Note parameters without a gradient. Raises ModelFault if all lack one, or if a gradient is not finite."""
         named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
         unused = [name for name, one in named if one.grad is None]
         if len(unused) == len(named):
@@ -230,16 +236,17 @@ class _Facts:
                               "uses parameters that are not registered in the module")  # fmt: skip
         if unused:
             self.notes.append(
-                f"{len(unused)} of {len(named)} parameters get no gradient (first: {unused[0]}): strategies with "
-                "DistributedDataParallel refuse to take a second step; use them in forward, or set requires_grad=False "
-                "in build()"
+                f"no gradient for {len(unused)} of {len(named)} parameters (first: {unused[0]}): strategies with "
+                "DistributedDataParallel refuse to take a second step; use every parameter in forward, or set "
+                "requires_grad=False in build()"
             )
         infinite = [name for name, one in named if one.grad is not None and not bool(one.grad.isfinite().all())]
         if infinite:
-            raise self._fault("loss", f"has gradients that are not finite, first in {infinite[0]}")
+            raise self._fault("loss", f"gives gradients that are not finite, first that of {infinite[0]}: check the "
+                              "inputs of batch() and the initial weights of build()")  # fmt: skip
 
     def _registered(self, module: nn.Module, loss: torch.Tensor) -> None:
-        """Note tensors that get a gradient from the loss and are no parameters of the module."""
+        """Note tensors that get a gradient from the loss but are not parameters of the module."""
         known, found = {id(one) for one in module.parameters()}, dict[int, torch.Tensor]()
         nodes, seen = [loss.grad_fn], set[Any]()
         while nodes:
@@ -259,7 +266,10 @@ class _Facts:
             )
 
     def loop(self) -> None:
-        """Make the model's own optimizer and scheduler, if it has them. Raises ModelFault for others than torch's."""
+        """Make the model's own optimizer and scheduler, if the model has them.
+
+        Raises ModelFault if one has a wrong type, or if the optimizer has parameters of another module.
+        """
         loop = self._model.loop
         if loop.optimizer is None:
             return
@@ -270,7 +280,7 @@ class _Facts:
             raise self._fault("optimizer", f"returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if not held <= {*map(id, parameters)}:
-            raise self._fault("optimizer", "returned an optimizer of other parameters: give it those of its argument")
+            raise self._fault("optimizer", "returned an optimizer of other parameters: use those of the argument")
         with self._inside("scheduler()", None):
             scheduler = None if loop.scheduler is None else loop.scheduler(optimizer)
         if loop.scheduler is not None and not callable(getattr(scheduler, "step", None)):
@@ -278,11 +288,11 @@ class _Facts:
                               "scheduler of torch.optim.lr_scheduler")  # fmt: skip
 
     def built_again(self, module: nn.Module) -> None:
-        """Note whether `module`, which build() returned for the same seed, has other weights."""
+        """Add a note if `module`, which build() returned for the same seed, has other weights."""
         if not _equal(list(self._model.module.state_dict().values()), list(module.state_dict().values())):
             self.notes.append(
-                "build(): the same seed gave other weights; draw them from torch's default generator, which has the "
-                "seed, and do not seed it again, because each rank builds the model itself"
+                "build(): the same seed gave other weights, but each rank builds the model itself; draw weights from "
+                "torch's default generator, which dpbench has seeded, and do not seed it again"
             )
 
     def two_devices(self) -> None:
@@ -321,7 +331,7 @@ class _Facts:
 
     @contextmanager
     def _inside(self, part: str, given: Any) -> Iterator[None]:
-        """Add a note to an error that is raised in the context: the part of the step, and the tensors that it got."""
+        """Add a note to an error raised inside this context: `part`, and the types and shapes of tensors in `given`."""
         try:
             yield
         except Exception as error:
@@ -349,7 +359,7 @@ def _available_bytes() -> int:
 
 
 def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    """Return whether the tensors are equal, where NaN is equal to NaN."""
+    """Return whether both sequences have equal tensors in the same order; NaN counts as equal to NaN."""
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
         for a, b in zip(ours, theirs, strict=True)

@@ -28,12 +28,12 @@ from dpbench.records import Case, no_mark
 
 _FORK = get_context("fork")
 Draw = Callable[[Case, Model, Device], Sequence[tuple[Any, Any]]]
-"""A function of a case, its model and its first device that returns the batches of the steps, in the case's place.
+"""A function (case, model, first device) that returns the batches of the steps in the memory that `case.inputs` names.
 
 It also sets the process to the case's precision.
 """
 WAIT_S = 60.0
-"""The longest time in seconds until the neighbour has taken its first steps, and from the end until it stops."""
+"""The longest wait in seconds for the neighbour: until its first steps are done, and later until it has stopped."""
 FIRST = 3
 """The number of steps after which the neighbour counts as running."""
 
@@ -44,10 +44,11 @@ class NeighbourFailed(RuntimeError):
 
 @contextmanager
 def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
-    """Run the case's neighbour inside this context; yield facts on it, which are complete after the context.
+    """Run the case's neighbour inside this context, and yield a dictionary, which is filled on exit.
 
-    They are empty for a case without a neighbour. The calling process must not have used CUDA or several threads.
-    Raises NeighbourFailed if the neighbour fails, or takes no step inside the context.
+    It then has `neighbour_steps`, the number of steps that the neighbour took inside the context; without a neighbour
+    it stays empty. The calling process must not have used CUDA or several threads. Raises NeighbourFailed if the
+    neighbour fails, or takes no step inside the context.
     """
     facts: dict[str, Any] = {}
     if not case.neighbour:
@@ -61,7 +62,7 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
     try:
         before = _reply(case, ours, process, killed_before)
         yield facts
-        with suppress(OSError):  # it has ended: the reply says why
+        with suppress(OSError):  # the neighbour has ended: `_reply` raises the reason
             ours.send("stop")
         facts["neighbour_steps"] = _reply(case, ours, process, killed_before) - before
     finally:
@@ -74,7 +75,7 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
 def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: int | None) -> int:
     """Return the number of steps that the neighbour reports next. Raises NeighbourFailed if it reports an error.
 
-    `killed_before` is that of `processes.advice`.
+    `killed_before` is passed on to `processes.advice`.
     """
     try:
         found = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
@@ -87,9 +88,9 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
 
 
 def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
-    """Take steps of the other model until the parent asks to stop; report their number twice.
+    """Take steps of the other model until the parent asks to stop, and send the number of steps twice.
 
-    The first report is sent after `FIRST` steps, the second at the end.
+    The first number is sent after `FIRST` steps, the second at the end. If the model fails, the reason is sent instead.
     """
     processes.die_with_parent(parent)
     try:
@@ -114,7 +115,7 @@ def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
 
 
 def devices_of(case: Case) -> list[Device]:
-    """Return the devices of the neighbour of a case: those that follow the devices of the case."""
+    """Return the devices of a case's neighbour: those after the devices of the case, with indices from 0."""
     devices = open_devices(case.device_kind, 2 * case.devices, ids=case.device_ids)[case.devices :]
     for number, device in enumerate(devices):
         device.index = number

@@ -119,9 +119,9 @@ def _pairs(run: RunSteps, marks: _Marks, count: int, steps: int) -> dict[str, An
 def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[str, Any]:
     """Time `count` parts of `part_s` seconds each, and return the facts about the cost of the sampler.
 
-    "on_s" has the mean seconds of all steps of each part, and "off_s" those of the steps that the sampler did not
-    affect. "sampler_cpu_ratio" is the fraction of a core that the sampler used, and "steps_touched" is the number of
-    steps in which it ran. Raises RuntimeError if the sampler affected all steps of a part.
+    For each part, "on_s" has the mean seconds of all steps, and "off_s" the mean seconds of the steps that the sampler
+    did not affect. "sampler_cpu_ratio" is the fraction of a core that the sampler used, and "steps_touched" is the
+    number of steps in which it ran. Raises RuntimeError if the sampler affected all steps of a part.
     """
     on_s, off_s, touched = [], [], 0
     spent_s, began_s = sampler.spent_s(), time.perf_counter()
@@ -133,8 +133,8 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
             raise RuntimeError(
-                f"the sampler was running in or just before each of {len(steps)} steps, so its cost is unknown: there "
-                "are no steps without the sampler to compare with"
+                f"the sampler was running in or just before every step of one part (steps: {len(steps)}), so its cost "
+                "is unknown: there are no steps without the sampler to compare with"
             )
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))
@@ -180,7 +180,7 @@ class _Marks:
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
-        """Switch marks on if `on` is True, else off, inside this context, which encloses one block of steps."""
+        """Inside this context, which encloses one block of steps, switch marks on if `on` is True, otherwise off."""
         self._on = on
         if on:
             with self._listener.block():

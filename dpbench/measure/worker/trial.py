@@ -115,7 +115,8 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
 def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
     """Verify the strategy of a case, build the case's model and batches, and return everything that timing needs.
 
-    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients are wrong.
+    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients, or the
+    outputs of a case that does not train, are wrong.
     """
     threads = threads_of(strategy)
     torch.set_num_threads(threads)
@@ -147,7 +148,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
 
 
 def threads_of(strategy: Strategy) -> int:
-    """Return the number of threads that each operator of a case uses."""
+    """Return the number of threads that each torch operator uses under a strategy: one, or one per usable core."""
     return usable_cores() if strategy.traits.all_cores else 1
 
 
@@ -188,14 +189,14 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
         return devices
     mine = devices[rank.place * each :]
     for number, device in enumerate(mine, start=rank.rank * each):
-        device.index = number  # phases and memory are recorded by the device's place among those of all ranks
+        device.index = number  # phases and memory are recorded under the index among the devices of all ranks
     return mine
 
 
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verdict:
     """Compare the strategy's gradients and buffers, or its outputs if the case does not train, with the reference's.
 
-    Return the verdict. Raises Unverified if they are wrong. If the case is unverified, nothing is compared.
+    Return the verdict. Raises Unverified if a compared value is wrong. If the case is unverified, compare nothing.
     """
     if case.unverified:
         return Verdict(Verified.NOT_APPLICABLE)
@@ -241,7 +242,7 @@ def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
 
 
 def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Return the batches of a case, in the memory in which its training loop has them before a step."""
+    """Return the batches of a case in the memory that `case.inputs` names; see `_placed`."""
     return [_placed(batch, case, device) for batch in _batches(case, model)]
 
 
@@ -252,9 +253,9 @@ def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[A
 
 
 def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
-    """Return the batch in the memory in which the training loop has it before a step, according to `case.inputs`.
+    """Return the batch in the memory that `case.inputs` names: pageable or pinned host memory, or that of `device`.
 
-    This is pageable or pinned memory of the host, or the memory of `device`.
+    For logical CPU devices, the batch stays in pageable memory.
     """
     if case.device_kind == "cpu" or case.inputs == "pageable":
         return batch
@@ -269,7 +270,7 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
 
 def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
-    """Return the rows of a batch that a rank loads."""
+    """Return the part of a batch that the DataLoader of the rank with number `rank` loads."""
     found: tuple[Any, Any] = tree_map_only(torch.Tensor, lambda value: value.split(case.rows)[rank], batch)
     return found
 
@@ -277,8 +278,8 @@ def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
 def work(request: Request) -> list[Trial] | Failure:
     """Carry out a request and return one trial per case; a trial that failed has the reason.
 
-    For one rank of a trial, return this rank's part of the trial, or the record of its failure. The job of timing a
-    DataLoader has no trials.
+    If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the record of the rank's
+    failure. A request to time a DataLoader returns an empty list.
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
@@ -368,7 +369,8 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
         for case in (prepared.case for prepared in prepared_cases):
             failure = of_error(error, device_ids=case.device_ids)
             reason = (
-                f"{failure.reason} [measured together with {len(prepared_cases) - 1} other case(s), which failed too]"
+                f"{failure.reason} [other cases measured in the same process, which failed too: "
+                f"{len(prepared_cases) - 1}]"
             )
             done[case] = _failed(case, replace(failure, reason=reason))
     return [done[case] for case in cases]
