@@ -169,7 +169,7 @@ def test_a_forward_that_draws_from_another_generator_is_told_so(offer: Any) -> N
 def test_the_own_loss_of_replicas_is_their_mean() -> None:
     assert _own.own_loss({"loss": torch.tensor([1.0, 3.0])}, None) == 2
     assert _own.own_loss(Answer(torch.zeros(1), torch.tensor(4.0)), None) == 4
-    with pytest.raises(TypeError, match="must return its loss, but it returned Answer without one"):
+    with pytest.raises(TypeError, match="must return its loss, but it returned an object of type Answer"):
         _own.own_loss(Answer(torch.zeros(2)), None)
 
 
@@ -308,7 +308,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "build() returned a module that needs at",
     ),
     "batch returns one tensor": ({"batch": lambda *a: rows(*a)[0]}, "must return (inputs, target), or a dict of"),
-    "batch returns three values": ({"batch": lambda *a: (*rows(*a), 1)}, "but it returned 3 values"),
+    "batch returns three values": ({"batch": lambda *a: (*rows(*a), 1)}, "but it returned a tuple of length 3"),
     "rows of inputs and target differ": ({"batch": doubled}, "must return 6 rows, but target has 12"),
     "inputs are an array": (
         {"batch": lambda *a: (rows(*a)[0].numpy(), rows(*a)[1])},

@@ -32,7 +32,10 @@ SIZES = ("small", "full")
 _FEW = 2
 """The number of rows of the batch that shows whether a user's model takes keyword arguments."""
 RECOMPILE_LIMIT = 64
-"""How often torch compiles the same code before it runs the code uncompiled: for each device and shape of a chunk."""
+"""The number of times that torch may compile the same code, which it does once for each device and chunk shape.
+
+Above this limit, torch runs the code uncompiled.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Model:
     """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target).
 
     `owns_loss` is True if the module returns its own loss, which `loss` then takes from the output. `loop` has the
-    user's optimizer, for cases that use it.
+    optimizer, the scheduler and the clip norm of the user's training loop, for cases with `--optimizer own`.
     """
 
     name: str
@@ -66,14 +69,16 @@ class Model:
         return inputs, target
 
     def _pair(self, made: Any) -> tuple[Any, Any]:
-        """Return the inputs and the target that `make_batch` returned; a dict alone has no target.
+        """Return (inputs, target) from `made`, the result of `make_batch`; for a dict alone, the target is None.
 
-        Raises TypeError if `made` is neither a pair nor a dict, or if it contains an object whose rows cannot be split.
+        Raises TypeError if `made` is neither a pair nor a dict, if it contains an object whose rows cannot be split, or
+        if the inputs contain no tensor.
         """
         if isinstance(made, Mapping):
             made = (made, None)
         if not isinstance(made, tuple | list) or len(made) != 2:
-            told = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+            kind = type(made).__name__
+            told = f"a {kind} of length {len(made)}" if isinstance(made, tuple | list) else f"an object of type {kind}"
             raise TypeError(
                 f"model {self.name}: batch(n, seed, size) must return (inputs, target), or a dict of keyword "
                 f"arguments, but it returned {told}; put several inputs into a tuple or a dict"
@@ -120,9 +125,9 @@ def _shape(tensor: torch.Tensor) -> str:
 def load(name: str, size: str, seed: int) -> Model:
     """Build the model `name` in the size "small" or "full", with random weights drawn from `seed`.
 
-    `name` is the name of a file of this folder, or `package.module:object`. The state of the random generator is
-    restored, so that building one model does not change the next one. Raises ValueError for an unknown size, and
-    TypeError for an object that is not a model.
+    `name` is the name of a file of this folder, or the name of a user's or a library's model; see `_own`. The state of
+    the random generator is restored, so that building one model does not change the next one. Raises ValueError for an
+    unknown size, and TypeError for an object that is not a model.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
@@ -146,7 +151,7 @@ def load(name: str, size: str, seed: int) -> Model:
 
 @contextmanager
 def _inside(call: str, name: str) -> Iterator[None]:
-    """Add a note to an error that is raised in the context: the call of a function of the model."""
+    """Add a note to an error raised inside this context: `call`, such as "build('small')", and the model's `name`."""
     try:
         yield
     except Exception as error:

@@ -23,8 +23,8 @@ TOKENS = {"small": 32, "full": 512}
 class Library:
     """A library whose models are given as `library:name`.
 
-    `known` has the names that are shown in messages. `make` returns the model object of a name from the imported
-    library, or None for an unknown name.
+    `known` has names of models to show in messages. `make(library, name)` returns the model object of a name, or None
+    for an unknown name; its first argument is the imported library.
     """
 
     known: tuple[str, ...]
@@ -34,8 +34,8 @@ class Library:
 def plug(library: str, name: str) -> Any:
     """Return the model object of the model `name` of a library.
 
-    Raises ImportError with the command that installs the library if it is absent or does not fit the installed torch,
-    and LookupError for an unknown name.
+    Raises ImportError, with the remedy, if the library is absent or does not work with the installed torch. Raises
+    LookupError for an unknown name.
     """
     form = FORMS[library]
     try:
@@ -52,7 +52,10 @@ def plug(library: str, name: str) -> Any:
         ) from error
     found = form.make(imported, name)
     if found is None:
-        raise LookupError(f"--model {library}:{name}: {library} has no such model; known: {', '.join(form.known)}")
+        raise LookupError(
+            f"--model {library}:{name}: dpbench finds no model of {library} with this name; give, for example, "
+            f"{' or '.join(form.known)}"
+        )
     return found
 
 

@@ -28,7 +28,7 @@ VERBS = ("build", "batch")
 def plug(name: str) -> Any:
     """Import and return the user's model object `name`, or the object of a library's model.
 
-    The current directory is searched first, as by `python -m`. Raises TypeError if the object lacks a function.
+    The current directory is searched first, as by `python -m`. Raises TypeError if the object is not a model object.
     """
     place, _, attribute = name.partition(":")
     if place in _libraries.FORMS:
@@ -70,10 +70,10 @@ def _imported(name: str, place: str, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class Loop:
-    """The parts of the user's training loop, from the model's object; None for a part that it does not have.
+    """The parts of the user's training loop that the model's object has; None for a part that is missing.
 
-    `optimizer` makes an optimizer of parameters, and `scheduler` a scheduler of the learning rate of an optimizer,
-    which takes a step after each update. `clip_norm` is the largest norm of the gradient.
+    `optimizer(parameters)` returns an optimizer. `scheduler(optimizer)` returns a scheduler of the learning rate, which
+    takes a step after each update. `clip_norm` is the largest norm of the gradient.
     """
 
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -89,7 +89,8 @@ def loop(plug: Any, name: str) -> Loop:
     found = Loop(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
     wrong = [part for part in ("optimizer", "scheduler") if not callable(getattr(found, part) or callable)]
     if wrong:
-        raise TypeError(f"model {name}: {wrong[0]} must be a function: optimizer(parameters), scheduler(optimizer)")
+        form = {"optimizer": "optimizer(parameters)", "scheduler": "scheduler(optimizer)"}[wrong[0]]
+        raise TypeError(f"model {name}: {wrong[0]} must be a function of the form {form}")
     if found.clip_norm is not None and not (isinstance(found.clip_norm, int | float) and found.clip_norm > 0):
         raise TypeError(f"model {name}: clip_norm must be a number above 0, got {found.clip_norm!r}")
     if getattr(plug, "accumulate", 1) != 1:
@@ -122,17 +123,17 @@ def take_keywords(module: nn.Module) -> None:
     if not (isinstance(module, torch.jit.ScriptModule) or with_forward(module, taking)):
         raise TypeError(
             f"the batch has keyword arguments, and the forward of this {type(module).__name__} does not come from its "
-            "class (it is a module of torch.fx, or build() set it on the instance): return a tuple of inputs from "
-            "batch(), or define forward in the class"
+            "class (the module is from torch.fx, or build() has set forward on the instance): return a tuple of inputs "
+            "from batch(), or define forward in the class"
         )
 
 
 def with_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
     """Replace the forward of `module` by `make(forward of its class)`, and return whether this is possible.
 
-    The module becomes an instance of a new subclass of its class, so that the names of its parts stay, and its copies
-    and replicas have the new forward too. It is impossible for scripted modules, for those of torch.fx, whose copies
-    get a separate class, and for a forward that is set on the instance, which hides that of the class.
+    The module becomes an instance of a new subclass of its class. The names of its parts therefore stay, and its copies
+    and replicas have the new forward too. The replacement is impossible for scripted modules, for modules of torch.fx
+    (their copies get a separate class), and if a forward set on the instance hides the forward of the class.
     """
     if isinstance(module, torch.jit.ScriptModule | GraphModule) or "forward" in vars(module):
         return False
@@ -156,15 +157,17 @@ def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
 def own_loss(output: Any, target: Any) -> torch.Tensor:
     """Return the loss that a model's forward has returned: the output, or its item or attribute `loss`.
 
-    After a gather, the loss has one value per replica; their mean is returned, as training loops with DataParallel
-    compute it. Raises TypeError if the output has no loss.
+    After a gather, the loss has one value per replica; return the mean of these values, as training loops with
+    DataParallel do. Raises TypeError if the output has no loss.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if isinstance(output, torch.Tensor) else found
     if not isinstance(loss, torch.Tensor) or loss.dim() > 1:
-        told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
+        kind = type(output).__name__
+        tensor = isinstance(loss, torch.Tensor)
+        told = f"a tensor of shape {tuple(loss.shape)}" if tensor else f"an object of type {kind} without a loss"
         raise TypeError(
-            f"the model has loss = None, so forward must return its loss, but it returned {told} without one: return "
-            "a 0-dim tensor or a structure with `loss` from forward, or write loss(output, target)"
+            f"the model has loss = None, so forward must return its loss, but it returned {told}: return a 0-dim "
+            "tensor or a structure with `loss` from forward, or write loss(output, target)"
         )
     return loss.mean() if loss.dim() else loss

@@ -42,7 +42,7 @@ class Example:
         return {"features": features}, torch.randint(10, (n,), generator=generator)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of `--optimizer own`; leave this function out to use dpbench's sgd or adam only."""
+        """Return the optimizer of `--optimizer own`; leave this function out if you use dpbench's optimizers only."""
         return torch.optim.AdamW(parameters, lr=3e-4)
 
 

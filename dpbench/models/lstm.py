@@ -1,9 +1,9 @@
 """An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel FAQ.
 
-The inputs are a tuple of tokens (n, T) and lengths (n,), both scattered along dimension 0. Each row is one sample with
-one class label. The loss is divided by the number of rows and is therefore independent of the padding. Packing needs
-the lengths on the host; on an accelerator, every forward therefore waits until the lengths have been copied to the
-host.
+The inputs are a tuple of tokens of shape (n, T) and lengths of shape (n,), both scattered along dimension 0. Each row
+is one sample with one class label. The loss is divided by the number of rows and is therefore independent of the
+padding. Packing needs the lengths on the host; on an accelerator, every forward therefore waits until the lengths have
+been copied to the host.
 """
 
 from __future__ import annotations

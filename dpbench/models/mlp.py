@@ -1,7 +1,7 @@
-"""Three linear layers: SimpleModel of the usual DataParallel tutorials.
+"""Three linear layers: the model `SimpleModel` of DataParallel tutorials.
 
-Source of the layers of the small size: the tutorial "Multi-GPU training with DataParallel" (128-256-128-10, ReLU, cross
-entropy).
+The small size has the layers of the tutorial "Multi-GPU training with DataParallel": widths 128-256-128-10, ReLU, and
+cross entropy.
 """
 
 from __future__ import annotations
