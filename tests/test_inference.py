@@ -116,8 +116,8 @@ def test_autograd_is_that_of_the_mode(mode: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "schedule", "reason"),
     [
-        ("data_parallel_block", "", "whole training steps only"), ("ddp_fp16", "", "in its gradients only"),
-        ("ddp_no_sync", "", "in its gradients only"), ("dp", "zero1", "replicas=persistent needs TrainStep"),
+        ("data_parallel_block", "", "whole training steps only"), ("ddp_fp16", "", "only in the gradients"),
+        ("ddp_no_sync", "", "only in the gradients"), ("dp", "zero1", "replicas=persistent needs TrainStep"),
     ],
 )  # fmt: skip
 def test_a_case_without_a_forward_of_its_own_is_skipped_with_the_reason(

@@ -297,9 +297,17 @@ def test_a_rank_with_two_devices_has_half_of_the_layers_on_each(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("strategy", "changed", "reason"),
     [
-        ("ddp_model_parallel", {"devices": 1}, "needs 2 devices per rank, but the case has 1: give --devices 2"),
-        ("ddp_model_parallel", {"devices": 3}, "needs 2 devices per rank, but the case has 3: give --devices 4"),
-        ("model_parallel_pipelined", {"batch_size": 9}, "9 rows cannot be split into 4: give a batch of 12 rows"),
+        (
+            "ddp_model_parallel",
+            {"devices": 1},
+            "needs 2 devices per rank, but the number of devices is 1: give --devices 2",
+        ),
+        (
+            "ddp_model_parallel",
+            {"devices": 3},
+            "needs 2 devices per rank, but the number of devices is 3: give --devices 4",
+        ),
+        ("model_parallel_pipelined", {"batch_size": 9}, "but the batch size is 9: give --batch-sizes 12"),
         ("model_parallel_pipelined", {"precision": "bf16"}, "would include backward: leave out --precision bf16"),
         ("model_parallel_pipelined", {"precision": "fp16"}, "would include backward: leave out --precision fp16"),
         ("model_parallel_pipelined", {"compile": True}, "cannot record a compiled module: leave out --compile"),

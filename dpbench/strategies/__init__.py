@@ -34,20 +34,20 @@ Step = Callable[[Any, Any], "torch.Tensor"]
 
 If the function is an object with a method `observe()`, the timer calls this method after each step, outside the timed
 region. `observe()` returns the spans that only a library's internal timers record, as a list of
-(phase, device, start_s, end_s). If the object has a method `settled()`, the steps before which it returns False
-belong to the warm-up, because a strategy that times alternatives in its first steps is not yet the one to measure.
+(phase, device, start_s, end_s). If the object has a method `settled()`, all steps until this method returns True belong
+to the warm-up: a strategy may compare alternatives in its first steps, and only the chosen one is to be measured.
 """
 
 Forward = Callable[..., "torch.Tensor"]
-"""The forward alone: a function of the module's positional arguments, on the host, that returns the output."""
+"""The forward alone: a function that takes the module's positional arguments and returns the output."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The split of the batch in one step: the number of samples of each forward pass, in the order of the batch.
+    """The split of the batch in one step: `rows` has the number of samples of each forward pass, in order of the batch.
 
     `block` is the name of the submodule that runs on the parts, if the rest of the module runs on the whole batch.
-    `replays` is whether one call of the module's forward, with one generator of random numbers, is one forward pass;
+    `replays` is True if each forward pass is one call of the module's forward with one generator of random numbers;
     verification can then replay the random numbers.
     """
 
@@ -68,7 +68,7 @@ class Strategy(Protocol):
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Step]:
         """Return a context manager that yields the training step of a case.
 
-        `devices` has the devices of the case; in a strategy with ranks, it has only the device of this rank. The step
+        `devices` has the devices of the case; in a strategy with ranks, it has only the devices of this rank. The step
         runs each phase on a device inside `mark(phase, index)`, where `index` is the index of the device. When the
         context manager exits, the module of `model` must have the trained weights.
         """
@@ -77,8 +77,9 @@ class Strategy(Protocol):
     def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Forward]:
         """Return a context manager that yields the forward of a case that does not train.
 
-        The arguments are those of `start`. The module is in eval mode. The forward leaves the output, or this rank's
-        rows of it, on a device. A strategy without this method is skipped in such cases.
+        The arguments have the same meaning as in `start`. The module is in eval mode. The forward leaves the output on
+        a device; in a strategy with ranks, the output has only the rows of this rank. Cases that do not train are
+        skipped under a strategy that does not override this method.
         """
         raise ValueError(_no_forward(case))
 
@@ -111,7 +112,7 @@ class Strategy(Protocol):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return one step of a case as a graph of tasks, from which the predictor computes the step time.
 
-        `profile` has the cost of the model on a device. Raises Unpredictable if the strategy does not describe its
+        `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable if the strategy does not describe its
         step.
         """
         raise Unpredictable(
@@ -127,7 +128,7 @@ class Strategy(Protocol):
         return self.tasks(case, profile)
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the transfers of bytes between devices in one step; empty if the strategy does not know them.
+        """Return the transfers of bytes between devices in one step; empty if the strategy does not describe them.
 
         `shapes` has the sizes of the model's tensors.
         """
@@ -148,7 +149,7 @@ def refusal(strategy: Strategy, case: Case) -> str:
 
 
 def _no_neighbour(strategy: Strategy, case: Case) -> str:
-    """Return the reason why the neighbour of a case has no separate devices; "" if it has, or if there is none."""
+    """Return the reason why a case's neighbour cannot have separate devices; "" if it can, or if there is none."""
     if not case.neighbour:
         return ""
     if strategy.traits.alone:
@@ -161,7 +162,7 @@ def _no_neighbour(strategy: Strategy, case: Case) -> str:
     available = cores if case.device_kind == "cpu" else len(case.device_ids) or torch.cuda.device_count()
     if 2 * case.devices > available:
         kind = "cores" if case.device_kind == "cpu" else "GPUs"
-        return f"two models on {case.devices} devices each need {2 * case.devices} {kind}, and there are {available}"
+        return f"two models need {2 * case.devices} {kind} ({case.devices} for each model), but available: {available}"
     return ""
 
 
@@ -173,8 +174,8 @@ def _no_forward(case: Case) -> str:
 def begin(strategy: Strategy, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
     """Start the strategy in the mode of a case, and yield the step: a training step, or the forward alone.
 
-    The forward alone returns the output. The step waits for the devices, like a server that sends each output before it
-    takes the next request; its duration is therefore the latency of a request.
+    The forward alone returns the output, and waits for the devices like a server that sends each output before it takes
+    the next request. The duration of this step is therefore the latency of a request.
     """
     if case.trains:
         with strategy.start(case, model, devices, mark) as training:
@@ -229,13 +230,13 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 OWN = "own"
-"""The name of the optimizer that the model's object makes, with its scheduler and its limit on the gradient's norm."""
+"""The name of the optimizer that the model's object makes; the object's scheduler and clip norm are then used too."""
 
 
 def optimizer_of(case: Case, model: Model | None = None) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that creates the case's optimizer from parameters.
 
-    Raises LookupError if the name of the case's optimizer is unknown, or if the model provides no optimizer.
+    Raises LookupError if the name of the optimizer is unknown, or if it is "own" and the model provides no optimizer.
     """
     if case.optimizer == OWN:
         if model is None or model.loop.optimizer is None:
@@ -293,7 +294,7 @@ class Updates:
         self._drops = case.zero_grad == "none"
 
     def clear(self) -> None:
-        """Clear the gradients before a step, in the way that the case gives."""
+        """Clear the gradients before a step: set them to None or to zero, as `zero_grad` of the case says."""
         self._optimizer.zero_grad(set_to_none=self._drops)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
@@ -301,7 +302,10 @@ class Updates:
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def step(self) -> None:
-        """Update the weights; a GradScaler first unscales the gradients, and skips the update if one is infinite."""
+        """Clip the gradients if the loop does, update the weights, and advance the scheduler if there is one.
+
+        A GradScaler first unscales the gradients, and skips the update if one of them is infinite or NaN.
+        """
         if self._clip_norm is not None:
             from torch.nn.utils import clip_grad_norm_
 

@@ -18,9 +18,10 @@ from dpbench.strategies._layers import Flow
 
 
 class Block(DataParallel):
-    """dpbench.DataParallel around a block; its forward and backward close and reopen the marks of the flow around it.
+    """dpbench.DataParallel around a block; it switches the marks of `flow` where a pass enters and leaves the block.
 
-    Backward runs through the rest of the module, then through the replicas, and then through the rest again.
+    Backward runs through the layers after the block, then through the replicas of the block, and then through the
+    layers before it.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[Device], flow: Flow, mark: Mark) -> None:

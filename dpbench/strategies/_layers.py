@@ -49,23 +49,25 @@ def grouped(case: Case, model: Model, count: int) -> list[list[nn.Module]]:
         fewer = len(layers) * (case.devices // count)
         raise ValueError(
             f"{case.strategy} needs at least one layer per device, but the model {model.name} has {len(layers)} "
-            f"layer(s) for {count} devices: give " + (f"--devices {fewer} or fewer" if fewer else "another --models")
+            f"layer(s) for {count} devices: give "
+            + (f"--devices {fewer} or fewer" if fewer else "another model in --models")
         )
     placed = assign([sum(p.nbytes for p in layer.parameters()) for layer in layers], count)
     return [[layer for layer, at in zip(layers, placed, strict=True) if at == number] for number in range(count)]
 
 
 def assign(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the device number of each layer, given the layers' sizes: each device gets a contiguous group of layers.
+    """Return the device number of each layer; each of `count` devices gets a contiguous group of layers.
 
-    The sums of the groups' sizes are about equal. All `count` devices get a layer if there are enough layers.
+    `sizes` has the size of each layer; the groups have about equal total sizes. If there are at least `count` layers,
+    every device gets one.
     """
     total, before = sum(sizes) or 1, 0.0
     found: list[int] = []
     for position, size in enumerate(sizes):
         middle = (before + size / 2) / total * count
         least = found[-1] if found else 0
-        # each later device must still get one of the remaining sizes
+        # each later device must still get one of the remaining layers
         left = len(sizes) - position
         number = min(max(int(middle), least, count - left), least + 1 if found else 0, count - 1)
         found.append(number)
@@ -113,7 +115,11 @@ class Flow:
             self.leave()
 
     def cross(self, value: torch.Tensor, copy: torch.Tensor, source: Device, target: Device) -> None:
-        """Mark the return of the gradient of `copy` to `source`; `copy` is the copy of `value` on `target`."""
+        """Register hooks that switch the marks when backward crosses from device `target` back to device `source`.
+
+        `copy`, on `target`, is the copy of `value`, on `source`. If `source` is the host, the transfer of the gradient
+        is marked as the phase `gather`.
+        """
         if source.index != HOST:
             copy.register_hook(lambda gradient: self.enter(Phase.BACKWARD, source))
             return
@@ -201,7 +207,7 @@ def _hook(child: nn.Module, device: Device | None, flow: Flow, hooks: ExitStack)
         def moved(value: Any) -> Any:
             copy = value.to(device.torch_device)
             source, tensor = (one.data if isinstance(one, PackedSequence) else one for one in (value, copy))
-            if before is not device and tensor.requires_grad:  # its gradient is the end of backward on this device
+            if before is not device and tensor.requires_grad:  # backward on this device ends with its gradient
                 flow.cross(source, tensor, before, device)
             return copy
 

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: the part of a module that one rank runs, and its training step under torch's schedule GPipe.
+"""A stage of a pipeline: the part of a module on one rank, and the rank's training step under torch's schedule GPipe.
 
 torch.fx records the module as a graph of calls of its layers. The graph is cut between groups of layers. Every stage
 must take the output of the stage before it, and nothing else.
@@ -23,7 +23,7 @@ from dpbench.strategies.single import put_all
 
 
 class PipelineStep:
-    """The training step of one rank, which runs its stage on all micro-batches."""
+    """The training step of one rank, which runs its stage on all micro-batches; `parts` is their number."""
 
     def __init__(self, case: Case, model: Model, device: Device, mark: Mark, parts: int) -> None:
         self._model, self._device, self._mark = model, device, mark
@@ -40,7 +40,7 @@ class PipelineStep:
         self._schedule = ScheduleGPipe(stage, parts, loss_fn=self._loss, scale_grads=False)
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on the batch and return the loss on the rank of the last stage, and 0 on the other ranks."""
+        """Train on the batch; return the loss on the rank of the last stage, or 0 on any other rank."""
         mark, i = self._mark, self._device.index
         first, last = self._rank == 0, self._rank == self._count - 1
         self._rows, losses, given = len(target), list[torch.Tensor](), dict[str, Any]()
@@ -57,7 +57,7 @@ class PipelineStep:
         return torch.stack(losses).sum().detach() if last else torch.zeros(())
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a micro-batch, scaled by its share of the rows of the batch."""
+        """Return the loss of a micro-batch times the fraction of the batch's rows that the micro-batch has."""
         with self._mark(Phase.LOSS, self._device.index):
             return self._model.loss(output, target) * (len(target) / self._rows)
 
@@ -89,12 +89,12 @@ class _Stage(PipelineStage):
 
 
 def stages(case: Case, model: Model, count: int) -> list[nn.Module]:
-    """Return the module of each of `count` stages, which share the layers of the model's module.
+    """Return the modules of `count` stages, which use the layers of the model's module and not copies of them.
 
     Raises ValueError if the module has fewer layers than stages, or cannot be cut into a chain of stages.
     """
     if model.owns_loss:
-        raise _no_chain(case, model, "its forward returns the loss, which needs the batch in the last stage too")
+        raise _no_chain(case, model, "its forward returns the loss, for which the last stage would also need the batch")
     groups = grouped(case, model, count)
     number_of = {layer: number for number, group in enumerate(groups) for layer in group}
     try:
@@ -119,7 +119,7 @@ def _no_chain(case: Case, model: Model, fault: str) -> ValueError:
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's tracer, which does not look into the layers."""
+    """A tracer of torch.fx that records each of `layers` as one call, without the operations inside the layer."""
 
     def __init__(self, layers: dict[nn.Module, int]) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class _Tracer(fx.Tracer):
 
 
 def _numbered(graph: fx.Graph, module: nn.Module, number_of: dict[nn.Module, int]) -> dict[fx.Node, int]:
-    """Return the stage of each node: that of its layer, or else the last stage that computes one of its inputs.
+    """Return the number of each node's stage: the stage of its layer, otherwise the last stage that computes an input.
 
     A parameter is in the stage that uses it first. Raises _NoChainError if a layer runs after a layer of a later stage.
     """
@@ -147,15 +147,18 @@ def _numbered(graph: fx.Graph, module: nn.Module, number_of: dict[nn.Module, int
 
 
 def _parts(graph: fx.Graph, module: nn.Module, stage_of: dict[fx.Node, int], count: int) -> Iterator[nn.Module]:
-    """Yield the module of each stage. Raises _NoChainError if a stage needs more than the output of the one before."""
+    """Yield the module of each stage, with one input and one output.
+
+    Raises _NoChainError if a stage needs more than the output of the stage before it, or gives several outputs.
+    """
     (output,) = (node.args[0] for node in graph.nodes if node.op == "output")
     for number in range(count):
         part, values = fx.Graph(), dict[fx.Node, fx.Node]()
         mine = [node for node in graph.nodes if stage_of[node] == number and node.op != "output"]
         taken = dict.fromkeys(one for node in mine for one in node.all_input_nodes if stage_of[one] != number)
         if number and [stage_of[one] for one in taken] != [number - 1]:
-            several = ", ".join(map(str, taken))
-            raise _NoChainError(f"stage {number} takes {len(taken)} values of other stages: {several}")
+            values_taken = ", ".join(f"{one} of stage {stage_of[one]}" for one in taken) or "none"
+            raise _NoChainError(f"stage {number} must take one value, from stage {number - 1}; it takes {values_taken}")
         for one in taken:
             values[one] = part.placeholder(one.name)
         for node in mine:
@@ -163,13 +166,14 @@ def _parts(graph: fx.Graph, module: nn.Module, stage_of: dict[fx.Node, int], cou
         sent = [node for node in mine if any(stage_of[user] > number for user in node.users)]
         last = sent[0] if sent else output
         if len(sent) > 1 or last not in values:
-            raise _NoChainError(f"stage {number} gives {len(sent)} values to later stages")
+            given = f"gives {len(sent)} values to later stages" if sent else "does not compute the output as one value"
+            raise _NoChainError(f"stage {number} {given}")
         part.output(values[last])
         yield fx.GraphModule(module, part)
 
 
 def _owners(module: nn.Module, modules: Sequence[nn.Module]) -> dict[str, int]:
-    """Return the number of the stage that has each parameter and each buffer of the module, by name."""
+    """Return, for the name of each parameter and buffer of the module, the number of the stage that has it."""
     number_of = {id(t): number for number, one in enumerate(modules) for t in (*one.parameters(), *one.buffers())}
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: number_of[id(tensor)] for name, tensor in named if id(tensor) in number_of}

@@ -46,8 +46,8 @@ class RankStep:
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         """Train on this rank's chunk, and return the loss; the arguments are the whole batch or already this chunk.
 
-        The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch; if the model
-        returns its own loss, this is the mean of the losses of all forward passes.
+        The loss is scaled so that the mean of the ranks' gradients is the gradient of the global batch. If the model
+        returns its own loss, the loss is the mean over this rank's micro-batches instead.
         """
         from dpbench.models import positional
 
@@ -81,7 +81,10 @@ class RankStep:
         return loss.detach()
 
     def _micro_batches(self, placed: Sequence[Any]) -> list[tuple[int, tuple[Any, ...]]]:
-        """Return the rows of each micro-batch of this rank, with its arguments and its target as the last value."""
+        """Return (number of rows, values) for each micro-batch; the values are the arguments and, last, the target.
+
+        `placed` has the same values with all rows of this rank.
+        """
         rows = self._case.rows[self._rank]
         sizes = chunk_sizes(rows, self._parts)
         return list(zip(sizes, zip(*(split(value, sizes) for value in placed), strict=True), strict=True))
@@ -109,9 +112,9 @@ def forward_of_rank(
 
 
 def rows_of(value: Any, case: Case, rank: int) -> Any:
-    """Return a structure with the rows of each tensor that a rank of a case trains on.
+    """Return the structure `value` with only those rows of each tensor on which the rank `rank` trains.
 
-    A tensor that has the rank's number of rows has only these rows, because the rank has loaded them itself.
+    A tensor that already has the rank's number of rows is kept, because the rank has loaded only its own rows.
     """
     from dpbench.engine.containers import mapped
 
@@ -120,7 +123,7 @@ def rows_of(value: Any, case: Case, rank: int) -> Any:
 
 
 def split(value: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return one structure for each of `sizes`, with that number of rows of each tensor, in order."""
+    """Split each tensor of a structure along dimension 0 into parts of `sizes` rows; return one structure per part."""
     from dpbench.engine.containers import mapped
 
     def part(size: int, end: int) -> Any:

@@ -43,10 +43,11 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
-    """Yield the transfers of weights and buffers from device 0 to the other devices that have rows, `count` in all.
+    """Yield the transfers of weights and buffers from device 0 to the other devices with rows of the batch.
 
-    Persistent replicas that update their weights themselves receive only the buffers. With `update=sharded`, each of
-    the `devices` also receives the shards that other devices have updated.
+    The first `count` of the `devices` devices have rows. Persistent replicas that update their weights themselves
+    receive only the buffers. With `update=sharded`, every device also receives the shards that other devices have
+    updated.
     """
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
@@ -65,9 +66,9 @@ def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
 def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
     """Yield the transfers of the gradients between devices, to the devices that update weights.
 
-    With `update=sharded`, each device receives only its shard of the gradients. Otherwise, each device that updates
-    weights receives all gradients: on GPUs by a ring all-reduce, unless the gradients are rounded for the transfer.
-    Devices without rows also update weights; only in collectives do they also send.
+    With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on GPUs by a ring
+    all-reduce, unless the gradients are rounded for the transfer. With `update=sharded`, every device receives only its
+    shard. In the last two cases, devices without rows receive gradients too, but send only in collectives.
     """
     collective = case.device_kind == "cuda" and schedule.comm_dtype == "none"
     count, devices = len(case.rows), case.devices
@@ -89,7 +90,7 @@ def ring(count: int, size: float) -> Iterator[Move]:
 
 
 def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
-    """Yield a transfer of `each` bytes from every one of the first `sources` devices to every other of `targets`."""
+    """Yield a transfer of `each` bytes from each of the first `sources` devices to all other of the first `targets`."""
     for source in range(sources):
         for target in range(targets):
             if source != target:
@@ -97,7 +98,7 @@ def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterato
 
 
 PASSES = {"sgd": 5, "adam": 7, "adamw": 9}
-"""The bytes that an optimizer's step reads and writes (weights, gradients, state), per byte of the parameters."""
+"""For each optimizer: the bytes that its step reads and writes (weights, gradients, state) per byte of parameters."""
 
 
 class Graph:
@@ -142,7 +143,7 @@ class Graph:
         self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
         *, flat: bool = False, share: float = 1.0,
     ) -> int:  # fmt: skip
-        """Append the optimizer's step on a device, as tasks for launches and kernels; return the index of the kernels.
+        """Append the launches and the kernels of the optimizer's step on a device; return the kernels' index.
 
         `host` is the resource that makes the launches. With `flat`, the step is one launch for all parameters. `share`
         is the fraction of the parameters that the device updates.
@@ -207,9 +208,9 @@ class Chain:
         return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Append the transfers of weights and buffers to all devices; return the tasks that every forward waits for.
+        """Append the transfers of weights and buffers to all devices, which wait for the tasks `scattered`.
 
-        Tasks are given by their indices. The transfers wait for the tasks `scattered`.
+        Return the indices of the tasks that every forward waits for.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"
@@ -254,11 +255,10 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device; return, per device, the tasks that its backward waits for.
+        """Append each replica's loss on its device; return, per device, the indices of the tasks before its backward.
 
-        Tasks are given by their indices. The sum of the losses is appended on device 0, except with backward=local on
-        CPU devices, where no backward waits for the sum. With backward=local, one further host task per replica
-        precedes the replica's backward.
+        The sum of the losses is appended on device 0, except with backward=local on CPU devices, where no backward
+        waits for the sum. With backward=local, one further host task per replica precedes the replica's backward.
         """
         graph, size = self._graph, self._profile.output_bytes
         own = [

@@ -147,7 +147,7 @@ class _Overlay:
 def _accelerator(*, available: bool) -> Any:
     """Return a replacement of `torch.accelerator` without streams, whose `is_available` returns `available`.
 
-    Its current accelerator is "cuda", for which torch then looks up the settings of autocast.
+    Its current accelerator is "cuda"; torch looks up the settings of autocast for this accelerator.
     """
     return SimpleNamespace(
         is_available=lambda: available,

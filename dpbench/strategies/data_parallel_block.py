@@ -2,7 +2,8 @@
 
 dpbench.DataParallel wraps the child with the most bytes of parameters, as in torch's tutorial on model parallelism. A
 child that has all parameters of the module is replaced by its own children. The rest of the module runs on device 0, on
-the whole batch. The phases `scatter`, `replicate`, `gather` and `reduce` are those of the block.
+the whole batch. The phases `replicate`, `gather` and `reduce` belong to the block only; `scatter` has the copy of the
+batch to device 0 and the copies of the block's inputs to its replicas.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class DataParallelBlock(Strategy):
     traits = Traits()
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (it has replicas of an uncompiled block), or ""."""
+        """Return the reason why this strategy cannot run a case (for example, a compiled case), or "" if it can."""
         if case.compile:
             return (
                 "torch.compile stops at the replicas of the block, and would compile only the rest: leave out --compile"
@@ -40,7 +41,7 @@ class DataParallelBlock(Strategy):
     def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
         """Wrap the block and yield the training step; on exit, put the unwrapped block back.
 
-        Raises ValueError if no child of the module has parameters.
+        Raises ValueError if the module has no child that can be the block; see `largest`.
         """
         from dpbench.models import positional
         from dpbench.strategies._block import Block
@@ -80,8 +81,8 @@ class DataParallelBlock(Strategy):
 def largest(module: nn.Module) -> str:
     """Return the name of the block: the child with the most bytes of parameters.
 
-    If this child has all parameters, its own largest child is considered, and so on. Raises ValueError if every
-    child on this path has all parameters.
+    If this child has all parameters of the module, its own largest child is considered, and so on. Raises ValueError if
+    no child on this path has only a part of the parameters.
     """
     inside, path = module, list[str]()
     while children := dict(inside.named_children()):
@@ -90,8 +91,8 @@ def largest(module: nn.Module) -> str:
         if 0 < _size(inside) < _size(module):
             return ".".join(path)
     raise ValueError(
-        f"data_parallel_block needs a child that has some of the module's parameters, but no child of this "
-        f"{type(module).__name__} does: give --strategies dp, which runs the whole module on all devices"
+        f"data_parallel_block needs a child that has a part of the module's parameters, but this "
+        f"{type(module).__name__} has none: give --strategies dp, which runs the whole module on all devices"
     )
 
 

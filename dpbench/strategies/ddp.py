@@ -1,9 +1,9 @@
 """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
 
-The ranks are forked processes on this machine, which connect over the loopback interface only. The strategy `ddp`
-installs no communication hook, because a hook would change the measurement. The exposed part of the reduction, which no
-compute hides, lasts from the end of backward's compute until backward returns. torch's private DDP logger reports the
-end of backward's compute. Only this file uses this logger (`_set_ddp_runtime_logging_sample_rate`,
+Outside a launch, the ranks are forked processes on this machine, which connect over the loopback interface only. The
+strategy `ddp` installs no communication hook, because a hook would change the measurement. The exposed part of the
+reduction, which no compute hides, lasts from the end of backward's compute until backward returns. torch's private DDP
+logger reports the end of backward's compute. Only this file uses this logger (`_set_ddp_runtime_logging_sample_rate`,
 `_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`).
 
 DDP synchronises buffers inside its forward; the `forward` phase therefore includes the time of this synchronisation.
@@ -63,10 +63,10 @@ class DistributedDataParallel(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        A strategy that differs from ddp in its gradients only has the same forward as ddp.
+        A variant of ddp, which differs only in the gradients, cannot run the forward alone, because ddp does the same.
         """
         if not case.trains and (self._hook or self._options or self.parts > 1):
-            return f"{case.strategy} differs from ddp in its gradients only: for the forward alone, give ddp"
+            return f"{case.strategy} differs from ddp only in the gradients: for the forward alone, give ddp"
         return super().skip(case)
 
     def split(self, case: Case, module: nn.Module) -> Split:
@@ -74,7 +74,7 @@ class DistributedDataParallel(Strategy):
         return Split(tuple(part for rows in case.rows for part in chunk_sizes(rows, self.parts)))
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False with several micro-batches: all of them update the buffers, but the reference does so once."""
+        """Return False for several micro-batches: each updates the buffers, but the reference updates them once."""
         return self.parts == 1
 
     def wrap(self, module: nn.Module, device: Device) -> nn.Module:
@@ -184,7 +184,10 @@ class _Rank:
         return self._pass(self._rows[-1], count, at)
 
     def _pass(self, rows: int, count: int, at: int) -> list[int]:
-        """Append forward, loss and backward on `rows` rows after the task `at`; return backward's `count` parts."""
+        """Append forward, loss and backward on `rows` rows, which wait for the task `at`.
+
+        Backward is `count` tasks, one after the other; return their indices.
+        """
         graph, profile, i = self._graph, self._profile, self._rank
         forward = (rows * profile.forward_flop, "flop")
         at = graph.launch(Phase.FORWARD, i, self._host, profile.forward_launches, forward, [at])

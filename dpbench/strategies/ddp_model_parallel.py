@@ -1,7 +1,7 @@
 """DistributedDataParallel over modules on two devices: each rank spreads its layers over two devices.
 
 `_layers` describes how a rank's layers are divided. A case with n devices has n / 2 ranks; rank r uses the devices 2 r
-and 2 r + 1. The span of the exposed reduction is that of the rank's first device; see `ddp`.
+and 2 r + 1. The span of the exposed reduction (see `ddp`) is recorded for the rank's first device.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class DdpModelParallel(Strategy):
             return reason
         if case.devices % EACH:
             return (
-                f"ddp_model_parallel needs {EACH} devices per rank, but the case has {case.devices}: give --devices "
-                f"{case.devices + 1}"
+                f"ddp_model_parallel needs {EACH} devices per rank, but the number of devices is {case.devices}: give "
+                f"--devices {case.devices + 1}"
             )
         return ""
 
@@ -58,7 +58,7 @@ class DdpModelParallel(Strategy):
         if root.torch_device.type != "cpu":
             torch.accelerator.set_device_index(root.torch_device)  # otherwise all ranks open contexts on GPU 0
         with spread(case, model, devices, mark) as flow:
-            wrapped = DistributedDataParallel(model.module)  # without device_ids, it moves no inputs
+            wrapped = DistributedDataParallel(model.module)  # without device_ids, DDP moves no inputs
             # DDP synchronises buffers before the first layer
             wrapped.register_forward_pre_hook(lambda *_: flow.enter(Phase.FORWARD, root))
             step = SpreadStep(case, model, flow, mark, wrapped)

@@ -41,11 +41,11 @@ class Engine(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        The engine always drops gradients, and emulated devices have no flat storage. The forward alone is that of
-        dpbench.DataParallel, which has fewer schedules.
+        The engine always clears gradients by setting them to None, and emulated devices have no flat storage. The
+        forward alone runs in dpbench.DataParallel, which supports fewer schedules.
         """
         if case.zero_grad == "zero":
-            return f"{case.strategy} always drops gradients, so zero_grad=zero has no effect: leave out --zero-grad"
+            return f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run: leave out --zero-grad"
         trains_only = "" if case.trains or case.schedule in ("", FASTEST) else parse(case.schedule).missing(CUDA)
         if trains_only:
             unmet = "; ".join(trains_only)
@@ -83,7 +83,7 @@ class Engine(Strategy):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the case's schedule.
 
-        For `fastest`, the schedule is that of `schedule_of`.
+        For `fastest`, `schedule_of` gives the schedule.
         """
         if case.devices == 1:
             return single.STRATEGY.tasks(case, profile)
@@ -112,7 +112,7 @@ class _Training:
         return loss
 
     def settled(self) -> bool:
-        """Return whether `fastest` has chosen its way of running; until then, its steps wait for the devices."""
+        """Return whether the engine has chosen all settings; until then it times its steps to compare alternatives."""
         return self._train_step.settled
 
 

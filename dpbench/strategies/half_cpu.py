@@ -1,10 +1,10 @@
 """Part CPU and part GPU: the first half of the layers is on the host, the second half on one accelerator.
 
 `_layers` describes how the layers are divided. The phase `scatter` of the accelerator is the copy of the activations
-from the host, and the phase `gather` of the host is the copy of their gradients back. The host waits for the
-accelerator before that copy, so that `gather` contains the copy alone; the copy would wait for the accelerator in any
-case. The input of the first layer stays on the host. The phases of the layers on the host are recorded for the
-device HOST.
+from the host, and the phase `gather` of the host is the copy of the activations' gradients back to the host. The host
+waits for the accelerator before this second copy, so that `gather` contains only the copy; the copy would wait for the
+accelerator in any case. The input of the first layer stays on the host. The phases of the layers on the host are
+recorded for the device HOST.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class HalfCpu(Strategy):
     traits = Traits(parallelism=Parallelism.NONE)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (it has no accelerator besides the host), or ""."""
+        """Return the reason why this strategy cannot run a case (for example, on logical CPU devices), or ""."""
         if case.device_kind == "cpu":
             return "half_cpu needs an accelerator in addition to the host; without a GPU, give --device-kind emulated"
         if case.precision in AUTOCAST:
             return (
-                f"half_cpu runs without autocast, which is set for one kind of device: leave out --precision "
+                f"half_cpu runs without autocast, which applies to one kind of device only: leave out --precision "
                 f"{case.precision}"
             )
         if case.compile:
-            return "torch.compile is not verified over layers on the host and a GPU: leave out --compile"
+            return "half_cpu does not support torch.compile over layers on the host and a GPU: leave out --compile"
         return ""
 
     @contextmanager

@@ -35,8 +35,8 @@ class Pipelined(Strategy):
             return reason
         if rest := case.batch_size % MICRO_BATCHES:
             return (
-                f"torch's pipeline needs micro-batches of equal size, but {case.batch_size} rows cannot be split into "
-                f"{MICRO_BATCHES}: give a batch of {case.batch_size - rest + MICRO_BATCHES} rows"
+                f"torch's pipeline needs {MICRO_BATCHES} micro-batches of equal size, but the batch size is "
+                f"{case.batch_size}: give --batch-sizes {case.batch_size - rest + MICRO_BATCHES}"
             )
         if case.precision in AUTOCAST:
             return (
@@ -50,7 +50,7 @@ class Pipelined(Strategy):
         return ""
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False: each micro-batch updates the buffers, and torch's pipeline runs one more in its first step."""
+        """Return False: torch's pipeline runs one more micro-batch in its first step, which updates the buffers too."""
         return False
 
     def split(self, case: Case, module: nn.Module) -> Split:

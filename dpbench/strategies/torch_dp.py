@@ -43,7 +43,7 @@ class TorchDataParallel(Strategy):
         return ""
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False if the replicas share one GPU: torch's replicas then share buffers, which all of them update."""
+        """Return False if the replicas share one GPU: they then also share their buffers, and each updates them."""
         return case.placement != "colocated"
 
     @contextmanager
