@@ -443,7 +443,7 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     "one row for all": (odd(lambda forward, x: (forward(x), x.sum(0, keepdim=True))), "one row per sample"),
     "unused parameters": ({"build": lambda size: Unused()}, "no gradient for 2 of 6 parameters (first: idle.weight)"),
     "replicas return numbers": (odd(lambda forward, x: (forward(x), 3)), "a step on two devices failed: TypeError"),
-    "layers in a list": ({"build": lambda size: Listed()}, "depends on 2 tensors with a gradient that the module does"),
+    "layers in a list": ({"build": lambda size: Listed()}, "not registered in the module (2; shape of the first: "),
     "registered twice": ({"build": lambda size: Twice()}, "names of parameters are registered for"),
 }
 

@@ -92,7 +92,10 @@ class Model:
                     "split; give tensors (torch.from_numpy for arrays) in tuples, lists or dicts"
                 )
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(inputs)):
-            raise TypeError(f"model {self.name}: the inputs that batch(n, seed, size) returned contain no tensor")
+            raise TypeError(
+                f"model {self.name}: the inputs that batch(n, seed, size) returned contain no tensor; return at least "
+                "one tensor with n rows"
+            )
         return inputs, target
 
 

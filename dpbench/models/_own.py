@@ -163,9 +163,8 @@ def own_loss(output: Any, target: Any) -> torch.Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if isinstance(output, torch.Tensor) else found
     if not isinstance(loss, torch.Tensor) or loss.dim() > 1:
-        kind = type(output).__name__
-        tensor = isinstance(loss, torch.Tensor)
-        told = f"a tensor of shape {tuple(loss.shape)}" if tensor else f"an object of type {kind} without a loss"
+        kind = f"an object of type {type(output).__name__} without a loss"
+        told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else kind
         raise TypeError(
             f"the model has loss = None, so forward must return its loss, but it returned {told}: return a 0-dim "
             "tensor or a structure with `loss` from forward, or write loss(output, target)"

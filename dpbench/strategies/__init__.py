@@ -252,7 +252,7 @@ def optimizer_of(case: Case, model: Model | None = None) -> Callable[[Iterable[n
 
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-"""torch's name of the type to which autocast rounds in forward, by precision; other precisions have no autocast."""
+"""For each precision with autocast: torch's name of the type to which autocast rounds in forward."""
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
@@ -274,7 +274,7 @@ def scaler_of(case: Case) -> torch.amp.GradScaler | None:
 
 
 def clip_norm_of(case: Case, model: Model) -> float | None:
-    """Return the largest norm of the gradient in the loop of a case; None if the loop does not clip gradients."""
+    """Return the norm to which the training loop of a case clips the gradient; None if the loop does not clip."""
     return model.loop.clip_norm if case.optimizer == OWN else None
 
 

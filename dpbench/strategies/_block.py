@@ -43,7 +43,7 @@ class Block(DataParallel):
 
 
 def _on_gradient(values: Any, call: Any) -> None:
-    """Call `call` when backward has computed the gradient of any tensor in `values`."""
+    """Make backward call `call` each time that it has computed the gradient of a tensor in `values`."""
     for value in tree_leaves(values):
         if isinstance(value, torch.Tensor) and value.requires_grad:
             value.register_hook(lambda gradient: call())

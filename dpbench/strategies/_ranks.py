@@ -93,7 +93,7 @@ class RankStep:
 def forward_of_rank(
     case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
 ) -> Forward:
-    """Return a function that runs the forward of the wrapped module on this rank's rows; the output has these rows."""
+    """Return a function that runs the forward of the module from `wrap` on this rank's rows, and returns its output."""
     import torch
     import torch.distributed as dist
 

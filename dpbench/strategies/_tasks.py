@@ -307,7 +307,7 @@ class Chain:
         return found
 
     def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Append the reduction of one message of gradients to the devices that update weights; return the indices.
+        """Append the reduction of one message of gradients to the devices that update weights; return task indices.
 
         `size` is the size of the message in bytes. The reduction waits for the end of the tasks `ready`, and may run at
         the same time as the tasks `overlap`.

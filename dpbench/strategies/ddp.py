@@ -63,7 +63,7 @@ class DistributedDataParallel(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        A variant of ddp, which differs only in the gradients, cannot run the forward alone, because ddp does the same.
+        A variant such as `ddp_fp16` cannot run the forward alone, because it differs from ddp only in the gradients.
         """
         if not case.trains and (self._hook or self._options or self.parts > 1):
             return f"{case.strategy} differs from ddp only in the gradients: for the forward alone, give ddp"

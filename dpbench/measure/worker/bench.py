@@ -65,7 +65,7 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
 
 
 def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[Activity]]:
-    """Return one list of activities per profiled step; each step begins with a host event named `PROFILED`."""
+    """Return one list of activities per profiled step; in `events`, a host event named `PROFILED` starts each step."""
     starts = sorted(
         event.time_range.start / 1e6
         for event in events

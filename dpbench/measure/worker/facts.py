@@ -152,7 +152,7 @@ def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor, buffe
 
     The copies run one after the other, and allocate no memory. Two untimed copies precede them. The first sets up the
     access to the other device. The second is a slow copy of `buffer` from the host, and while it runs, the host queues
-    all timed copies. Without it, copies over a fast link would wait for the host's calls that queue them.
+    all timed copies. Without this slow copy, timed copies over a fast link would wait for the host to queue them.
     """
     target.synchronize()
     with target.guard():

@@ -99,7 +99,7 @@ def _waits(loader: DataLoader[Any], progress: Progress, longest_s: float = float
 
 
 def opened(loading: Loading) -> Any:
-    """Return the dataset of a measurement; a user's object that is a function is called, and returns the dataset.
+    """Return the dataset of a measurement; if the user's object is a function, call it and return its result.
 
     Raises Unfit if the object cannot be imported, or if the call raises an error.
     """
@@ -209,7 +209,7 @@ class _Watched(Dataset[Any]):
     def _record(self, error: Exception, what: str) -> None:
         """Write the first failure to the file `RAISED`, because torch reports the exception of a worker only as text.
 
-        `what` says what was being done, such as "example 3".
+        `what` names the part that failed, such as "example 3".
         """
         info = get_worker_info()
         where = f"worker {info.id}" if info else "the main process"

@@ -100,7 +100,7 @@ class _Facts:
         self._draws = False
 
     def parameters(self) -> None:
-        """Record the module's parameters. Raises ModelFault if they cannot be trained, or not with the free memory."""
+        """Record the module's parameters. Raises ModelFault if they cannot be trained or exceed the free memory."""
         module = self._model.module
         if isinstance(module, WRAPPERS):
             raise self._fault("build", f"returned a {type(module).__name__}: return the module inside it, because each "
@@ -149,7 +149,7 @@ class _Facts:
             for where, tensor in tensors_by_name(part, name).items():
                 if tensor.device.type != "cpu":
                     raise self._fault("batch", f"returned {where} on {tensor.device}: return tensors on the CPU; each "
-                                      "strategy copies them")  # fmt: skip
+                                      "strategy copies them to its devices")  # fmt: skip
                 if tensor.requires_grad:
                     raise self._fault("batch", f"returned {where}, which requires gradients: detach it")
         again = self._model.batch(self._case.batch_size, self._case.seed)
@@ -258,10 +258,10 @@ class _Facts:
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
                     found[id(leaf)] = leaf
         if found:
-            shapes = ", ".join(str(tuple(one.shape)) for one in [*found.values()][:2])
+            first = tuple(next(iter(found.values())).shape)
             self.notes.append(
-                f"the loss depends on {count(len(found), 'tensor')} with a gradient that the module does not register "
-                f"(of shape {shapes}): no strategy trains, copies or reduces them; keep layers in nn.ModuleList or "
+                f"the loss depends on trainable tensors that are not registered in the module ({len(found)}; shape of "
+                f"the first: {first}): no strategy trains, copies or reduces them; keep layers in nn.ModuleList or "
                 "nn.ModuleDict, and weights in nn.Parameter"
             )
 

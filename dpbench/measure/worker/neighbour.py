@@ -73,8 +73,9 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
 
 
 def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: int | None) -> int:
-    """Return the number of steps that the neighbour reports next. Raises NeighbourFailed if it reports an error.
+    """Return the number of steps that the neighbour reports next.
 
+    Raises NeighbourFailed if the neighbour reports an error, ends, or does not answer within `WAIT_S` seconds.
     `killed_before` is passed on to `processes.advice`.
     """
     try:
