@@ -63,7 +63,9 @@ def _imported(name: str, place: str, attribute: str) -> Any:
         for part in filter(None, attribute.split(".")):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        error.add_note(f"while loading --model {name} from {here} or sys.path (it was read as package.module:name)")
+        error.add_note(
+            f"while loading --model {name} from {here} or sys.path (dpbench reads it as package.module:name)"
+        )
         raise
     return found
 

@@ -32,7 +32,7 @@ DIMS = {
 
 
 class EmbeddingMean(nn.Module):
-    """The mean of the table rows of each sample, followed by one linear layer."""
+    """The mean of the table rows that a sample selects, followed by one linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()

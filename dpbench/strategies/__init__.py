@@ -256,7 +256,7 @@ AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the context manager for the case's forward: autocast for bf16 and fp16; for others, one without effect."""
+    """Return the context manager for the case's forward: autocast for bf16 and fp16, otherwise one without effect."""
     if case.precision not in AUTOCAST:
         return nullcontext()
     import torch

@@ -60,7 +60,7 @@ def assign(sizes: Sequence[int], count: int) -> list[int]:
     """Return the device number of each layer; each of `count` devices gets a contiguous group of layers.
 
     `sizes` has the size of each layer; the groups have about equal total sizes. If there are at least `count` layers,
-    every device gets one.
+    no group is empty.
     """
     total, before = sum(sizes) or 1, 0.0
     found: list[int] = []

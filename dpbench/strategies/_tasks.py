@@ -90,7 +90,10 @@ def ring(count: int, size: float) -> Iterator[Move]:
 
 
 def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
-    """Yield a transfer of `each` bytes from each of the first `sources` devices to all other of the first `targets`."""
+    """Yield transfers of `each` bytes from each of the first `sources` devices to each of the first `targets`.
+
+    No device sends to itself.
+    """
     for source in range(sources):
         for target in range(targets):
             if source != target:
@@ -255,7 +258,7 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device; return, per device, the indices of the tasks before its backward.
+        """Append each replica's loss on its device; return, per device, the indices of the tasks that backward awaits.
 
         The sum of the losses is appended on device 0, except with backward=local on CPU devices, where no backward
         waits for the sum. With backward=local, one further host task per replica precedes the replica's backward.
@@ -324,9 +327,10 @@ class Chain:
         return graph.each(self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap)
 
     def _update(self, after: list[int]) -> None:
-        """Append the optimizer's step on device 0, on every device, or on every device for its shard of the weights.
+        """Append the optimizer's step: on device 0 with `update=root`, otherwise on every device.
 
-        With shards, also append the all-gather of the updated weights. The steps wait for the tasks `after`.
+        With `update=sharded`, each device updates its shard of the weights; then append the all-gather of the updated
+        weights. The optimizer's steps wait for the tasks `after`.
         """
         schedule, graph, profile = self._schedule, self._graph, self._profile
         owners = self._owners

@@ -140,7 +140,7 @@ Observed = tuple[Phase, int, float, float]
 
 
 class ExposedReduction:
-    """The part of the reduction that outlasts backward's compute, from the logger of torch's wrapper `wrapped`."""
+    """The part of the reduction that outlasts backward's compute, measured by the logger of torch's `wrapped`."""
 
     def __init__(self, wrapped: Any, device: Device) -> None:
         self._wrapped, self._device = wrapped, device
@@ -173,7 +173,7 @@ class _Rank:
         self._rows, self._host = chunk_sizes(case.rows[rank], parts), f"host:{rank}"
 
     def backward(self, count: int) -> list[int]:
-        """Append this rank's tasks up to backward; return, for each bucket, the index of the task it waits for.
+        """Append this rank's tasks up to backward; return, for each bucket, the index of the task that fills it.
 
         `count` is the number of buckets of gradients, which only the last micro-batch reduces.
         """

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over modules on two devices: each rank spreads its layers over two devices.
+"""DistributedDataParallel with model parallelism: each rank spreads its layers over two devices.
 
 `_layers` describes how a rank's layers are divided. A case with n devices has n / 2 ranks; rank r uses the devices 2 r
 and 2 r + 1. The span of the exposed reduction (see `ddp`) is recorded for the rank's first device.

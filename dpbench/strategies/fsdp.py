@@ -38,7 +38,7 @@ class FullyShardedDataParallel(Strategy):
 
     @contextmanager
     def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
-        """Yield the forward on this rank's rows, which gathers the weights; on exit, put whole weights back."""
+        """Yield a forward on this rank's rows that gathers the weights; on exit, put whole weights into the module."""
         yield forward_of_rank(case, model, devices[0], mark, _shard)
         _restore(model.module)
 

@@ -5,9 +5,9 @@ intervals (`records.activity`). The spans of a clock show how long a phase occup
 show when the device computed. Communication is counted separately, because a collective kernel that waits for other
 ranks counts as busy.
 
-Where ranks add gradients during backward, the profiled steps also give the `reduce` phase of GPUs, for which no event
-can be recorded: the seconds of all-reduce during which the GPU runs no compute kernel. Each timed step gets these
-seconds, at the end of its backward. On CPUs, the strategy itself reports the phase of each step.
+Where ranks add gradients during backward, no event can mark the `reduce` phase of GPUs. The profiled steps give its
+duration: the seconds of all-reduce during which the GPU runs no compute kernel. Each timed step gets these seconds, at
+the end of its backward. On CPUs, the strategy itself reports the phase of each step.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ class _Marking:
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
     """Take a step with each batch until no step of any rank compiles; return the case with the time of compilation.
 
-    `compile_s` in its setup is the time in seconds of all steps that compiled, including the steps of verification; the
-    time is shorter if torch's cache on disk has the graphs. Its facts have the numbers of graphs and graph breaks.
-    Raises ValueError if nothing was compiled, and RuntimeError if all `COMPILING_PASSES` passes compiled.
+    The case's setup then has `compile_s`, the seconds of all steps that compiled, including the steps of verification;
+    the time is shorter if torch's cache on disk has the graphs. The case's facts have the numbers of graphs and graph
+    breaks. Raises ValueError if nothing was compiled, and RuntimeError if all `COMPILING_PASSES` passes compiled.
     """
     begun, compile_s = compilations(), 0.0
     for _ in range(COMPILING_PASSES):

@@ -111,10 +111,9 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     """Time copies over the links of the devices, and return the trial with these times.
 
-    The setup of the returned trial has `links_s`, the seconds that the timing took.
-
-    Return the trial unchanged if its devices are fewer than two, not in one process, colocated or not GPUs. Also return
-    it unchanged if a GPU has too little free memory for the copies, because the trial is valid without their times.
+    The setup of the returned trial has `links_s`, the seconds that the timing took. The trial is returned unchanged if
+    its devices are fewer than two, not in one process, colocated or not GPUs. It is also returned unchanged if a GPU
+    has too little free memory for the copies, because the trial is valid without their times.
     """
     case = trial.case
     if case.device_kind != "cuda" or case.placement != "spread" or case.traits.ranks or len(devices) == 1:

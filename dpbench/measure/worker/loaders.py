@@ -86,7 +86,7 @@ def measure(loading: Loading, folder: Path) -> Reading:
 def _waits(loader: DataLoader[Any], progress: Progress, longest_s: float = float("inf")) -> Iterator[float]:
     """Yield the seconds that the consumer waits for each batch of an epoch; the first wait starts the workers.
 
-    After the first batch that arrives later than `longest_s` seconds, no more batches are taken.
+    The batch that arrives more than `longest_s` seconds after the start is the last.
     """
     began = before = time.perf_counter()
     for _ in loader:
@@ -239,7 +239,8 @@ class _WatchedBatches(_Watched):
 def _rebuilt(kind: type[_Watched], name: str, pickled: bytes, folder: Path) -> _Watched:
     """Return the watched dataset, unpickled in a worker that was not forked.
 
-    `name` is the user's `file.py:name`, whose file is executed first, because unpickling needs its classes; "" if none.
+    `name` is the user's `file.py:name`, whose file is executed first, because unpickling needs its classes.
+    It is empty for the synthetic dataset.
     """
     if name:
         registry.outside("dataset", name)

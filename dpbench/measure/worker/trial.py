@@ -77,7 +77,7 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
-    """Time several prepared cases in this process, with blocks of their steps in turn; return their trials in order.
+    """Time prepared cases in this process, alternating between their blocks of steps; return their trials in order.
 
     An error in any case ends the timing of all cases. All cases share the memory layout of the process, its cores and
     the load from other processes. Ratios between the cases therefore vary much less than if each case had a separate
@@ -276,7 +276,7 @@ def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
 
 
 def work(request: Request) -> list[Trial] | Failure:
-    """Carry out a request and return one trial per case; a trial that failed has the reason.
+    """Carry out a request and return one trial per case; a failed trial has the reason of its failure.
 
     If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the record of the rank's
     failure. A request to time a DataLoader returns an empty list.
