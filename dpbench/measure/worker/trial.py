@@ -194,7 +194,7 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
 
 
 def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verdict:
-    """Compare the strategy's gradients and buffers, or its outputs if the case does not train, with the reference's.
+    """Compare the gradients and buffers with the reference; if the case does not train, compare the outputs.
 
     Return the verdict. Raises Unverified if a compared value is wrong. If the case is unverified, compare nothing.
     """
@@ -229,7 +229,7 @@ def _forget(devices: Sequence[Device]) -> None:
 
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
-    """Return the memory peaks since the last call of `_forget`, of the devices that count them and of this process."""
+    """Return the memory peaks of this process and of devices that count memory, since the last call of `_forget`."""
     source = "ledger" if case.device_kind == "emulated" else "allocator"
     peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
     return (*peaks, Memory(HOST, processes.resident_peak(), "rss"))
