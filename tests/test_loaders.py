@@ -312,7 +312,7 @@ UNFIT = {
     "data.py:broken": "the call without arguments failed: ZeroDivisionError: division by zero [data.py:",
     "data.py:none": "dataset data.py:none: data.py has no object 'none'; correct the name after ':'",
     "none.py:good": "the file none.py does not exist",
-    "good": "dataset good: the name has no colon; give file.py:name or package.module:name",
+    "good": "dataset good: give file.py:name or package.module:name",
 }  # fmt: skip
 
 

@@ -229,7 +229,7 @@ def test_the_block_is_the_largest_child_that_is_not_the_whole() -> None:
     small, large = torch.nn.Linear(2, 2), torch.nn.Linear(9, 9)
     assert largest(torch.nn.Sequential(small, large)) == "1"
     assert largest(torch.nn.Sequential(torch.nn.Sequential(small, large))) == "0.1"
-    with pytest.raises(ValueError, match="no child of this Sequential does: give --strategies dp"):
+    with pytest.raises(ValueError, match="but this Sequential has none: give --strategies dp"):
         largest(torch.nn.Sequential(torch.nn.Sequential(large), torch.nn.ReLU()))
 
 
@@ -313,8 +313,8 @@ def test_a_rank_with_two_devices_has_half_of_the_layers_on_each(tmp_path: Path) 
         ("model_parallel_pipelined", {"compile": True}, "cannot record a compiled module: leave out --compile"),
         ("data_parallel_block", {"compile": True}, "would compile only the rest: leave out --compile"),
         ("half_cpu", {}, "needs an accelerator in addition to the host; without a GPU, give --device-kind emulated"),
-        ("half_cpu", {"device_kind": "cuda", "precision": "bf16"}, "one kind of device: leave out --precision bf16"),
-        ("half_cpu", {"device_kind": "cuda", "precision": "fp16"}, "one kind of device: leave out --precision fp16"),
+        ("half_cpu", {"device_kind": "cuda", "precision": "bf16"}, "of device only: leave out --precision bf16"),
+        ("half_cpu", {"device_kind": "cuda", "precision": "fp16"}, "of device only: leave out --precision fp16"),
         ("half_cpu", {"device_kind": "cuda", "compile": True}, "on the host and a GPU: leave out --compile"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_neighbour_that_dies_during_the_steps_fails_the_trial(
         ({"strategy": "ddp", "devices": 2}, "needs several processes or every core"),
         ({"strategy": "single_all_cores"}, "needs several processes or every core"),
         ({"strategy": "dp", "devices": 3}, "need 6 cores (3 for each model), but available: 4"),
-        ({"strategy": "dp", "devices": 2, "device_kind": "cuda", "device_ids": (0, 1, 2)}, "need 4 GPUs, and there"),
+        ({"strategy": "dp", "devices": 2, "device_kind": "cuda", "device_ids": (0, 1, 2)}, "need 4 GPUs (2 for each"),
         ({"strategy": "dp", "devices": 2, "device_kind": "cuda", "placement": "colocated"}, "--placement spread"),
     ],
 )  # fmt: skip

@@ -107,7 +107,7 @@ def opened(loading: Loading) -> Any:
     if isinstance(name, Synthetic):
         return SyntheticDataset(name)
     if ":" not in name:
-        raise Unfit(f"dataset {name}: the name has no colon; give file.py:name or package.module:name")
+        raise Unfit(f"dataset {name}: give file.py:name or package.module:name")
     try:
         found = registry.outside("dataset", name)
     except LookupError as error:
