@@ -207,7 +207,7 @@ def _hook(child: nn.Module, device: Device | None, flow: Flow, hooks: ExitStack)
         def moved(value: Any) -> Any:
             copy = value.to(device.torch_device)
             source, tensor = (one.data if isinstance(one, PackedSequence) else one for one in (value, copy))
-            if before is not device and tensor.requires_grad:  # backward on this device ends with its gradient
+            if before is not device and tensor.requires_grad:  # backward on this device ends with this gradient
                 flow.cross(source, tensor, before, device)
             return copy
 

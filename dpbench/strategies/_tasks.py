@@ -72,7 +72,7 @@ def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]
     """
     collective = case.device_kind == "cuda" and schedule.comm_dtype == "none"
     count, devices = len(case.rows), case.devices
-    each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # for fp32 parameters
+    each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # bf16 halves fp32 gradients
     if schedule.update == "root":
         for device in range(1, count):
             yield Move(Phase.REDUCE, device, 0, each)
