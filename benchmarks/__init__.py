@@ -48,7 +48,7 @@ EARLIER = {
     "records.machine": ("machine",),
     "records.plan": ("plan",),
     "records.registry": ("registry",),
-    "engine.replica_cache": ("engine.cached",),
+    "engine.replicate": ("engine.replica_cache", "engine.cached"),
     "engine.collectives": ("engine.broadcast",),
     "hardware.samplers.nvml": ("samplers.nvml",),
     "measure.server": ("server",),

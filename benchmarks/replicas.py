@@ -48,7 +48,7 @@ def resnet50() -> Any:
 
 def setup(part: str) -> None:
     with names_of_the_commit():
-        attribute("engine.replica_cache", "ReplicaCache", "Trees")
+        attribute("engine.replicate", "ReplicaCache", "Trees")
         attribute("engine.collectives", "copies_of")
 
 
@@ -61,7 +61,7 @@ def _call(part: str) -> Callable[[], Any]:
     from dpbench.records import no_mark
 
     copies_of = attribute("engine.collectives", "copies_of")
-    cache_class = attribute("engine.replica_cache", "ReplicaCache", "Trees")  # earlier commits call it Trees
+    cache_class = attribute("engine.replicate", "ReplicaCache", "Trees")  # earlier commits call it Trees
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
         network = resnet50()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import comparison
-from dpbench.report import archive, comparing, page
+from dpbench.report import comparing, page
 from tests import test_compare
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 from tests.test_ladder import content
@@ -81,6 +81,6 @@ def written(folder: Path) -> dict[str, Path]:
     for name, page_of in PAGES.items():
         found[name] = folder / f"{name}.html"
         found[name].write_text(page_of(), encoding="utf-8")
-    archive.keep(replace(run_of(), answers=gpu_run().answers), folder)
+    page.keep(replace(run_of(), answers=gpu_run().answers), folder)
     found["runs"] = folder / "runs" / "index.html"
     return found

@@ -25,7 +25,7 @@ import psutil
 
 from dpbench import cli
 from dpbench.records import Case, Trial
-from dpbench.store import Naming, Store, recovery
+from dpbench.store import Naming, Store, copying
 from dpbench.store.copying import PARTS
 from tests.commands import Folder
 from tests.commands import folder as working_folder
@@ -234,7 +234,7 @@ def left(folder: Folder, kept: list[tuple[object, ...]]) -> list[str]:
     if "Traceback" in folder.err:
         complaints.append(f"a traceback: {folder.err[-1500:]}")
     if folder.store.exists():
-        complaints += [f"the store is damaged: {fault}" for fault in recovery.check(folder.store)]
+        complaints += [f"the store is damaged: {fault}" for fault in copying.check(folder.store)]
         if folder.final()[: len(kept)] != kept:
             complaints.append("trials that had ended are lost")
     subprocess.run(

@@ -12,7 +12,7 @@ from dpbench.analysis.report import Report
 from dpbench.cli import showing
 from dpbench.cli.options import LATEST
 from dpbench.records import Case, Source, Status
-from dpbench.report import archive
+from dpbench.report import page
 from tests.report_rows import HOSTILE, Row, Tags, answer, made, run_of
 
 CASE = Case(model="mlp", strategy="single", batch_size=8)
@@ -81,10 +81,10 @@ def test_a_named_page_is_the_only_file_that_is_written(folder: Path, tmp_path: P
 
 def test_the_list_stays_text_and_names_what_it_cannot_read(folder: Path) -> None:
     wild = made(dataclasses.replace(CASE, model=HOSTILE), 0.1, 0.1, busy={}, phases={}, occupied={})
-    archive.keep(dataclasses.replace(run("a", 1e9, wild), provenance={"command": HOSTILE}), folder)
+    page.keep(dataclasses.replace(run("a", 1e9, wild), provenance={"command": HOSTILE}), folder)
     (folder / "runs" / "older").mkdir()
     (folder / "runs" / "older" / "run.json").write_text("{}")
-    archive.keep(run("b", 2e9, GOOD), folder)
+    page.keep(run("b", 2e9, GOOD), folder)
     list_ = (folder / "runs" / "index.html").read_text()
     assert HOSTILE not in list_
     assert unescape(list_).count(HOSTILE) == 2

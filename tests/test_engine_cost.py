@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.analysis import engine_cost
-from dpbench.analysis.engine_cost import GOAL, Dispatched, EngineCost, engine_costs, sentence
+from dpbench.analysis import diagnosis
+from dpbench.analysis.diagnosis import GOAL, Dispatched, EngineCost, engine_cost, engine_costs
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import rows
 from dpbench.hardware.devices import open_devices
@@ -151,7 +151,7 @@ def test_the_verdict_depends_on_the_goal(ours: float, expected: str) -> None:
     (found,) = costs(measured(ours, 1.0))
     assert found.ratio.value == pytest.approx(ours, rel=1e-6)
     assert found.verdict == expected
-    assert expected in sentence([found])
+    assert expected in engine_cost([found])
 
 
 def test_an_interval_around_the_goal_cannot_tell() -> None:
@@ -186,19 +186,19 @@ def test_a_trial_that_is_not_verified_is_not_compared() -> None:
 def test_the_counts_of_both_sides_are_said() -> None:
     ours, torchs = Dispatched(1234, 17, 2048), Dispatched(1500, 1, 4096)
     cost = EngineCost(case=OURS, ratio=Estimate(0.9, 0.89, 0.91, 5), engine=ours, torch=torchs)
-    assert "goal of at most 1.03: 0.900× (0.890–0.910) on mlp (met)." in sentence([cost])
-    assert engine_cost.counts([cost, replace(cost, torch=None)]) == [
+    assert "goal of at most 1.03: 0.900× (0.890–0.910) on mlp (met)." in engine_cost([cost])
+    assert diagnosis.call_counts([cost, replace(cost, torch=None)]) == [
         "one step on mlp: 1,234 operators, 17 copies (2.00 KiB in all) by the engine, "
         "1,500 operators, 1 copy (4.00 KiB in all) by torch.nn.DataParallel"
     ]
-    assert sentence([]) == ""
+    assert engine_cost([]) == ""
 
 
 def test_replicas_on_one_gpu_are_not_called_gpus() -> None:
     cost = EngineCost(case=replace(OURS, device_kind="cuda"), ratio=Estimate(0.9, 0.89, 0.91, 5))
-    assert "DataParallel on GPUs, with a goal of" in sentence([cost])
+    assert "DataParallel on GPUs, with a goal of" in engine_cost([cost])
     shared = replace(cost, case=replace(cost.case, placement="colocated"))
-    assert "DataParallel on replicas sharing one GPU (COLOCATED: " in sentence([shared])
+    assert "DataParallel on replicas sharing one GPU (COLOCATED: " in engine_cost([shared])
 
 
 def test_the_worker_stores_the_counts(tmp_path: Path) -> None:
@@ -224,5 +224,5 @@ def test_the_verdict_has_the_comparison_and_the_diagnosis_stays_with_the_measure
         "to that of torch.nn.DataParallel on emulated devices (host time alone), with a goal of at most 1.03: 0.900×"
         in " ".join(report.notes)
     )
-    assert report.engine_costs == engine_cost.engine_costs(report.rows, report.trials)
+    assert report.engine_costs == diagnosis.engine_costs(report.rows, report.trials)
     assert {diagnosis.row.case.device_kind for diagnosis in report.diagnoses} == {"cpu"}

@@ -234,7 +234,7 @@ def test_reduce_adds_in_replica_order_and_spares_its_inputs(n: int, seed: int) -
 
 
 def test_parallel_apply_refuses_unequal_lengths_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match=r"2 modules, 1 inputs.*2 devices"):
+    with pytest.raises(ValueError, match=r"2 \(modules\), 1 \(inputs\).*2 \(devices\)"):
         parallel_apply([nn.Tanh(), nn.Tanh()], [torch.zeros(1)], None, resolve(cpus(2)))
 
 

@@ -11,7 +11,7 @@ import pytest
 from dpbench import load
 from dpbench.cli import showing
 from dpbench.records import Case, Status
-from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, recovery
+from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, copying
 from tests import hardening
 from tests.exported import made, stored
 
@@ -57,9 +57,9 @@ def test_an_unreadable_trial_is_listed_and_hides_no_other(dpbench, path, sql) ->
     code, out, _ = dpbench("store", "check", path)
     assert code == 1
     assert "row 2 of the table trial" in out
-    done = recovery.recover(path, path.with_name("new.db"))
+    done = copying.recover(path, path.with_name("new.db"))
     assert (done.runs, done.trials, len(done.lost)) == (1, 2, 1)
-    assert recovery.check(path.with_name("new.db")) == []
+    assert copying.check(path.with_name("new.db")) == []
 
 
 def test_page_markdown_json_and_python_list_the_rows_that_could_not_be_read(dpbench, path) -> None:
@@ -88,7 +88,7 @@ def test_an_unreadable_run_is_listed_and_hides_no_other(dpbench, path, sql) -> N
     assert (code, len(out.splitlines())) == (0, 1)
     assert out.startswith(second[:12])
     assert "row 1 of the table run" in err
-    recovery.recover(path, path.with_name("new.db"))
+    copying.recover(path, path.with_name("new.db"))
     with Store.read(path.with_name("new.db")) as opened:
         assert len(opened.runs()) == len(opened.trials()) == 2, "the trial of the lost run is kept"
 

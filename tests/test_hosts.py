@@ -18,7 +18,7 @@ from dpbench.analysis import hosts, validity
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
-from dpbench.measure import channel, jobs, launch
+from dpbench.measure import jobs, launch
 from dpbench.measure.agent import Answer, Member
 from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, LaunchError
@@ -99,13 +99,13 @@ def meet(mine: bytes, theirs: bytes) -> tuple[Any, Any]:
 
     def prove(name: str, end: socket.socket, secret: bytes, first: bool) -> None:
         try:
-            found[name] = channel.prove(end, secret, first=first)
+            found[name] = launch.prove(end, secret, first=first)
         except (AuthenticationError, EOFError, OSError) as error:
             found[name] = error
             end.close()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channel, "_OPTIONS", ())  # a pair of local sockets has no TCP options
+        patch.setattr(launch, "_OPTIONS", ())  # a pair of local sockets has no TCP options
         other = threading.Thread(target=prove, args=("theirs", there, theirs, False))
         other.start()
         prove("mine", here, mine, True)
@@ -148,13 +148,13 @@ def test_nobody_between_two_ends_can_insert_change_or_repeat_a_message() -> None
 
 
 def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(channel.KEY, raising=False)
+    monkeypatch.delenv(launch.KEY, raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert channel.key() == channel.key()
-    assert len(channel.key()) == 64
+    assert launch.key() == launch.key()
+    assert len(launch.key()) == 64
     assert (tmp_path / "dpbench/key").stat().st_mode & 0o077 == 0
-    monkeypatch.setenv(channel.KEY, "given")
-    assert channel.key() == b"given"
+    monkeypatch.setenv(launch.KEY, "given")
+    assert launch.key() == b"given"
 
 
 # -- parts of several machines
@@ -226,7 +226,7 @@ class Standing(Peers):
 
 def standing(member: Member) -> Peer:
     here, _ = socket.socketpair()
-    return Peer(member.rank, member, channel.Channel(here, b"", first=True))
+    return Peer(member.rank, member, launch.Channel(here, b"", first=True))
 
 
 @pytest.fixture

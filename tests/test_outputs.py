@@ -16,11 +16,11 @@ from rich.console import Console
 from dpbench.cli import predicted as tables
 from dpbench.cli import shapes
 from dpbench.cli.progress import Progress, device_bars
-from dpbench.measure import forecast
 from dpbench.measure import run as runner
+from dpbench.measure import selection
 from dpbench.measure.batch_search import Found
-from dpbench.measure.forecast import Forecast
 from dpbench.measure.run import Ended, Note, Outcome, Started
+from dpbench.measure.selection import Forecast
 from dpbench.predict.cases import Need
 from dpbench.predict.what_if import WhatIf
 from dpbench.records import Case, Status, Trial, machine
@@ -77,7 +77,7 @@ def strict(text: str) -> typing.Any:
 def names(monkeypatch):
     """Let msgspec read the annotations whose names are imported for type checkers only."""
     in_shapes = Forecast, Found, machine.Machine
-    for module, kinds in ((shapes, in_shapes), (tables, (Need, WhatIf)), (forecast, (Options,))):
+    for module, kinds in ((shapes, in_shapes), (tables, (Need, WhatIf)), (selection, (Options,))):
         for kind in kinds:
             monkeypatch.setattr(module, kind.__name__, kind, raising=False)
 
@@ -154,12 +154,12 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
     assert (code, err) == (0, "")
     assert [line for line in out.splitlines() if line.startswith(DP.label)] == [f"{DP.label}  no earlier trial"]
     assert "2 cases in 4 rounds: 8 trials to measure" in out
-    assumed = 8 * forecast.ASSUMED_S
+    assumed = 8 * selection.ASSUMED_S
     assert f"expected time: about {assumed:.1f} s (2 cases without an earlier trial, for which the planner" in out
     assert "time budget: 30.0 s" in out
     assert list(tmp_path.iterdir()) == []
     plan = read(shapes.Plan, dpbench(*CASES, "--dry-run", "--json")[1])
-    assert (plan.trials, plan.seconds) == (6, 6 * forecast.ASSUMED_S)
+    assert (plan.trials, plan.seconds) == (6, 6 * selection.ASSUMED_S)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,7 +177,7 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(dpbenc
     found = strict(dpbench(*CASES, "--dry-run", "--json", "--rounds", "auto")[1])
     planned = {one["case"]["strategy"]: (one["trial_s"], one["earlier"]) for one in found["forecast"]["cases"]}
     assert planned == {"single": (None, 0), "dp": (3.5, 2)}
-    assert found["seconds"] == 3 * (3.5 + forecast.ASSUMED_S)
+    assert found["seconds"] == 3 * (3.5 + selection.ASSUMED_S)
     assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, 300.0)
     out = dpbench(*CASES, "--dry-run")[1]
     assert "1 case as measured earlier on this machine; 1 case without" in out

@@ -24,7 +24,7 @@ from dpbench.analysis import summary
 from dpbench.cli import cli
 from dpbench.engine import gather
 from dpbench.hardware.devices import open_devices
-from dpbench.measure import checks, structures, verification
+from dpbench.measure import checks, reference, verification
 from dpbench.measure.failures import of_error
 from dpbench.measure.verification import Verdict
 from dpbench.measure.worker import model_check
@@ -503,7 +503,7 @@ def test_a_forward_that_cannot_be_replaced_is_verified_without_dropout(
 
 
 def test_a_dict_with_another_constructor_is_taken_apart_and_made_again() -> None:
-    made = structures.joined([defaultdict(list, {"a": torch.ones(n, 2)}) for n in (1, 2)])
+    made = reference.joined([defaultdict(list, {"a": torch.ones(n, 2)}) for n in (1, 2)])
     assert isinstance(made, defaultdict)
     assert made["a"].shape == (3, 2)
 
@@ -516,7 +516,7 @@ class Output(dict[str, Tensor]):
 
 
 def test_a_dict_that_refuses_update_is_taken_apart_and_made_again() -> None:
-    made = structures.joined([Output(a=torch.ones(n, 2)) for n in (1, 2)])
+    made = reference.joined([Output(a=torch.ones(n, 2)) for n in (1, 2)])
     assert isinstance(made, Output)
     assert made["a"].shape == (3, 2)
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from dpbench.cli import cli
-from dpbench.predict import nccl
+from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT
 
 CURVE = (
@@ -36,14 +36,14 @@ def printed(curve: tuple[tuple[int, float, float], ...] = CURVE) -> str:
 def test_the_output_of_nccl_tests_gives_back_its_durations(tmp_path: Path) -> None:
     path = tmp_path / "all_reduce.txt"
     path.write_text(printed())
-    found = nccl.collective(str(path))
+    found = network.collective(str(path))
     for size, us, _ in CURVE:
         wire = 2 * 7 / 8 * size / found.bytes_per_s
         assert found.start_s + wire + found.root_s * wire**0.5 == pytest.approx(us * 1e-6, rel=0.15)
 
 
 def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
-    found = nccl.collective("42.5")
+    found = network.collective("42.5")
     assert (found.bytes_per_s, found.start_s, found.root_s) == (42.5e9, DEFAULT.start_s, DEFAULT.root_s)
 
 
@@ -69,7 +69,7 @@ def test_a_bus_that_cannot_be_read_is_an_error_of_usage(
     Path("gather.txt").write_text(printed().replace(" sum ", " none"))
     Path("scatter.txt").write_text(f"# Collective test starting: reduce_scatter_perf\n{printed()}")
     with pytest.raises(ValueError, match=said):
-        nccl.collective(given)
+        network.collective(given)
 
 
 def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:

@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dpbench.measure.rounds import shortage
-from dpbench.measure.stopping import UntilPrecise
+from dpbench.measure.stopping import UntilPrecise, shortage
 from dpbench.records import Case, Status, Step, Trial, Verified, plan
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)

@@ -82,7 +82,7 @@ def test_however_it_is_ended_the_same_command_completes_the_run_once_without_rep
     assert folder.wait_for(last, len(kept)), folder.err
     refuses_a_second(folder, last, command)
     assert last.wait(patience(60)) == 0, folder.err
-    assert f"{len(kept)} of 5 trials are done" in folder.err
+    assert f"which has {len(kept)} of 5 trials" in folder.err
     assert folder.final()[: len(kept)] == kept
     assert list(folder.temporary.iterdir()) == [], "the next run removes what killed runs left, and leaves nothing"
     assert folder.mark.settles(0) == ""

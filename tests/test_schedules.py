@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel, models
 from dpbench.engine.errors import Refused
-from dpbench.engine.replica_cache import ReplicaCache
+from dpbench.engine.replicate import ReplicaCache
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.update import Update
 from dpbench.hardware.devices.host import HostDevice

@@ -18,7 +18,7 @@ from dpbench.analysis.findings import Diagnosis, loops
 from dpbench.analysis.findings.rule import Finding
 from dpbench.analysis.report import Report
 from dpbench.analysis.verdict import Ground
-from dpbench.cli.loading import loaders
+from dpbench.cli.own import loaders
 from dpbench.records import Phase, Sample, Source, Trial
 from dpbench.records.observed import Held, Unknown
 from dpbench.records.registry import Parallelism

@@ -35,7 +35,7 @@ def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.M
 
 def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verification.Verdict:
     case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
-    return verification.check(dp.STRATEGY.start, case, model, resolve(["cpu"] * devices), precision_of)
+    return verification.check(dp.ENGINE.start, case, model, resolve(["cpu"] * devices), precision_of)
 
 
 # ---------------------------------------------------------------- the reference
@@ -113,7 +113,7 @@ def tampered(tamper: Any) -> Any:
 
     @contextmanager
     def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
-        with dp.STRATEGY.start(case, model, devices, no_mark) as step:
+        with dp.ENGINE.start(case, model, devices, no_mark) as step:
 
             def wrong(inputs: Any, target: Any) -> Tensor:
                 loss = step(inputs, target)
@@ -233,9 +233,7 @@ def test_outputs_that_are_nan_are_named() -> None:
     nn.init.constant_(model.module.bias, float("nan"))
     devices = resolve(["cpu"] * 2)
     with pytest.raises(ValueError, match="output has NaN, also without data parallelism"):
-        verification.check_outputs(
-            partial(begin, dp.STRATEGY), case, model, devices, precision_of, split=dp.STRATEGY.split
-        )
+        verification.check_outputs(partial(begin, dp.ENGINE), case, model, devices, precision_of, split=dp.ENGINE.split)
 
 
 def test_a_model_that_draws_random_numbers_is_told_so() -> None:

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, dataloader
 import dpbench
 from dpbench.cli import cli
 from dpbench.hardware import nvml
-from dpbench.observe import joining, loop, script, seams, trials, watching
+from dpbench.observe import loop, script, seams, trials, watching
 from dpbench.observe.moments import GpuTimes
 from dpbench.observe.recorder import Recorder, Seen
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Sample, ledger
@@ -492,7 +492,7 @@ def test_samples_lie_in_the_steps_and_have_the_devices_of_the_loop(
 def test_only_rank_0_samples_and_the_ranks_of_its_machine_are_no_foreign_load(tmp_path: Path, beside: Samplers) -> None:
     def started(**environ: str) -> str:
         with ExitStack() as stack:
-            return watching._sampling(stack, joining.Seat.of(tmp_path / "s.db", environ)).problem
+            return watching._sampling(stack, trials.Seat.of(tmp_path / "s.db", environ)).problem
 
     assert started(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == ""
     assert beside.started == []
@@ -544,11 +544,11 @@ def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: 
         recorder.update(1, "SGD")
     found = [loop.of(recorder, first=rank) for rank in (0, 1)]
     environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}
-    seats = [joining.Seat.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
+    seats = [trials.Seat.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
     held = [(Held(rank=rank, gpu=0, uuid="GPU-1a6f", held_bytes=2**29 + rank, own=rank == 0),) for rank in (0, 1)]
     short = replace(found[1], steps=found[1].steps[:3], numbers=found[1].numbers[:3])
-    seats[1].write(joining.Part(loop=short, held=held[1]))
-    part, ranks = seats[0].joined(joining.Part(loop=found[0], held=held[0]), deadline_s=0.1)
+    seats[1].write(trials.Part(loop=short, held=held[1]))
+    part, ranks = seats[0].joined(trials.Part(loop=found[0], held=held[0]), deadline_s=0.1)
     whole = part.loop
     assert ranks == 2
     assert part.held == (*held[0], *held[1])

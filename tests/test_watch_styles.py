@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dpbench.observe import joining, loop, script, seams, trials
+from dpbench.observe import loop, script, seams, trials
 from dpbench.observe.recorder import Recorder
 from dpbench.records import UNATTRIBUTED, Phase, ledger
 
@@ -168,7 +168,7 @@ for fold in range(3):
 """)  # fmt: skip
     assert "only training 2 is stored" in problems(found)
     assert len(found.steps) == 19
-    part = trials.Watched(script="train.py", command="train.py", part=joining.Part(loop=found), seen=recorder.seen)
+    part = trials.Watched(script="train.py", command="train.py", part=trials.Part(loop=found), seen=recorder.seen)
     case = trials.case_of(part)
     assert (case.optimizer, case.precision, case.compile) == ("adam", "fp32", False)
     assert found.skipped == 0

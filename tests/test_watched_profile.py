@@ -12,22 +12,23 @@ import pytest
 
 from dpbench.analysis.findings.text import headline
 from dpbench.analysis.report import Report
-from dpbench.predict import watched
+from dpbench.predict import stored
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, Phase, Source, machine
 from dpbench.records.machine import UnknownMachine
 from dpbench.records.observed import OBSERVED, Alternative
 from dpbench.records.trial import Estimate
 from dpbench.store import Naming
+from tests import exported
 from tests import observed_loops as loops
-from tests.exported import command, stored
+from tests.exported import command
 
 MACHINE = machine.load("rtx-3090-x8")
 GPU = loops.case(device_kind="cuda")
 
 
-def loop_of(*arguments: Any, **more: Any) -> watched.Loop:
-    found = watched.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
+def loop_of(*arguments: Any, **more: Any) -> stored.Loop:
+    found = stored.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
     assert found
     return found
 
@@ -64,7 +65,7 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
     assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and the cost of the concurrent reduction"
 
 
-LACKING: dict[str, tuple[Callable[[], watched.Loop], str]] = {
+LACKING: dict[str, tuple[Callable[[], stored.Loop], str]] = {
     "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown; give --model"),
     "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
@@ -84,10 +85,10 @@ def test_the_command_takes_a_run_by_file_and_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "dpbench.db"
-    stored(path, *loops.loop(of=GPU), provenance=loops.GPU_FACTS, naming=Naming(name="mine"))
+    exported.stored(path, *loops.loop(of=GPU), provenance=loops.GPU_FACTS, naming=Naming(name="mine"))
     own = [replace(one, provenance={k: v for k, v in one.provenance.items() if k != OBSERVED}) for one in loops.loop()]
     single = replace(own[0], case=Case(model="mlp", strategy="single", batch_size=64), source=Source.MEASURED)
-    stored(path, single, provenance=loops.GPU_FACTS, naming=Naming(name="single"))
+    exported.stored(path, single, provenance=loops.GPU_FACTS, naming=Naming(name="single"))
     call = command(tmp_path, monkeypatch, capfd)
     usual = ("predict", "--machine", "rtx-3090-x8", "--devices", "1,2", "--strategies", "single,ddp", "--json")
     for source in ("@mine", str(path), f"{path}:@mine"):
@@ -114,7 +115,7 @@ def test_the_command_takes_a_run_by_file_and_by_name(
 def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself() -> None:
     four = loops.case(devices=4, device_kind="cuda")
     trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
-    (known,) = watched.alternatives([one.summary() for one in trials], loops.GPU_FACTS).values()
+    (known,) = stored.alternatives([one.summary() for one in trials], loops.GPU_FACTS).values()
     assert isinstance(known, Alternative)
     assert known.step.low < known.step.value < known.step.high < 0.05
     assert "rtx-3090" in known.basis
@@ -135,8 +136,8 @@ def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reas
     four = loops.case(devices=4, device_kind="cuda")
     facts = {**loops.GPU_FACTS, "gpus": {"gpus": [{"name": "NVIDIA GB999"}] * 4}}
     trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
-    known = watched.alternatives(trials, facts)
+    known = stored.alternatives(trials, facts)
     assert str(known[four]).startswith("no described machine has 4 GPUs of the model NVIDIA GB999")
     found = Report.of(trials, run_id="r", started_s=0.0, provenance=facts, alternatives=known).diagnoses[0]
     assert any("whether DistributedDataParallel is faster (no described machine" in one for one in found.unjudged)
-    assert not watched.alternatives(loops.loop(of=GPU), loops.GPU_FACTS), "one device has no such question"
+    assert not stored.alternatives(loops.loop(of=GPU), loops.GPU_FACTS), "one device has no such question"

@@ -28,9 +28,8 @@ from typing import Any
 import psutil
 
 from dpbench.analysis import comparison, stats, summary
-from dpbench.measure.rounds import RoundsRule
 from dpbench.measure.run import run
-from dpbench.measure.stopping import UntilPrecise
+from dpbench.measure.stopping import RoundsRule, UntilPrecise
 from dpbench.records import Case, Effort, Trial
 from dpbench.store import Store
 

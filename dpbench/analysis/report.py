@@ -14,7 +14,6 @@ from dpbench.analysis import (
     answer,
     caveats,
     diagnosis,
-    engine_cost,
     findings,
     forecasts,
     history,
@@ -56,7 +55,7 @@ class Report:
     warnings: Sequence[caveats.Caveat]
     diagnoses: Sequence[findings.Diagnosis]
     answers: Sequence[answer.Answer] = ()
-    engine_costs: Sequence[engine_cost.EngineCost] = ()
+    engine_costs: Sequence[diagnosis.EngineCost] = ()
     self_check: Sequence[str] = ()
     past: Sequence[PastRun] = ()
 
@@ -80,18 +79,18 @@ class Report:
         read; all other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
-        ladders, costs = ladder.ladders(rows), engine_cost.engine_costs(rows, trials)
+        ladders, costs = ladder.ladders(rows), diagnosis.engine_costs(rows, trials)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (
-                diagnosis.climbs(ladders), *hosts.sentences(trials), engine_cost.sentence(costs),
+                diagnosis.climbs(ladders), *hosts.sentences(trials), diagnosis.engine_cost(costs),
                 *diagnosis.habits(rows, trials), _noisy(provenance),
             ))),
             answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)),
             engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
-            diagnoses=diagnoses, self_check=(*self_check, *engine_cost.counts(costs)), past=past,
+            diagnoses=diagnoses, self_check=(*self_check, *diagnosis.call_counts(costs)), past=past,
         )  # fmt: skip
 
     @property

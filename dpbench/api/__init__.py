@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from dpbench.api.runs import STORE, Compared, Run
-from dpbench.cli import config, showing
+from dpbench.cli import options, showing
 from dpbench.cli.options import Detail
 from dpbench.cli.progress import Progress
 from dpbench.measure import launch, selection
@@ -93,7 +93,7 @@ def run(
     cases, budget_s = selection.cases_of(asked)
     path = Path(store)
     repeated = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
-    naming = selection.naming(asked, config.command_in(Path.cwd(), repeated))
+    naming = selection.naming(asked, options.command_in(Path.cwd(), repeated))
     detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:

@@ -13,18 +13,7 @@ from pathlib import Path
 import click
 
 from dpbench import __version__
-from dpbench.cli import (
-    checking,
-    comparing,
-    config,
-    importing,
-    loading,
-    managing,
-    predicting,
-    reading,
-    running,
-    watching,
-)
+from dpbench.cli import comparing, managing, observing, options, own, predicting, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
 from dpbench.records.visible import visible
 
@@ -44,12 +33,12 @@ def cli(context: click.Context, no_config: bool) -> None:
     `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish, replace bash_source
     by zsh_source or fish_source. The variable NO_COLOR turns off colours.
     """
-    if not no_config and (found := config.read(Path.cwd(), cli.commands)):
+    if not no_config and (found := options.read(Path.cwd(), cli.commands)):
         context.obj, context.default_map = found, {name: {**values} for name, values in found.values.items()}
 
 
 for command in (
-    running.run, watching.watch, importing.import_, checking.check, checking.init, loading.loaders, reading.report,
+    running.run, observing.watch, observing.import_, own.check, own.init, own.loaders, reading.report,
     reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
     managing.store_,
     predicting.predict, predicting.probe,

@@ -11,8 +11,15 @@ import click
 import msgspec
 
 from dpbench.cli import shapes, showing
-from dpbench.cli.config import Documented
-from dpbench.cli.options import EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE, EXIT_WORSE, json_option, store_option
+from dpbench.cli.options import (
+    EXIT_FAILED,
+    EXIT_UNDECIDED,
+    EXIT_USAGE,
+    EXIT_WORSE,
+    Documented,
+    json_option,
+    store_option,
+)
 from dpbench.cli.shapes import AnswerFacts, Interval, RunFacts
 
 if TYPE_CHECKING:

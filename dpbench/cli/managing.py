@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dpbench.cli import shapes
-from dpbench.cli.config import EXITS, Documented
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, EXIT_WORSE, json_option, store_option
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, EXIT_WORSE, EXITS, Documented, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
 from dpbench.cli.showing import choose, list_unreadable
 from dpbench.records import words
@@ -169,9 +168,9 @@ def store_() -> None:
 @click.argument("file", type=click.Path(path_type=Path))
 def check(file: Path) -> None:
     """Check the structure of the store FILE, and read every run and every trial; print each fault on a line."""
-    from dpbench.store import recovery
+    from dpbench.store import copying
 
-    if faults := recovery.check(file):
+    if faults := copying.check(file):
         click.echo("\n".join(faults))
         click.echo(f"{file}: {words.count(len(faults), 'fault')}", err=True)
         sys.exit(EXIT_WORSE)
@@ -188,9 +187,9 @@ def check(file: Path) -> None:
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="The new store, which must not exist.")
 def recover(file: Path, output: Path) -> None:
     """Copy all readable runs, and all readable ended trials, of the store FILE to a new store; FILE is not changed."""
-    from dpbench.store import recovery
+    from dpbench.store import copying
 
-    done = recovery.recover(file, output)
+    done = copying.recover(file, output)
     for fault in done.lost:
         click.echo(f"lost: row {fault.row} of the table {fault.table}: {fault.why}", err=True)
     click.echo(

@@ -1,17 +1,32 @@
-"""Options: the types of command-line options, options that several commands have, and the exit codes."""
+"""Options: the types of command-line options, options of several commands, their defaults, and the exit codes.
+
+Defaults come from `dpbench.toml`, or from [tool.dpbench] in `pyproject.toml`, in the working folder. A table such as
+[run] has the defaults of one command; its keys are the long names of options. The keys `store` and `patience` outside
+of these tables apply to all commands that have the option. The command line has precedence. The help of a command ends
+with the defaults that come from a file, and with the command's exit codes.
+"""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import shlex
 import signal
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
+from reprlib import repr as abridged
 from typing import Any, NoReturn
 
 import click
+import msgspec
+from click.core import ParameterSource
+
+from dpbench.records.visible import everywhere
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
@@ -74,18 +89,49 @@ class Detail(Enum):
     """Also the stages, steps and memory of each trial."""
 
 
-class Names(click.ParamType[tuple[str, ...]]):
-    """A comma-separated list of names."""
+class Listed(click.ParamType[tuple[Any, ...]]):
+    """The type of a comma-separated list.
 
-    name = "a,b,..."
+    `part` converts one part of the list; it raises ValueError for a text that it does not accept. `expected` describes
+    the list in the message for such a text.
+    """
+
+    def __init__(self, name: str, part: Callable[[str], Any], expected: str = "") -> None:
+        self.name, self._part, self._expected = name, part, expected
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the names in a comma-separated text; fail for an empty list."""
-        return value if isinstance(value, tuple) else self._parts(value, param, ctx)
+        """Return the values of all parts of a text; fail for an empty list, and for a part that is not accepted."""
+        if isinstance(value, tuple):
+            return value
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+        try:
+            return tuple(map(self._part, parts)) or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
+        except ValueError:
+            self.fail(f"{value!r} is not {self._expected}", param, ctx)
 
-    def _parts(self, value: str, param: Any, ctx: Any) -> tuple[str, ...]:
-        parts = tuple(part.strip() for part in value.split(",") if part.strip())
-        return parts or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
+
+def _natural(text: str) -> int:
+    """Return the number of a text with digits only. Raises ValueError for any other text."""
+    if not text.isdigit():
+        raise ValueError(text)
+    return int(text)
+
+
+NAMES = Listed("a,b,...", str)
+NUMBERS = Listed("1,2,...", int, "a comma-separated list of integers, such as 1,2,4")
+SWITCHES = Listed("off,on", lambda text: ("off", "on").index(text) == 1, "a list of off and on, such as off,on")
+LOADERS = Listed(
+    "off,0,...",
+    lambda text: -1 if text == "off" else _natural(text),
+    "a list of off and numbers of workers, such as off,0,2",
+)
+"""The type of a list of numbers of workers of a DataLoader, with -1 for off: no DataLoader."""
+DEVICE_IDS = Listed(
+    "0,1,...|GPU-...",
+    lambda text: text if text.startswith("GPU-") else _natural(text),
+    "a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa",
+)
+"""The type of a list of GPUs: CUDA ordinals (int), or UUIDs (str), which may be abbreviated."""
 
 
 class Schedules(click.ParamType[tuple[str, ...]]):
@@ -105,22 +151,6 @@ class Schedules(click.ParamType[tuple[str, ...]]):
         return tuple(plan.split_schedules(value)) or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list of integers."""
-
-    name = "1,2,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the integers in a comma-separated text; fail for an empty list, and for other parts."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            found = tuple(int(part) for part in value.split(",") if part.strip())
-            return found or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
-        except ValueError:
-            self.fail(f"{value!r} is not a comma-separated list of integers, such as 1,2,4", param, ctx)
-
-
 class Tag(click.ParamType[tuple[str, str]]):
     """A tag, key=value, that the user gives to a run."""
 
@@ -132,57 +162,6 @@ class Tag(click.ParamType[tuple[str, str]]):
             return value
         key, _, text = value.partition("=")
         return (key, text) if key and text else self.fail(f"{value!r} is not key=value, such as driver=550", param, ctx)
-
-
-class Switches(click.ParamType[tuple[bool, ...]]):
-    """A comma-separated list of off and on."""
-
-    name = "off,on"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return True for each on and False for each off in a text; fail for an empty list, and for other words."""
-        if isinstance(value, tuple):
-            return value
-        known = {"off": False, "on": True}
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        if not parts or not {*parts} <= {*known}:
-            self.fail(f"{value!r} is not a list of off and on, such as off,on", param, ctx)
-        return tuple(known[part] for part in parts)
-
-
-class Loaders(click.ParamType[tuple[int, ...]]):
-    """A comma-separated list, each part of which is a DataLoader's number of workers, or off."""
-
-    name = "off,0,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the numbers in a text, with -1 for off; fail for an empty list, and for other parts."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        if not parts or not all(part == "off" or part.isdigit() for part in parts):
-            self.fail(f"{value!r} is not a list of off and numbers of workers, such as off,0,2", param, ctx)
-        return tuple(-1 if part == "off" else int(part) for part in parts)
-
-
-class DeviceIds(click.ParamType["tuple[int | str, ...]"]):
-    """A comma-separated list of GPUs: CUDA ordinals, or UUIDs, which may be abbreviated."""
-
-    name = "0,1,...|GPU-..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the GPUs in a text, each as an ordinal (int) or a UUID (str).
-
-        Fail for an empty list, and for a part that is not an integer and does not begin with GPU-.
-        """
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",") if part.strip()]
-        if not parts:
-            self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
-        if not all(part.isdigit() or part.startswith("GPU-") for part in parts):
-            self.fail(f"{value!r} is not a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa", param, ctx)
-        return tuple(int(part) if part.isdigit() else part for part in parts)
 
 
 class Rounds(click.ParamType["int | str"]):
@@ -213,3 +192,185 @@ class Bytes(click.ParamType[int]):
         power = " KMGT".index((found[2] or " ").upper())
         size = float(found[1]) * (1024 if found[3] else 1000) ** power
         return int(size) if size < MOST_BYTES else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)
+
+
+OWN, PROJECT = "dpbench.toml", "pyproject.toml"
+SHARED = ("store", "patience")
+"""The options whose defaults a file may set for all commands at once, outside of the tables of the commands."""
+Value = str | int | float | bool | list[str | int | float | bool]
+EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
+"""The meaning of the exit codes of most commands."""
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """Defaults of options from the file `path`.
+
+    `words` has, by command and option, the words of a command line that would set the option.
+    """
+
+    path: Path
+    words: Mapping[str, Mapping[str, Sequence[str]]]
+    values: Mapping[str, Mapping[str, Any]]
+    """The defaults by command and parameter, in the form of click's `default_map`."""
+
+
+class Documented(click.Command):
+    """A command whose help ends with the defaults from a file and with the command's exit codes."""
+
+    def __init__(self, *args: Any, exits: Mapping[int, str] = EXITS, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.exits = exits
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Add to the help the defaults that a file gives, and the exit codes."""
+        found = ctx.find_root().obj
+        if isinstance(found, Defaults) and (words := found.words.get(self.name or "")):
+            with formatter.section(f"Defaults from {found.path.name}"):
+                formatter.write_dl([(f"--{name}", _shown(given)) for name, given in words.items()])
+        with formatter.section("Exit codes"):
+            formatter.write_dl([(str(code), meaning) for code, meaning in self.exits.items()])
+
+
+def _shown(words: Sequence[str]) -> str:
+    """Return the words that set an option, as text without the option's name; "on" or "off" for a switch."""
+    return shlex.join(words[1:]) or ("on" if words else "off")
+
+
+def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None:
+    """Return the defaults that a file in `folder` has for the options of `commands`; None without such a file.
+
+    Raises UsageError if two files have defaults, if a key is unknown, or if an option does not accept its value. The
+    message names the files, or the file and the key.
+    """
+    found = [(path, where, table) for path, where in _sources(folder) if (table := _table(path, where)) is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise click.UsageError(f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them")
+    path, where, table = found[0]
+    words: dict[str, dict[str, Sequence[str]]] = {name: {} for name in commands}
+    values: dict[str, dict[str, Any]] = {name: {} for name in commands}
+    for command, name, value in _entries(table, path, where, commands):
+        at = f"{path.name}: {'.'.join(filter(None, [where, command if command in table else '']))}"
+        option = _options(commands[command])[name]
+        words[command][name] = _words(option, name, value, at)
+        values[command][option.name or ""] = _checked(option, value, commands[command], f"{at} {name}")
+    return Defaults(path, words, values)
+
+
+def command_of(context: click.Context, repeated: str) -> str:
+    """Return `repeated` with the option --no-config; "" if no default of the current command comes from a file.
+
+    `context` is the click context of the current command. `repeated` is the command `dpbench run` with all options of
+    the measurement, so that it needs no file.
+    """
+    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
+    return _ignoring(repeated) if given else ""
+
+
+def command_in(folder: Path, repeated: str) -> str:
+    """Return the command `repeated`, with the option --no-config if `folder` has a file that may set defaults.
+
+    Runs that Python starts do not read such a file, so the command that repeats them must not read it either.
+    """
+    return _ignoring(repeated) if any(path.is_file() for path, _ in _sources(folder)) else repeated
+
+
+def _ignoring(command: str) -> str:
+    """Return `command`, which begins with `dpbench`, with the option --no-config."""
+    return f"dpbench --no-config {command.removeprefix('dpbench ')}"
+
+
+def _sources(folder: Path) -> Iterator[tuple[Path, str]]:
+    yield folder / OWN, ""
+    yield folder / PROJECT, "tool.dpbench"
+
+
+def _table(path: Path, where: str) -> Mapping[str, Any] | None:
+    """Return the table `where`, such as "tool.dpbench", of a TOML file; None if there is no such file or table.
+
+    If `where` is empty, the whole file is the table. Raises UsageError if the file is not valid.
+    """
+    import tomllib
+
+    if not path.is_file():
+        return None
+    try:
+        table: Any = everywhere(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and for numbers with too many digits
+        raise click.UsageError(f"{path.name} is not valid TOML: {error}") from None
+    for key in where.split(".") if where else ():
+        if not isinstance(table, dict):
+            raise click.UsageError(f"{path.name}: `tool` is {abridged(table)}; it must be a table")
+        table = table.get(key)
+        if table is None:
+            return None
+    try:
+        return msgspec.convert(table, dict[str, Value | dict[str, Value]])
+    except msgspec.ValidationError as error:
+        raise click.UsageError(f"{path.name}: {where or 'the file'}: {error}") from None
+
+
+def _entries(
+    table: Mapping[str, Any], path: Path, where: str, commands: Mapping[str, click.Command]
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield the command, the option and the value of each entry; entries for all commands come before the others."""
+    for key, value in table.items():
+        if key in SHARED and not isinstance(value, dict):
+            yield from ((name, key, value) for name, command in commands.items() if key in _options(command))
+        elif key not in commands or not isinstance(value, dict):
+            raise _unknown(f"{path.name}: {where or 'the file'}", key, [*SHARED, *(f"[{name}]" for name in commands)])
+    for command, entries in table.items():
+        for key, value in entries.items() if isinstance(entries, dict) else ():
+            known = _options(commands[command])
+            if key not in known:
+                raise _unknown(f"{path.name}: {'.'.join(filter(None, [where, command]))}", key, [*known])
+            yield command, key, value
+
+
+def _options(command: click.Command) -> dict[str, click.Option]:
+    """Return the options of a command by their long names without dashes, such as `batch-sizes`."""
+    return {
+        long.removeprefix("--"): one
+        for one in command.params
+        if isinstance(one, click.Option)
+        for long in one.opts
+        if long.startswith("--")
+    }
+
+
+def _unknown(where: str, key: str, known: Sequence[str]) -> click.UsageError:
+    near = difflib.get_close_matches(key, [one.strip("[]") for one in known], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return click.UsageError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}{hint}")
+
+
+def _words(option: click.Option, name: str, value: Any, where: str) -> Sequence[str]:
+    """Return the words of a command line that give an option this value. Raises UsageError for a wrong type."""
+    if option.is_flag and not isinstance(value, bool):
+        raise click.UsageError(f"{where} {name}: {value!r} is neither true nor false")
+    if option.is_flag:
+        return [f"--{name}"] if value else []
+    texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]
+    return [word for text in (texts if option.multiple else [",".join(texts)]) for word in (f"--{name}", text)]
+
+
+def _text(value: str | float) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _checked(option: click.Option, value: Any, command: click.Command, where: str) -> Any:
+    """Return the value in the form of click's `default_map`: a bool, a text, or a list of texts.
+
+    Raises UsageError, which begins with `where`, if the option does not accept the value.
+    """
+    if option.is_flag:
+        return value
+    texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]
+    given = texts if option.multiple else ",".join(texts)
+    try:
+        option.type_cast_value(click.Context(command), given)
+    except click.BadParameter as error:
+        raise click.UsageError(f"{where}: {error.message}") from None
+    return given

@@ -12,8 +12,18 @@ import click
 from click.core import ParameterSource
 
 from dpbench.cli import shapes
-from dpbench.cli.config import EXITS, Documented
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Names, Numbers, Schedules, json_option, patience_option
+from dpbench.cli.options import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    EXITS,
+    NAMES,
+    NUMBERS,
+    STORE,
+    Documented,
+    Schedules,
+    json_option,
+    patience_option,
+)
 from dpbench.cli.predicted import (
     PredictedCase,
     Predictions,
@@ -30,8 +40,7 @@ from dpbench.records import words
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.predict.cases import Need, Prediction
-    from dpbench.predict.stored import Stored
-    from dpbench.predict.watched import Loop
+    from dpbench.predict.stored import Loop, Stored
     from dpbench.predict.what_if import WhatIf
     from dpbench.records import Case
     from dpbench.records.machine import Machine
@@ -45,14 +54,14 @@ DEVICES = (1, 2, 4, 8)
     exits=EXITS | {EXIT_USAGE: "wrong usage, or a machine or model that lacks a needed value"},
 )
 @click.option("--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file.")
-@click.option("--models", type=Names(), default=(), help="Reference models, or well-known ones such as resnet50.")
+@click.option("--models", type=NAMES, default=(), help="Reference models, or well-known ones such as resnet50.")
 @click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
-@click.option("--strategies", type=Names(), default=(), help="[default: single,torch_dp,dp,ddp]")
+@click.option("--strategies", type=NAMES, default=(), help="[default: single,torch_dp,dp,ddp]")
 @click.option("--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]")
-@click.option("--devices", type=Numbers(), default=(), help="Numbers of devices.  [default: 1,2,4,8 if available]")
-@click.option("--batch-sizes", type=Numbers(), default=(), help="Global batch sizes (strong scaling).")
+@click.option("--devices", type=NUMBERS, default=(), help="Numbers of devices.  [default: 1,2,4,8 if available]")
+@click.option("--batch-sizes", type=NUMBERS, default=(), help="Global batch sizes (strong scaling).")
 @click.option(
-    "--batch-per-device", type=Numbers(), default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
+    "--batch-per-device", type=NUMBERS, default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
 )
 @click.option(
     "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
@@ -222,14 +231,14 @@ def _with_bus(described: Machine, given: str) -> Machine:
 
     Raises UsageError if the machine has logical CPU devices, or if `given` cannot be read.
     """
-    from dpbench.predict import nccl
+    from dpbench.predict import network
 
     if described.logical:
         raise click.UsageError(
             f"--bus can be used for GPUs only, and {described.name} has logical CPU devices: leave out --bus"
         )
     try:
-        return replace(described, collective=nccl.collective(given))
+        return replace(described, collective=network.collective(given))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--bus") from None
 
@@ -256,12 +265,12 @@ def _loop(path: Path, run: str | None) -> Loop:
 
     Raises UsageError if there is none.
     """
-    from dpbench.predict import watched
+    from dpbench.predict import stored
     from dpbench.store import Store
 
     with Store.read(path, list_unreadable) as opened:
         for one in [choose(opened.runs(), run)] if run else opened.runs():
-            if found := watched.of_run(opened.trials(one.id), one.provenance):
+            if found := stored.of_run(opened.trials(one.id), one.provenance):
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(

@@ -1,7 +1,7 @@
 """Reading: the commands that read a store: report, explain, list, export.
 
 `dpbench list` also prints the values that options of `dpbench run` accept. It reads the descriptions of dpbench's
-models and strategies from their files, without importing them.
+models from their files, without importing them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import click
 
 from dpbench.cli import managing, shapes
-from dpbench.cli.config import Documented
 from dpbench.cli.options import (
     PAGE,
+    Documented,
     json_option,
     last_words,
     run_option,
@@ -88,9 +88,9 @@ def rows(kind: str) -> list[tuple[str, str]]:
             (FASTEST, "the schedule that TrainStep selects for the model"),
         ]
     own = registry.own(kind)
-    found = [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
-    installed = [name for name in registry.names(kind) if name not in own]
-    return [*found, *((name, _summary(registry.strategy(name))) for name in installed)]
+    if kind == "strategies":
+        return [(name, _summary(registry.strategy(name))) for name in [*own, *sorted({*registry.names(kind)} - {*own})]]
+    return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
 
 
 def _rung(name: str) -> str:

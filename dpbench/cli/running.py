@@ -11,24 +11,25 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from dpbench.cli import config, shapes
-from dpbench.cli.config import Documented
+from dpbench.cli import shapes
 from dpbench.cli.options import (  # fmt: skip
+    DEVICE_IDS,
     EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
+    LOADERS,
+    NAMES,
+    NUMBERS,
     PAGE,
     STORE,
+    SWITCHES,
     Bytes,
     Detail,
-    DeviceIds,
-    Loaders,
-    Names,
-    Numbers,
+    Documented,
     Rounds,
     Schedules,
-    Switches,
     Tag,
+    command_of,
     json_option,
     last_words,
     patience_option,
@@ -81,9 +82,9 @@ class _Output:
         EXIT_CLOSED: "the reader of the output closed it",
     },
 )
-@click.option("--models", type=Names(), help="Reference models.  [default: mlp,resnet18]")
+@click.option("--models", type=NAMES, help="Reference models.  [default: mlp,resnet18]")
 @click.option("--model", multiple=True, help="Your own model, package.module:name; may be repeated.")
-@click.option("--strategies", type=Names(), help="Training strategies.  [default: all that this machine can run]")
+@click.option("--strategies", type=NAMES, help="Training strategies.  [default: all that this machine can run]")
 @click.option(
     "--strategy",
     multiple=True,
@@ -112,25 +113,25 @@ class _Output:
 )
 @click.option(
     "--together",
-    type=Names(),
+    type=NAMES,
     help="Two models, such as mlp,resnet18: measure each alone, and while the other runs on the same number of other "
     "devices.",
 )
 @click.option(
     "--devices",
-    type=Numbers(),
+    type=NUMBERS,
     help="Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",
 )
 @click.option(
     "--device-ids",
-    type=DeviceIds(),
+    type=DEVICE_IDS,
     default=(),
     help="The GPUs to use, in order, by index or by UUID, which may be abbreviated.  [default: from 0]",
 )
 @click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
 @click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
-@click.option("--batch-sizes", type=Numbers(), help="Global batch sizes (strong scaling).  [default: 64]")
-@click.option("--batch-per-device", type=Numbers(), help="Batch sizes per device (weak scaling).")
+@click.option("--batch-sizes", type=NUMBERS, help="Global batch sizes (strong scaling).  [default: 64]")
+@click.option("--batch-per-device", type=NUMBERS, help="Batch sizes per device (weak scaling).")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
 @click.option(
     "--precision",
@@ -153,26 +154,26 @@ class _Output:
 )
 @click.option(
     "--inputs",
-    type=Names(),
+    type=NAMES,
     default=("pinned",),
     help="Place of the batch before each step: pageable or pinned for host memory, device for device 0.  "
     "[default: pinned]",
 )
 @click.option(
     "--read-loss",
-    type=Numbers(),
+    type=NUMBERS,
     default=(0,),
     help="Read the loss as a number every N steps, as loops that print the loss do; 0: never.  [default: 0]",
 )
 @click.option(
     "--zero-grad",
-    type=Names(),
+    type=NAMES,
     default=("none",),
     help="How the loop clears gradients: none drops them, zero fills them with zeros in place.  [default: none]",
 )
 @click.option(
     "--compile",
-    type=Switches(),
+    type=SWITCHES,
     is_flag=False,
     flag_value="on",
     default=(False,),
@@ -180,14 +181,14 @@ class _Output:
 )
 @click.option(
     "--loader",
-    type=Loaders(),
+    type=LOADERS,
     default=(-1,),
     help="Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off makes the batches "
     "before the loop. The wait for a batch is the phase data.  [default: off]",
 )
 @click.option(
     "--mode",
-    type=Names(),
+    type=NAMES,
     default=("train",),
     help="The work of a step: train; or the forward alone, with autograd (forward), under no_grad (no_grad), or under "
     "inference_mode (inference).  [default: train]",
@@ -220,7 +221,7 @@ class _Output:
 )
 @click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Maximum seconds per trial.")
 @patience_option
-@click.option("--retry", type=Names(), default=(), help="Measure trials with these statuses again: failed,oom,...")
+@click.option("--retry", type=NAMES, default=(), help="Measure trials with these statuses again: failed,oom,...")
 @click.option("--profile", is_flag=True, help="Profile one additional step of each trial; write Chrome traces.")
 @click.option("--find-max-batch", is_flag=True, help="Search for the largest batch of each case that fits in memory.")
 @click.option("--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB.")
@@ -279,7 +280,7 @@ def run(
     more = ["--store", str(store), *(["--interface", interface] if interface else [])]
     output = _Output(
         store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
-        command=config.command_of(click.get_current_context(), asked.command(*more)),
+        command=command_of(click.get_current_context(), asked.command(*more)),
     )  # fmt: skip
     try:
         placed = launch.of_environment()
@@ -313,7 +314,7 @@ def _agent(placed: Launch, interface: str) -> int:
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
     from dpbench.cli.progress import Progress
-    from dpbench.measure import forecast, selection
+    from dpbench.measure import selection
     from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
@@ -326,11 +327,11 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
         sys.exit(_find_max_batch(cases, naming, asked.limit, output))
     cases, budget_s = selection.cases_of(asked, cluster)
     if output.dry_run:
-        print_plan(forecast.of(output.store, asked, cases, naming, cluster, budget_s), as_json=output.as_json)
+        print_plan(selection.forecast(output.store, asked, cases, naming, cluster, budget_s), as_json=output.as_json)
         sys.exit(0)
     with Store.create(output.store, naming) as opened:
         try:
-            planned = forecast.of(output.store, asked, cases, naming, cluster, budget_s)
+            planned = selection.forecast(output.store, asked, cases, naming, cluster, budget_s)
             with Progress(output.detail, plan=expectation(planned)) as progress:
                 outcome = selection.measure(
                     asked, cases, opened, budget_s=budget_s, cluster=cluster, listen=progress.listen

@@ -1,6 +1,6 @@
 """Shapes: the JSON that commands print with --json: one record per command, whose fields are the keys of the JSON.
 
-The module `comparing` has the records of comparisons, `importing` the records of imports, `predicted` the records of
+The module `comparing` has the records of comparisons, `observing` the records of imports, `predicted` the records of
 predictions, and `measure.loaders` the records of loaders. All others are here.
 
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or infinite is null. Keys
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.report import Report
     from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
-    from dpbench.measure.forecast import Forecast
+    from dpbench.measure.selection import Forecast
     from dpbench.records.machine import Machine
     from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun

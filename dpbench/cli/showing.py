@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.report import Report
-    from dpbench.measure.forecast import Forecast
+    from dpbench.measure.selection import Forecast
     from dpbench.records import Trial
     from dpbench.records.observed import Alternatives
     from dpbench.store import PastRun, StoredRun, UnreadableRow
@@ -126,9 +126,9 @@ def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
     """
     if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
         return {}
-    from dpbench.predict import watched
+    from dpbench.predict import stored
 
-    return watched.alternatives(trials, chosen.provenance)
+    return stored.alternatives(trials, chosen.provenance)
 
 
 def write_report(path: Path | None, report: Report) -> Path:
@@ -137,13 +137,13 @@ def write_report(path: Path | None, report: Report) -> Path:
     The page is written to the file `path`, whose parent folders are created. If `path` is None, the page is kept in the
     archive `REPORTS`; the returned file is `LATEST`, or the run's page in the archive if `LATEST` shows another run.
     """
-    from dpbench.report import archive, page
+    from dpbench.report import page
 
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page.render(report), encoding="utf-8")
         return path
-    kept = archive.keep(report, REPORTS)
+    kept = page.keep(report, REPORTS)
     if kept.latest_run == report.run_id:
         return LATEST
     if not any(row.step for row in report.rows):

@@ -13,7 +13,7 @@ from torch import nn
 
 from dpbench.engine.collectives import copies_of
 from dpbench.engine.flat_storage import FlatWeights
-from dpbench.engine.replica_cache import ReplicaCache
+from dpbench.engine.replicate import ReplicaCache
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all
 from dpbench.records import Mark, Phase

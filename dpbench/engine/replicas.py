@@ -12,8 +12,7 @@ from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.legal import Identity
 from dpbench.engine.optimizer_state import finish, groups_of
 from dpbench.engine.persistent_step import PersistentReplicas
-from dpbench.engine.replica_cache import ReplicaCache
-from dpbench.engine.replicate import check_placement, replicate, unique
+from dpbench.engine.replicate import ReplicaCache, check_placement, replicate, unique
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase

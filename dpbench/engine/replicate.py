@@ -1,18 +1,24 @@
-"""Replicate: one copy of the module per device, joined to the original by autograd.
+"""Replicate: one copy of the module per device, joined to the original by autograd, and copies kept between steps.
 
 Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies need preparation
-override that method; RNNs do so for their flat weights.
+override that method; RNNs do so for their flat weights. Building the copies is most of the host time of replicate.
+Cached replicas keep the copies of the module tree, and bind new tensors to them in each step, which takes tens of
+nanoseconds per tensor.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import chain, repeat
+from operator import is_, itemgetter, setitem
+from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
 from dpbench.engine.collectives import Copier, broadcast, copies_of
@@ -20,9 +26,6 @@ from dpbench.engine.errors import Refused
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
-
-if TYPE_CHECKING:  # replica_cache imports this module
-    from dpbench.engine.replica_cache import ReplicaCache
 
 
 def replicate(
@@ -143,3 +146,197 @@ def _check_compiled(modules: Sequence[nn.Module]) -> None:
 def unique(tensors: Any) -> list[torch.Tensor]:
     """Return the tensors in order, each of them once."""
     return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
+
+
+class ReplicaCache:
+    """Copies of a module's tree, one per replica, in two sets: one for training, one for calls without gradients.
+
+    Training needs a separate set, because activation checkpointing repeats the forward during backward, and calls
+    without gradients may happen between forward and backward.
+
+    Before every use the module is compared with a record of its state when the copies were made. If its parameters,
+    submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the copies are made again. The copies are
+    also made again if a forward has written attributes of a replica, because torch's replicas lose these attributes
+    after each forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._read()
+        self._unchecked = True
+
+    def _read(self) -> None:
+        """Record the module's present state, and discard all copies."""
+        modules = self._modules = list(self.module.modules())
+        self._types = list(map(type, modules))
+        self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
+        self._seen = [dict(watched) for watched in self._watched]
+        self._holders: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
+        self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
+        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
+        self._library = all(_is_library(m) for m in modules)
+        self.parameters: list[torch.Tensor] = unique(self.module.parameters())
+        self.buffers: list[torch.Tensor] = unique(self.module.buffers())
+        self._replicas: dict[bool, list[_CachedReplica]] = {}
+        self._orders: dict[bool, list[int]] = {}
+
+    def refresh(self) -> bool:
+        """If the module has changed, record its state again and discard all copies; return whether it had changed."""
+        changed = self._changed()
+        if changed:
+            self._read()
+            self._unchecked = True
+        return changed
+
+    def check_placed(self, root: Device) -> None:
+        """Raise RuntimeError unless all of the module's parameters and buffers are on `root` and initialized."""
+        home = root.torch_device
+        if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
+            check_placed(chain(self.parameters, self.buffers), root)
+            self._unchecked = False
+
+    def _changed(self) -> bool:
+        """Return whether the module's present state differs from the recorded state."""
+        if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
+            return True
+        try:
+            return self._watched != self._seen or list(map(type, self._modules)) != self._types
+        except (RuntimeError, ValueError):  # comparing distinct tensors or arrays raises one
+            return True
+
+    def bind(
+        self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
+    ) -> list[nn.Module]:
+        """Return one replica per list in `copies`.
+
+        In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects the set of copies for
+        calls without gradients.
+        """
+        order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
+        watching = not self._library or any(self._hooks)
+        if (
+            len(replicas) < len(copies)
+            or order != self._orders[detached]
+            or any(replica.watching != watching or replica.written() for replica in replicas)
+        ):
+            self._orders[detached] = order
+            replicas = self._replicas[detached] = [
+                _CachedReplica(self.module, sources, one, watching=watching) for one in copies
+            ]
+        else:
+            for replica, tensors in zip(replicas, copies, strict=False):
+                replica.bind(tensors)
+        return [replica.root for replica in replicas[: len(copies)]]
+
+
+def _is_library(module: nn.Module) -> bool:
+    """Return whether a module's forward is torch's own code, which sets no attributes; hooks are not checked."""
+    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
+
+
+class _CachedReplica:
+    """One replica: its root module, and every place in the module tree that refers to a tensor of the replica.
+
+    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica stores the values that
+    `written` compares. Only modules with hooks and modules from outside torch need this, because all other modules set
+    no attributes in forward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sources: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        *,
+        watching: bool,
+    ) -> None:
+        self.root = rebuild(module, {id(s): t for s, t in zip(sources, tensors, strict=True)})
+        self.watching = watching
+        self._bound = tensors
+        numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
+        containers = list(_containers(self.root))
+        self._dicts = [one for one in containers if type(one) is not list]
+        self._lists = [one for one in containers if type(one) is list]
+        entries = [
+            *((holder, key, value) for holder in self._dicts for key, value in holder.items()),
+            *((holder, key, value) for holder in self._lists for key, value in enumerate(holder)),
+        ]
+        places = [
+            (at, holder, key, numbers[id(value)])
+            for at, (holder, key, value) in enumerate(entries)
+            if id(value) in numbers
+        ]
+        self._at = [at for at, _, _, _ in places]
+        self._holders = [holder for _, holder, _, _ in places]
+        self._keys = [key for _, _, key, _ in places]
+        self._pick = _picker([number for _, _, _, number in places])
+        self._seen = self._values() if watching else []
+        self._mutable = _picker([at for at, value in enumerate(self._seen) if _is_mutable(value)])
+
+    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace the replica's tensors by `tensors`, in every place that refers to them.
+
+        The loop runs in C, because it runs for every tensor in every step.
+        """
+        if len(tensors) == len(self._bound) and all(map(is_, tensors, self._bound)):
+            return
+        self._bound = tensors
+        picked = self._pick(tensors)
+        deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
+        if self.watching:
+            deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
+
+    def written(self) -> bool:
+        """Return whether a forward has set attributes of the replica since it was built or last bound.
+
+        Always False without `watching`.
+        """
+        if not self.watching:
+            return False
+        values = self._values()
+        try:
+            # a mutable value must be the same object; for an immutable value, equality is enough
+            return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
+        except (RuntimeError, ValueError):  # comparing distinct tensors or arrays raises one
+            return True
+
+    def _values(self) -> list[Any]:
+        """Return all values of the replica's dicts and lists, in order.
+
+        The list keeps a reference to each value, so that the id of a deleted value cannot be reused.
+        """
+        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
+
+
+def _is_mutable(value: Any) -> bool:
+    """Return whether a value is a list, dict, set or tensor, which can be changed in place."""
+    return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
+
+
+def _containers(root: nn.Module) -> Iterable[Any]:
+    """Yield, for each module of a tree, its attribute dict, its attributes that are lists, and the dicts in `_HOLDERS`.
+
+    The lists include those in which some modules keep tensors, such as the `_flat_weights` of RNNs.
+    """
+    for module in root.modules():
+        yield module.__dict__
+        for name, value in module.__dict__.items():
+            if type(value) is list or (type(value) is dict and name in _HOLDERS):
+                yield value
+
+
+_HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
+
+
+def _picker(numbers: Sequence[int]) -> Any:
+    """Return a function that returns the items of a sequence at the indices `numbers`, as a tuple or list.
+
+    For two or more indices this function is implemented in C.
+    """
+    if len(numbers) > 1:
+        return itemgetter(*numbers)
+    return lambda tensors: [tensors[number] for number in numbers]

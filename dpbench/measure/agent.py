@@ -17,8 +17,7 @@ from typing import Any, Self
 import dpbench
 from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.nvml import describe
-from dpbench.measure.channel import Channel, connect
-from dpbench.measure.launch import Launch, LaunchError
+from dpbench.measure.launch import Channel, Launch, LaunchError, connect
 from dpbench.measure.request import Request
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from typing import Any, Self
 
 from dpbench.hardware import foreign_load
-from dpbench.measure import agent, channel
+from dpbench.measure import agent, launch
 from dpbench.measure.agent import Answer, Work
 from dpbench.measure.failures import together
 from dpbench.measure.launch import Launch, LaunchError, leader_address, names
@@ -48,7 +48,7 @@ class Cluster:
         self._peers = Peers(())
 
     def __enter__(self) -> Self:
-        with channel.listen(self._address, self._launch) as listener:
+        with launch.listen(self._address, self._launch) as listener:
             own = threading.Thread(target=self._be_agent, name="agent of rank 0", daemon=True)
             own.start()
             self._peers = Peers(gather(listener, self._launch))

@@ -1,12 +1,16 @@
 """Jobs: measure the cases of a plan in jobs of Slurm, or of this machine, through submitit; collect their trials.
 
-Each case is one job. Its trials come back as a store file, in a folder that the job and this process share. A job has
-ended if its result file exists, or if the scheduler's queue no longer has the job. Slurm's accounting is not needed.
+Each case is one job, whose process is `python -m dpbench.measure.jobs FOLDER`. The job and this process share the
+folder. It has the request (`request.json`). The job adds a store with its trials (`part.db`) and, when all rounds are
+measured, `done.json`. A job that is repeated in the same folder resumes its store. A job has ended if its result file
+exists, or if the scheduler's queue no longer has the job. Slurm's accounting is not needed.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +20,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dpbench.hardware import foreign_load, provenance
-from dpbench.measure.job import DONE, PART, JobRequest
 from dpbench.measure.run import Ended, Listener, Note, Outcome, Started
 from dpbench.records import Case, plan
 from dpbench.store import Store
@@ -120,7 +123,7 @@ class Launcher:
         executor.update_parameters(name="dpbench", timeout_min=int(limit_s // 60) + 1)
         if self.name == "slurm":
             executor.update_parameters(slurm_additional_parameters={"exclusive": True, **self.options})
-        command = [sys.executable, "-m", "dpbench.measure.job", str(folder)]
+        command = [sys.executable, "-m", "dpbench.measure.jobs", str(folder)]
         try:
             job = executor.submit(submitit.helpers.CommandFunction(command, verbose=False))
         except submitit.core.utils.FailedJobError as error:
@@ -246,3 +249,52 @@ def run(
 def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in sorted(options.items()):
         yield f"{name}={value}"
+
+
+PART, DONE, REQUEST = "part.db", "done.json", "request.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """The work of one job: a case, its number of rounds, and the limits of `measure.run.run` in seconds."""
+
+    case: Case
+    rounds: int
+    limit_s: float
+    patience_s: float
+
+    def write(self, folder: Path) -> None:
+        """Write the request to a folder, which is created if it does not exist."""
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = {"rounds": self.rounds, "limit_s": self.limit_s, "patience_s": self.patience_s}
+        (folder / REQUEST).write_text(json.dumps(plain | {"case": self.case.to_dict()}), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> JobRequest:
+        """Return the request in a folder."""
+        plain = json.loads((folder / REQUEST).read_text(encoding="utf-8"))
+        return cls(**plain | {"case": Case.from_dict(plain["case"])})
+
+
+def main(folder: Path) -> None:
+    """Measure the case of the request in `folder`, and write `done.json` at the end."""
+    from dpbench.measure import run
+    from dpbench.store import Store
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled job keeps its finished trials
+    asked = JobRequest.read(folder)
+
+    def listen(event: object) -> None:
+        print(event.text if isinstance(event, run.Note) else type(event).__name__, flush=True)
+
+    with Store.create(folder / PART) as store:
+        outcome = run.run(
+            [asked.case], store, rounds=asked.rounds, limit_s=asked.limit_s, patience_s=asked.patience_s, listen=listen
+        )
+    partial = folder / f"{DONE}.part"
+    partial.write_text(json.dumps(outcome.counts), encoding="utf-8")
+    partial.rename(folder / DONE)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

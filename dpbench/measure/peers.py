@@ -14,10 +14,8 @@ from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 import dpbench
-from dpbench.measure import channel
 from dpbench.measure.agent import Answer, Member, Work
-from dpbench.measure.channel import Channel
-from dpbench.measure.launch import Launch, LaunchError
+from dpbench.measure.launch import JOIN_S, Channel, Launch, LaunchError, key, prove
 from dpbench.measure.server import START_LIMIT_S
 from dpbench.records import Status
 from dpbench.records.trial import Failure
@@ -105,7 +103,7 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
     """
     found: dict[int, tuple[Member, Channel]] = {}
     guests: queue.Queue[tuple[Member, Channel]] = queue.Queue()
-    secret, deadline_s = channel.key(), time.monotonic() + channel.JOIN_S
+    secret, deadline_s = key(), time.monotonic() + JOIN_S
     listener.settimeout(POLL_S)
     while len(found) < launch.size and time.monotonic() < deadline_s:
         with suppress(OSError):  # no rank connected within `POLL_S` seconds
@@ -122,7 +120,7 @@ def gather(listener: socket.socket, launch: Launch) -> list[Peer]:
                 found[member.rank] = member, to
     if missing := [f"rank {rank}" for rank in range(launch.size) if rank not in found]:
         raise LaunchError(
-            f"{len(missing)} of {launch.size} ranks did not connect to rank 0 within {channel.JOIN_S:.0f} s: "
+            f"{len(missing)} of {launch.size} ranks did not connect to rank 0 within {JOIN_S:.0f} s: "
             f"{', '.join(missing)}; the output of a missing rank may show the cause"
         )
     return [Peer(number, *found[number]) for number in range(launch.size)]
@@ -134,7 +132,7 @@ def _introduce(end: socket.socket, secret: bytes, guests: queue.Queue[tuple[Memb
     Close the connection if the rank fails to prove it.
     """
     try:
-        to = channel.prove(end, secret, first=True)
+        to = prove(end, secret, first=True)
         kind, data = to.receive()
         if kind == "hello":
             to.limit(SILENT_S)  # limit the wait for the rest of a message that has begun

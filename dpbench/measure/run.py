@@ -21,9 +21,9 @@ from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers, signals
 from dpbench.hardware.nvml import describe, replicas_of
 from dpbench.measure import checks
-from dpbench.measure.rounds import LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, Workers
+from dpbench.measure.stopping import LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
 from dpbench.records.words import count

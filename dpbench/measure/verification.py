@@ -29,8 +29,7 @@ import torch
 from torch import nn
 
 from dpbench.hardware.device import Device
-from dpbench.measure.reference import block_chunked, chunked, in_chunks
-from dpbench.measure.structures import all_tensors, joined, tensors_by_name
+from dpbench.measure.reference import all_tensors, block_chunked, chunked, in_chunks, joined, tensors_by_name
 from dpbench.models import Model, compile_forward, load, positional, with_forward
 from dpbench.records import Case, Verified, no_mark
 from dpbench.records.schedule import FASTEST, parse

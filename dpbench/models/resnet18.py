@@ -107,12 +107,13 @@ def build(size: str) -> nn.Module:
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
     """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class labels."""
+    return images(n, seed, DIMS[size].pixels, DIMS[size].classes)
+
+
+def images(n: int, seed: int, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Return n random images of shape (3, pixels, pixels), and n random labels below `classes`."""
     generator = torch.Generator().manual_seed(seed)
-    dims = DIMS[size]
-    return (
-        torch.randn(n, 3, dims.pixels, dims.pixels, generator=generator),
-        torch.randint(dims.classes, (n,), generator=generator),
-    )
+    return torch.randn(n, 3, pixels, pixels, generator=generator), torch.randint(classes, (n,), generator=generator)
 
 
 loss = F.cross_entropy

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dpbench.models.resnet18 import images
 
 
 class Dims(NamedTuple):
@@ -76,12 +77,7 @@ def build(size: str) -> nn.Module:
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
     """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class labels."""
-    generator = torch.Generator().manual_seed(seed)
-    dims = DIMS[size]
-    return (
-        torch.randn(n, 3, dims.pixels, dims.pixels, generator=generator),
-        torch.randint(dims.classes, (n,), generator=generator),
-    )
+    return images(n, seed, DIMS[size].pixels, DIMS[size].classes)
 
 
 loss = F.cross_entropy

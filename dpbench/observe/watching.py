@@ -16,7 +16,7 @@ import torch
 
 from dpbench.hardware import nvml, samplers
 from dpbench.measure import scratch
-from dpbench.observe import joining, loop, seams, trials
+from dpbench.observe import loop, seams, trials
 from dpbench.observe.recorder import Recorder
 from dpbench.records import HOST, Sample
 from dpbench.records.observed import Unknown
@@ -55,7 +55,7 @@ def watch(
     after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
-    recorder, result, seat = Recorder(), Result(), joining.Seat.of(Path(path))
+    recorder, result, seat = Recorder(), Result(), trials.Seat.of(Path(path))
     if seat.rank == 0 and seat.size > 1:
         seat.clear()
     if live is not None:
@@ -83,7 +83,7 @@ class _Beside:
     visible: Sequence[Mapping[str, Any]] = ()
     problem: str = ""
 
-    def during(self, part: joining.Part) -> tuple[Sample, ...]:
+    def during(self, part: trials.Part) -> tuple[Sample, ...]:
         """Return the samples between the first and the last step of a loop, with the loop's indices of devices."""
         steps = part.loop.steps
         if self.series is None or not steps:
@@ -96,7 +96,7 @@ class _Beside:
         return tuple(replace(one, device=place) for one in found for place in places.get(one.device, ()))
 
 
-def _sampling(stack: ExitStack, seat: joining.Seat) -> _Beside:
+def _sampling(stack: ExitStack, seat: trials.Seat) -> _Beside:
     """Start the samplers, which `stack` ends; in a launch, only rank 0 starts them, for all ranks of the machine."""
     if seat.rank:
         return _Beside(None)
@@ -124,7 +124,7 @@ def _sampling(stack: ExitStack, seat: joining.Seat) -> _Beside:
 
 
 def _store(
-    recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: joining.Seat,
+    recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: trials.Seat,
     beside: _Beside,
 ) -> None:  # fmt: skip
     """Stop a recorder, store its steps as a run, and complete the result; `source` is the script and its command.
@@ -136,7 +136,7 @@ def _store(
     except RuntimeError as error:  # a GPU error that ended the script; the times of the steps are lost
         result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
-    part = joining.Part(
+    part = trials.Part(
         loop=loop.of(recorder, first=seat.rank),
         memory=(trials.resident(),),
         gpus=trials.gpus(seat.rank, recorder.seen),

@@ -1,6 +1,7 @@
 """Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy declares.
 
-A plug-in of dpbench is a file in one of its packages, and is named after this file. An external strategy comes from a
+A model or sampler of dpbench is a file in one of its packages, and is named after this file. A file of strategies has
+several by name. An external strategy comes from a
 file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
 entry point in the group `dpbench.strategies`.
 
@@ -153,8 +154,8 @@ LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "v
 """The libraries whose models a user can name, as in `transformers:gpt2`, and dpbench's extra that installs each."""
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
-STRATEGY = "STRATEGY"
-"""The name of the variable that holds the strategy in each of dpbench's own strategy modules."""
+STRATEGIES = "STRATEGIES"
+"""The name of the dict that holds the strategies by name, in each of dpbench's own strategy modules."""
 
 
 def folder_of(kind: str) -> Path:
@@ -172,7 +173,14 @@ def own(kind: str) -> list[str]:
 
     A file whose name begins with `_` is not a plug-in.
     """
-    return list(_modules(folder_of(kind)))
+    return sorted(_strategies()) if kind == "strategies" else list(_modules(folder_of(kind)))
+
+
+@lru_cache(maxsize=1)
+def _strategies() -> dict[str, Any]:
+    """Import dpbench's own strategy modules and return their strategies by name."""
+    modules = [importlib.import_module(f"dpbench.strategies.{name}") for name in _modules(folder_of("strategies"))]
+    return {name: strategy for module in modules for name, strategy in getattr(module, STRATEGIES).items()}
 
 
 @lru_cache(maxsize=16)
@@ -181,7 +189,7 @@ def _modules(folder: Path) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Import one of dpbench's own plug-ins and return its module. Raises LookupError for an unknown name."""
+    """Import one of dpbench's own models or samplers and return its module. Raises LookupError for an unknown name."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
@@ -225,9 +233,8 @@ def _parts(found: Any) -> list[tuple[str, bool]]:
 
 
 def _named(name: str) -> Any:
-    if (folder_of("strategies") / f"{name}.py").exists():
-        return getattr(importlib.import_module(f"dpbench.{PACKAGES['strategies']}.{name}"), STRATEGY)
-    return _installed()[name].load()
+    own = _strategies()
+    return own[name] if name in own else _installed()[name].load()
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Strategies: ways to train on one or several devices, one file each.
+"""Strategies: ways to train on one or several devices.
 
 A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend only on a
 strategy's methods and traits; no other package uses a strategy's name. Users run strategies that they have written with

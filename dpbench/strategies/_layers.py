@@ -4,6 +4,7 @@ The layers are the module's children that have parameters or buffers. A child th
 its children. The layers are divided, in order, into contiguous groups with about equal bytes of parameters, one group
 per device. Children without parameters and buffers compute where their inputs are, and parameters of the module itself
 are on the first device. A hook of each layer copies the layer's inputs to the layer's device.
+`Block` is one layer that runs on several devices.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from dpbench.engine import DataParallel
 from dpbench.engine.containers import mapped
+from dpbench.engine.data_parallel import run_pieces, scatter_arguments
+from dpbench.engine.workers import IntraOp
 from dpbench.hardware.device import Device
 from dpbench.models import Model, positional
 from dpbench.records import HOST, Case, Mark, Phase
@@ -227,3 +235,35 @@ def _hook(child: nn.Module, device: Device | None, flow: Flow, hooks: ExitStack)
         child.register_forward_hook(leave, always_call=True),
     ):
         hooks.callback(handle.remove)
+
+
+class Block(DataParallel):
+    """dpbench.DataParallel around a block; it switches the marks of `flow` where a pass enters and leaves the block.
+
+    Backward runs through the layers after the block, then through the replicas of the block, and then through the
+    layers before it.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[Device], flow: Flow, mark: Mark) -> None:
+        super().__init__(module, list(devices), mark=mark)
+        self._flow = flow
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the block with its arguments split over the devices; return the gathered output."""
+        flow, root = self._flow, self.devices[0]
+        flow.leave()
+        _on_gradient((inputs, kwargs), lambda: flow.enter(Phase.BACKWARD, root))
+        pieces = scatter_arguments(inputs, kwargs, self.devices, mark=self._mark)
+        with IntraOp(self.devices):
+            output = run_pieces(self.module, pieces, self.devices, root, mark=self._mark, on_reduce=flow.leave)
+        used = self.devices[: len(pieces)]
+        _on_gradient(output, lambda: flow.enter(Phase.BACKWARD, *used))
+        flow.enter(Phase.FORWARD, root)
+        return output
+
+
+def _on_gradient(values: Any, call: Any) -> None:
+    """Make backward call `call` each time that it has computed the gradient of a tensor in `values`."""
+    for value in tree_leaves(values):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            value.register_hook(lambda gradient: call())

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DataParallelBlock(Strategy):
-    """The strategy that trains a module on device 0, with dpbench.DataParallel around its largest child."""
+    """DataParallel on one block of a plain module: its largest child runs on all devices, the rest on device 0."""
 
     traits = Traits()
 
@@ -44,8 +44,7 @@ class DataParallelBlock(Strategy):
         Raises ValueError if the module has no child that can be the block; see `largest`.
         """
         from dpbench.models import positional
-        from dpbench.strategies._block import Block
-        from dpbench.strategies._layers import Flow
+        from dpbench.strategies._layers import Block, Flow
 
         module, root = model.module.to(devices[0].torch_device), devices[0]
         name, flow = largest(module), Flow(devices, mark)
@@ -100,4 +99,4 @@ def _size(module: nn.Module) -> int:
     return sum(p.nbytes for p in module.parameters())
 
 
-STRATEGY = DataParallelBlock()
+STRATEGIES = {"data_parallel_block": DataParallelBlock()}

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DistributedDataParallel(Strategy):
-    """The strategy that trains with torch.nn.parallel.DistributedDataParallel, with one rank per device."""
+    """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward."""
 
     def __init__(
         self, role: Role = Role.OTHER, *, hook: str = "", rounds_gradients: bool = False, parts: int = 1, **options: Any
@@ -200,4 +200,38 @@ class _Rank:
         return found
 
 
-STRATEGY = DistributedDataParallel(Role.CONTROL)
+class Bf16(DistributedDataParallel):
+    """DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the all-reduce."""
+
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case (for example, the ranks do not use NCCL), or ""."""
+        if reason := super().skip(case):
+            return reason
+        return "" if "nccl" in self.backend(case) else "torch's bf16_compress_hook needs NCCL, and thus distinct GPUs"
+
+
+class BucketView(DistributedDataParallel):
+    """DistributedDataParallel whose gradients are views of the communication buckets, which saves a copy of each."""
+
+
+class Fp16(DistributedDataParallel):
+    """DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the all-reduce."""
+
+
+class NoSync(DistributedDataParallel):
+    """DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under `no_sync`."""
+
+
+class StaticGraph(DistributedDataParallel):
+    """DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same parameters."""
+
+
+DDP = DistributedDataParallel(Role.CONTROL)
+STRATEGIES = {
+    "ddp": DDP,
+    "ddp_bf16": Bf16(hook="bf16_compress_hook", rounds_gradients=True),
+    "ddp_bucket_view": BucketView(gradient_as_bucket_view=True),
+    "ddp_fp16": Fp16(hook="fp16_compress_hook", rounds_gradients=True),
+    "ddp_no_sync": NoSync(parts=2),
+    "ddp_static_graph": StaticGraph(static_graph=True),
+}

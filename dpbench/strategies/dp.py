@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Strategy):
-    """The strategy that trains with dpbench's data-parallel engine under the schedule of the case."""
+    """dpbench's data-parallel engine, `TrainStep`, under the schedule of the case."""
 
     traits = Traits(role=Role.ENGINE)
 
@@ -86,7 +86,7 @@ class Engine(Strategy):
         For `fastest`, `schedule_of` gives the schedule.
         """
         if case.devices == 1:
-            return single.STRATEGY.tasks(case, profile)
+            return single.SINGLE.tasks(case, profile)
         return Chain(case, profile, schedule_of(case)).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
@@ -121,4 +121,5 @@ def schedule_of(case: Case) -> Schedule:
     return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)
 
 
-STRATEGY = Engine()
+ENGINE = Engine()
+STRATEGIES = {"dp": ENGINE}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class FullyShardedDataParallel(Strategy):
-    """The strategy that trains with torch.distributed.fsdp.fully_shard, with one rank per device."""
+    """torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer state."""
 
     traits = Traits(parallelism=Parallelism.RANKS, reduction=Reduction.IN_BACKWARD, shared_stream=True)
 
@@ -141,4 +141,4 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
     return graph.tasks
 
 
-STRATEGY = FullyShardedDataParallel()
+STRATEGIES = {"fsdp": FullyShardedDataParallel()}

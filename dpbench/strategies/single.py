@@ -1,4 +1,4 @@
-"""One device without a wrapper: the baseline of every speed-up."""
+"""Strategies that train on one device without a wrapper; `single` is the baseline of every speed-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Single(Strategy):
-    """The strategy that trains on one device in a plain training loop."""
+    """One device without a wrapper: the baseline of every speed-up."""
 
     traits = Traits(parallelism=Parallelism.NONE, role=Role.BASELINE)
 
@@ -97,4 +97,22 @@ def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
     return [mapped(argument, placed) for argument in arguments]
 
 
-STRATEGY = Single()
+class SingleAllCores(Single):
+    """One device that uses every core: the performance of a CPU without data parallelism.
+
+    With other strategies, each logical CPU device has one thread, so that comparisons of device counts are fair. A
+    speed-up on a CPU is a gain for the whole machine only if it exceeds the speed-up of this strategy.
+    """
+
+    traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
+
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case (its devices are not logical CPU devices), or ""."""
+        return "" if case.device_kind == "cpu" else "single_all_cores needs CPU devices; on other devices, use single"
+
+
+SINGLE = Single()
+STRATEGIES = {
+    "single": SINGLE,
+    "single_all_cores": SingleAllCores(),
+}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchDataParallel(Strategy):
-    """The strategy that trains with torch.nn.DataParallel in the training loop of torch's tutorials."""
+    """torch.nn.DataParallel, with marks in the four methods that subclasses may override."""
 
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, shared_stream=True)
 
@@ -90,7 +90,7 @@ class TorchDataParallel(Strategy):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the schedule `reference`, with the reduction in the phase `backward`."""
         if case.devices == 1:
-            return single.STRATEGY.tasks(case, profile)
+            return single.SINGLE.tasks(case, profile)
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
@@ -99,4 +99,5 @@ class TorchDataParallel(Strategy):
             yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 
 
-STRATEGY = TorchDataParallel()
+TORCH_DP = TorchDataParallel()
+STRATEGIES = {"torch_dp": TORCH_DP}

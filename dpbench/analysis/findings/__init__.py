@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import loops, phases, scale
-from dpbench.analysis.findings.paragraph import paragraph
 from dpbench.analysis.findings.rule import (
     SMALLEST,
     CaseContext,
@@ -26,6 +25,7 @@ from dpbench.analysis.findings.rule import (
     Missing,
     contexts,
 )
+from dpbench.analysis.findings.text import paragraph
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial, schedule, words

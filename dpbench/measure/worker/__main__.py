@@ -55,9 +55,9 @@ def serve() -> None:
     """
     processes.keep()
     processes.adopt()
-    for kind in ("strategies", "models"):
-        for name in registry.own(kind):
-            registry.load(kind, name)
+    registry.own("strategies")  # imports them
+    for name in registry.own("models"):
+        registry.load("models", name)
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "importing dpbench's strategies and models initialised CUDA, so workers cannot be forked; "

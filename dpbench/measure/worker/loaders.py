@@ -1,11 +1,17 @@
-"""Loaders, worker side: time the batches of one DataLoader in this process, or name the example that made it fail.
+"""Loaders, worker side: feed a training loop from a DataLoader, and time the batches of one DataLoader.
+
+In a training loop, batch k of the loader has the rows of batch k of a loop without a loader, in the same order. A rank
+loads its own rows only, as with torch's DistributedSampler. The wait for a batch, which includes the loading itself if
+the loader has no workers, is the phase `data` of the host.
+
+A DataLoader is timed by a consumer that only waits for batches:
 
     0  1  2  3  4  5     6  7  8  9  10 11     12 13 14 15       next epoch: 0
     fill                 steady part           surplus           first batch only
 
 With n workers, batches arrive n at a time, so the number of batches in the steady part is a multiple of n. The fill has
 the first n batches, and the batches that early workers load ahead while late workers start. The surplus keeps all
-workers busy until the steady part ends. The consumer only waits for batches.
+workers busy until the steady part ends. If loading fails, the error names the example.
 """
 
 from __future__ import annotations
@@ -13,25 +19,32 @@ from __future__ import annotations
 import faulthandler
 import json
 import multiprocessing
+import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
+from itertools import count
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from dpbench.analysis.loaders import Reading
+from dpbench.hardware import processes
 from dpbench.measure.failures import of_error
 from dpbench.measure.loaders import READING, Progress, Unfit, lost, stacks
 from dpbench.measure.request import Loading, Synthetic
-from dpbench.records import Status, registry
+from dpbench.models import rows_in
+from dpbench.records import HOST, Case, Mark, Phase, Status, registry
 
 RAISED = "raised"
 """The name of the file in a measurement's folder that has the dataset's first failure as text."""
@@ -274,3 +287,96 @@ class SyntheticDataset(Dataset[Tensor]):
             turn = max(now, self._next.value)
             self._next.value = turn + each_s
         time.sleep(turn - now)
+
+
+Batch = tuple[Any, Any]
+"""A pair (inputs, target) on the host."""
+StepOfBatch = Callable[[Any, Any], Any]
+
+
+class Examples(Dataset[list[torch.Tensor]]):
+    """A dataset of the rows of several batches; an example is a list with one row of each tensor of a batch."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        leaves = [[leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)] for batch in batches]
+        self._columns = [torch.cat(column) for column in zip(*leaves, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [column[index] for column in self._columns]
+
+
+class _InOrder:
+    """An endless batch sampler that yields the indices of each batch's examples, batch by batch, over and over again.
+
+    `batches` is the number of batches, each of `rows` examples.
+    """
+
+    def __init__(self, batches: int, rows: int) -> None:
+        self._batches, self._rows = batches, rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in count():
+            first = number % self._batches * self._rows
+            yield list(range(first, first + self._rows))
+
+
+@contextmanager
+def fed(case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> Iterator[StepOfBatch]:
+    """Yield a step that takes its batch from a DataLoader and ignores its arguments; without a loader, yield `step`.
+
+    `batches` have the rows of this process, on the host. On exit, the workers of the loader end.
+    """
+    if case.loader < 0:
+        yield step
+        return
+    feed = _Feed(case, step, batches, mark)
+    try:
+        yield feed
+    finally:
+        feed.close()
+
+
+class _Feed:
+    """A step that takes its batch from a DataLoader."""
+
+    def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
+        self._step, self._mark, self._taken = step, mark, 0
+        self._flat = [tree_flatten(batch) for batch in batches]
+        self.observe, self.settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
+        with warnings.catch_warnings():
+            # torch warns if workers outnumber this thread's cores; the thread may be bound to one, the workers are not
+            warnings.simplefilter("ignore", UserWarning)
+            loader = DataLoader(
+                Examples(batches), batch_sampler=_InOrder(len(batches), rows_in(batches[0])), num_workers=case.loader,
+                pin_memory=case.device_kind == "cuda" and case.inputs == "pinned",
+                worker_init_fn=partial(_unbind, processes.CORES),
+            )  # fmt: skip
+            self._loaded: Iterator[Any] | None = iter(loader)
+
+    def __call__(self, inputs: Any, target: Any) -> Any:
+        """Wait for the next batch, and take a step with it; the arguments have no effect. Return the step's result."""
+        assert self._loaded is not None
+        with self._mark(Phase.DATA, HOST):
+            loaded = iter(next(self._loaded))
+            leaves, structure = self._flat[self._taken % len(self._flat)]
+            given = [next(loaded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            batch = tree_unflatten(given, structure)
+        self._taken += 1
+        return self._step(*batch)
+
+    def close(self) -> None:
+        """End the workers of the DataLoader."""
+        self._loaded = None
+
+
+def _unbind(cores: Sequence[int], worker: int) -> None:
+    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be bound to one core.
+
+    If `cores` is empty, nothing changes. `worker` is the number of the worker, which has no effect.
+    """
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)

@@ -24,7 +24,7 @@ from dpbench.engine import DataParallel
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
-from dpbench.measure.structures import all_tensors, mapped, tensors_by_name
+from dpbench.measure.reference import all_tensors, mapped, tensors_by_name
 from dpbench.models import Model
 from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
 from dpbench.records.registry import Role
