@@ -18,7 +18,7 @@ from dpbench.hardware import processes
 from dpbench.measure import failures
 from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, loopback
-from dpbench.measure.verification import Verdict, check_results
+from dpbench.measure.verification import Verification, check_results
 from dpbench.measure.worker import trial as worker
 from dpbench.records import Case, Effort, Status, Trial, Verified
 from dpbench.records.trial import Failure
@@ -190,7 +190,7 @@ class Loop(Strategy):
     ids=["NaN", "infinity", "shared", "weights"],
 )  # fmt: skip
 def test_a_loss_or_weight_that_becomes_nan_in_the_timed_steps_is_named(monkeypatch, loop, said) -> None:
-    monkeypatch.setattr(worker, "_verify", lambda *_, **__: Verdict(Verified.BITWISE))
+    monkeypatch.setattr(worker, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
     effort = Effort(min_steps=10, max_steps=10, warmup_steps=2, block_steps=5, memory_by_phase=False)
     with pytest.raises(ValueError, match=said):
         worker.measure(Case(model="mlp", strategy="single", batch_size=4), effort, loop)

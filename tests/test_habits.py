@@ -16,7 +16,7 @@ from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.hardware.devices import open_devices
-from dpbench.measure.verification import Verdict
+from dpbench.measure.verification import Verification
 from dpbench.measure.worker import trial
 from dpbench.records import HABITS, HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.records.work import Shapes
@@ -54,7 +54,7 @@ class Loop(strategies.Strategy):
 
 @pytest.mark.parametrize("every", [0, 1, 5, 100])
 def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verdict(Verified.BITWISE))
+    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
     monkeypatch.setattr(Reading, "reads", 0)
     loop = Loop()
     effort = replace(FOUR, memory_by_phase=False)
@@ -75,7 +75,7 @@ class Tuning(Loop):
 
 @pytest.mark.parametrize("loader", [-1, 0])
 def test_steps_that_try_alternatives_are_warm_up(loader: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verdict(Verified.BITWISE))
+    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
     case = Case(model="mlp", strategy="single", batch_size=4, loader=loader)
     done = trial.measure(case, replace(FOUR, memory_by_phase=False), Tuning())
     assert sum(step.warmup for step in done.steps) >= 40

@@ -19,13 +19,13 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import jobs, launch
-from dpbench.measure.agent import Answer, Member
+from dpbench.measure.agent import Member, Reply
 from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, LaunchError
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.peers import Offset, Peer, Peers
 from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Step, Trial, host_device
-from dpbench.records.trial import ALONE, HOSTS, Host
+from dpbench.records.trial import ALONE, HOSTS, TrialHost
 from dpbench.report import markdown, page
 
 TORCHRUN = {
@@ -175,7 +175,7 @@ def part(rank: int, late_s: float = 0.0) -> Trial:
     return Trial(case=CASE, steps=steps, spans=tuple(spans), samples=samples, memory=(Memory(HOST, 100 + rank, "rss"),))
 
 
-TWO = (Host("a", "boot a", (0,)), Host("b", "boot b", (1,)))
+TWO = (TrialHost("a", "boot a", (0,)), TrialHost("b", "boot b", (1,)))
 
 
 def test_parts_are_merged_on_rank_0s_clock() -> None:
@@ -209,7 +209,7 @@ class Standing(Peers):
         super().__init__([standing(member) for member in members])
         self.ahead_s, self.asked = ahead_s, {}
 
-    def ask(self, work: Any, *, timeout_s: float | None = None) -> dict[int, Answer]:
+    def ask(self, work: Any, *, timeout_s: float | None = None) -> dict[int, Reply]:
         self.asked = work
         parts = {0: part(0), 1: shifted(part(1, late_s=0.25), self.ahead_s)}
         loads = {
@@ -217,7 +217,7 @@ class Standing(Peers):
             1: Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0),
         }
         seen = {n: (Sample(self.ahead_s * n + 13.0, HOST, "cpu_ratio", 0.5),) for n in parts}
-        return {n: Answer(turn=1, trials=(parts[n],), samples=seen[n], load=loads[n]) for n in work}
+        return {n: Reply(turn=1, trials=(parts[n],), samples=seen[n], load=loads[n]) for n in work}
 
     def offset(self, peer: Peer) -> Offset:
         assert peer.number == 1, "ranks on rank 0's machine share its clock"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 
 from dpbench.observe import kineto
-from dpbench.observe.kineto import Profile
+from dpbench.observe.kineto import TraceEvents
 from dpbench.records.activity import intersection, length, union
 from tests.kineto_files import EXCERPTS, WHOLE, needs_whole_traces
 
@@ -50,7 +50,7 @@ OF_WHOLE_TRACES = {
 }
 
 
-def ours(profile: Profile) -> Figures:
+def ours(profile: TraceEvents) -> Figures:
     """Return the figures of a trace under the rules of HTA, by dpbench's arithmetic of intervals."""
     last = max(math.ceil(event.start_us) for event in profile.host if event.name.startswith("ProfilerStep"))
     launched = {number for number, one in profile.launches.items() if math.ceil(one.start_us) < last}

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from dpbench.analysis import loaders as analysis
-from dpbench.analysis.loaders import Bound, Curve, Reading, Setting, Shape
+from dpbench.analysis.loaders import Bound, Curve, LoaderReading, Setting, Shape
 from dpbench.measure import loaders
-from dpbench.measure.request import Job, Loading, Request, Synthetic
+from dpbench.measure.request import Loading, Request, Synthetic, WorkKind
 from dpbench.measure.server import Server
 from dpbench.records import Effort, Status
 from dpbench.records.trial import Estimate
@@ -26,12 +26,12 @@ STILL = (1.0, 1.004, 0.996, 1.002, 0.998)
 NOISY = (1.0, 1.5, 0.7, 1.3, 0.8)
 
 
-def reading(workers: int, number: int, batch_s: float, **changes: object) -> Reading:
+def reading(workers: int, number: int, batch_s: float, **changes: object) -> LoaderReading:
     """Return a measurement of two turns of its workers, after batches that were loaded ahead while one started."""
     setting = Setting(workers=workers, prefetch_factor=2 if workers else None)
     turn = [setting.turn * batch_s] + [0.0] * (setting.turn - 1)
     given = {"setting": setting, "round": number, "batch_size": 10, "status": Status.OK}
-    return Reading(
+    return LoaderReading(
         **{**given, "waits_s": (5.0, *[0.0] * (setting.fill - 1), *turn, *turn), "next_epoch_s": 0.5, **changes}
     )
 
@@ -147,7 +147,7 @@ def test_each_combination_is_a_curve_that_begins_without_workers() -> None:
     assert len(swept) == 1 + 2 * 2 * 2
     rate = {2: 0.1, 4: 0.05}
     made = [
-        Reading(setting=one, round=n, batch_size=8, status=Status.OK, waits_s=(0.1,) * one.fill
+        LoaderReading(setting=one, round=n, batch_size=8, status=Status.OK, waits_s=(0.1,) * one.fill
                 + (rate.get(one.prefetch_factor or 2, 0.1) / one.turn,) * one.turn)
         for one in reversed(swept) for n in range(3)
     ]  # fmt: skip
@@ -174,7 +174,7 @@ def test_the_default_numbers_of_workers_are_powers_of_two() -> None:
 def test_a_request_to_load_keeps_its_types(tmp_path: Path) -> None:
     for dataset in ("a.py:b", Synthetic(wait_s=0.5)):
         loading = Loading(dataset=dataset, setting=Setting(workers=2, prefetch_factor=4), batch_size=8, examples=9)
-        request = Request(job=Job.LOAD, cases=(), effort=Effort(), folder=tmp_path, round=0, loading=loading)
+        request = Request(job=WorkKind.LOAD, cases=(), effort=Effort(), folder=tmp_path, round=0, loading=loading)
         assert Request.from_json(request.to_json()) == request
 
 
@@ -243,7 +243,7 @@ def here(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-def load(server: Server, here: Path, name: str, workers: int = 2, limit_s: float = 30.0) -> Reading:
+def load(server: Server, here: Path, name: str, workers: int = 2, limit_s: float = 30.0) -> LoaderReading:
     setting = Setting(workers=workers, prefetch_factor=2 if workers else None)
     loading = Loading(dataset=f"{here / 'data.py'}:{name}", setting=setting, batch_size=4, examples=8)
     return loaders.measure(server, loading, here, limit_s)
@@ -361,7 +361,7 @@ def test_a_worker_that_is_not_forked_executes_the_users_file_first(here: Path) -
     from dpbench.records import registry
 
     name = f"{here / 'data.py'}:good"
-    loaders.Progress.created(here, 1)
+    loaders.LoaderProgress.created(here, 1)
     sent = pickle.dumps(worker._Watched(registry.outside("dataset", name), here, name))
     (here / "sent").write_bytes(sent)
     code = "import pickle, pathlib; print(pickle.loads(pathlib.Path('sent').read_bytes())[7])"
@@ -370,7 +370,7 @@ def test_a_worker_that_is_not_forked_executes_the_users_file_first(here: Path) -
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.stdout == "tensor([0., 0., 0.])\n", done.stderr
-    assert loaders.Progress.read(here) == (0, [7])
+    assert loaders.LoaderProgress.read(here) == (0, [7])
 
 
 # ---------------------------------------------------------------- the command

@@ -20,7 +20,7 @@ from dpbench.measure import run as runner
 from dpbench.measure import selection
 from dpbench.measure.batch_search import Found
 from dpbench.measure.run import Ended, Note, Outcome, Started
-from dpbench.measure.selection import Forecast
+from dpbench.measure.selection import RunForecast
 from dpbench.predict.cases import Need
 from dpbench.predict.what_if import WhatIf
 from dpbench.records import Case, Status, Trial, machine
@@ -76,7 +76,7 @@ def strict(text: str) -> typing.Any:
 @pytest.fixture
 def names(monkeypatch):
     """Let msgspec read the annotations whose names are imported for type checkers only."""
-    in_shapes = Forecast, Found, machine.Machine
+    in_shapes = RunForecast, Found, machine.Machine
     for module, kinds in ((shapes, in_shapes), (tables, (Need, WhatIf)), (selection, (Options,))):
         for kind in kinds:
             monkeypatch.setattr(module, kind.__name__, kind, raising=False)
@@ -93,7 +93,7 @@ def read(kind: type, out: str) -> typing.Any:
 def test_a_run_and_its_report_print_the_same_json_and_nothing_else_to_stdout(dpbench, measured):
     code, out, err = dpbench(*CASES, "--json", "--name", "a", "--tag", "driver=550", "--tag", "room=2")
     assert code == 0, err
-    found = read(shapes.Result, out)
+    found = read(shapes.RunResult, out)
     assert (found.run.name, found.run.tags) == ("a", {"driver": "550", "room": "2"})
     assert "[6/6]" in err
     two = next(one for one in found.cases if one.case == DP)
@@ -108,7 +108,7 @@ def test_a_run_and_its_report_print_the_same_json_and_nothing_else_to_stdout(dpb
 
 def test_an_estimate_in_doubt_says_so_in_json(dpbench, tmp_path):
     stored(tmp_path / "dpbench.db", *trials(2))
-    found = read(shapes.Result, dpbench("report", "--json")[1])
+    found = read(shapes.RunResult, dpbench("report", "--json")[1])
     assert {one.speedup.withheld for one in found.cases if one.speedup} == {"too few rounds"}
     assert [one.choice for one in found.answers] == ["cannot tell"]
 
@@ -158,7 +158,7 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
     assert f"expected time: about {assumed:.1f} s (2 cases without an earlier trial, for which the planner" in out
     assert "time budget: 30.0 s" in out
     assert list(tmp_path.iterdir()) == []
-    plan = read(shapes.Plan, dpbench(*CASES, "--dry-run", "--json")[1])
+    plan = read(shapes.RunPlan, dpbench(*CASES, "--dry-run", "--json")[1])
     assert (plan.trials, plan.seconds) == (6, 6 * selection.ASSUMED_S)
     assert list(tmp_path.iterdir()) == []
 

@@ -26,7 +26,7 @@ from dpbench.engine import gather
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import checks, reference, verification
 from dpbench.measure.failures import of_error
-from dpbench.measure.verification import Verdict
+from dpbench.measure.verification import Verification
 from dpbench.measure.worker import model_check
 from dpbench.models import _own
 from dpbench.records import Case, Trial, Verified, plan, registry
@@ -118,7 +118,7 @@ WRAPS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 }
 
 
-def verified(name: str, strategy: str, devices: int, **more: Any) -> Verdict:
+def verified(name: str, strategy: str, devices: int, **more: Any) -> Verification:
     """Return the verdict on a step of a strategy with five rows."""
     schedule = "reference" if strategy == "dp" else ""
     case = Case(model=name, strategy=strategy, devices=devices, batch_size=5, schedule=schedule, **more)

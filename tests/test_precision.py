@@ -47,7 +47,7 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 overflowing = SimpleNamespace(build=lambda size: Net(200.0), batch=batch, loss=loss)
 
 
-def verdict(case: Case, strategy: Any, model: models.Model) -> verification.Verdict:
+def verdict(case: Case, strategy: Any, model: models.Model) -> verification.Verification:
     return verification.check(
         strategy.start, case, model, open_devices("cpu", case.devices), strategies.precision_of,
         split=strategy.split,

@@ -13,7 +13,7 @@ import pytest
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, network, profiles, quick, simulation, what_if
 from dpbench.predict.constants import DEFAULT, drawn, interval
-from dpbench.predict.simulation import Loop
+from dpbench.predict.simulation import LoopDifferences
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
 from dpbench.records.machine import Link, UnknownMachine
 from dpbench.records.schedule import TRAIN_STEP, climb
@@ -151,7 +151,7 @@ def test_ranks_beyond_eight_are_one() -> None:
 def test_late_reduction_costs_what_overlap_hides() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.3)
     beside, late = (
-        simulation.step(case_of("ddp", 8), profile, on, loop=Loop(late_reduction=late)).seconds
+        simulation.step(case_of("ddp", 8), profile, on, loop=LoopDifferences(late_reduction=late)).seconds
         for late in (False, True)
     )
     wire = network.DeviceGroup(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)

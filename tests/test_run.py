@@ -202,7 +202,7 @@ def test_a_trial_has_the_samples_of_its_timed_steps_alone(store, monkeypatch, tm
 
     @contextmanager
     def sampling(ordinals, path):
-        yield samplers.Series(output, 0, None)
+        yield samplers.SampleFile(output, 0, None)
 
     steps = tuple(Step(1.0, warmup, end_s) for warmup, end_s in ((True, 101.0), (False, 102.0), (False, 103.0)))
     monkeypatch.setattr(samplers, "sampling", sampling)

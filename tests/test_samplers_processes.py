@@ -19,7 +19,7 @@ import pytest
 
 from dpbench.hardware import samplers as package
 from dpbench.hardware.processes import Ticks, parse_ticks
-from dpbench.hardware.samplers import Series, host, sampling
+from dpbench.hardware.samplers import SampleFile, host, sampling
 from dpbench.records import HOST, Sample
 from tests.marked import patience, poll
 
@@ -134,14 +134,14 @@ def test_cores_are_parsed_by_their_numbers():
 
 
 def test_rates_follow_from_two_readings():
-    before = host.Reading(
+    before = host.CpuTimes(
         time_s=10.0,
         core_ticks={0: Ticks(0, 0, 0), 1: Ticks(50, 0, 90)},
         process_s={1: 1.0, 2: 5.0},
         own_s=0.0,
         rss_bytes=0,
     )
-    now = host.Reading(
+    now = host.CpuTimes(
         time_s=12.0,
         core_ticks={0: Ticks(200, 0, 200), 1: Ticks(100, 0, 190)},
         process_s={1: 2.5, 3: 99.0},
@@ -236,7 +236,7 @@ def test_process_samples_cuts_and_is_reaped(tmp_path):
 def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path):
     output = tmp_path / "samples.jsonl"
     output.write_text('[1.0, -1, "load_1m", 9.0]\n')
-    series = Series(output, output.stat().st_size, None)
+    series = SampleFile(output, output.stat().st_size, None)
     with output.open("a") as file:
         file.write('[3.0, -1, "load_1m", 3.0]\n[2.0, -1, "load_1m", 2.0]\nnonsense\n[4.0, -1, "lo')
     assert series.cut(0.0, 9.0) == (Sample(2.0, -1, "load_1m", 2.0), Sample(3.0, -1, "load_1m", 3.0))
@@ -252,13 +252,13 @@ def test_series_of_hours_keeps_whole_seconds_that_are_spread_evenly(tmp_path, mo
     lines = [json.dumps([k / 2, device, "load_1m", 1.0]) + "\n" for k in range(4_000) for device in (-1, 0)]
     output.write_text("".join(lines))
     monkeypatch.setattr(package, "MOST_BYTES", output.stat().st_size // 10)
-    found = Series(output, 0, None).cut(0.0, 2_000.0)
+    found = SampleFile(output, 0, None).cut(0.0, 2_000.0)
     assert len(found) == pytest.approx(800, rel=0.02)
     assert all(len({s.device for s in found if s.time_s == at}) == 2 for at in {found[0].time_s, found[-1].time_s})
     quarters = [sum(a <= s.time_s < a + 500 for s in found) for a in range(0, 2_000, 500)]
     assert min(quarters) > 0.98 * max(quarters)
     monkeypatch.setattr(package, "MOST_BYTES", output.stat().st_size)
-    assert len(Series(output, 0, None).cut(0.0, 2_000.0)) == 8_000
+    assert len(SampleFile(output, 0, None).cut(0.0, 2_000.0)) == 8_000
 
 
 def command(output):

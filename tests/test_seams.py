@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Callable[..., Trial], Case, tuple[Status, int | None, Ver
 
 def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace every text of ours that a failure is made of."""
-    monkeypatch.setattr(verification.Verdict, "__str__", lambda self: "-")
+    monkeypatch.setattr(verification.Verification, "__str__", lambda self: "-")
     monkeypatch.setattr(trial, "Unverified", lambda message: failures.Unverified("-"))
     monkeypatch.setattr(failures, "_frames", lambda error: "-")
     monkeypatch.setattr(failures, "_memory_of", lambda error, ordinal: "-")

@@ -53,7 +53,7 @@ Dropped()
 print(signals.received(), flush=True)
 try:
     signals.wait(os.pipe()[0], 60)
-except signals.Ended:
+except signals.EndedBySignal:
     print("ended")
 """
     out, err = started(code).communicate(timeout=patience(30))

@@ -184,7 +184,7 @@ def test_at_most_max_steps_are_timed(server: Server, name: str) -> None:
 
 def verdict(
     plug: Strategy, name: str, devices: int, rows: int = 11, strategy: str = "dp", **changed: Any
-) -> verification.Verdict:
+) -> verification.Verification:
     case = case_of(strategy, model=name, devices=devices, batch_size=rows, **changed)
     opened = resolve(["cpu" if case.device_kind == "cpu" else f"emulated:{i}" for i in range(case.devices)])
     return verification.check(

@@ -18,7 +18,7 @@ from dpbench import strategies
 from dpbench.analysis.report import Report
 from dpbench.hardware import processes
 from dpbench.measure.selection import cases_of
-from dpbench.measure.verification import Verdict
+from dpbench.measure.verification import Verification
 from dpbench.measure.worker import neighbour, trial
 from dpbench.records import Case, Effort, Status, Step, Trial, Verified, plan, registry
 from dpbench.records.options import Options
@@ -73,7 +73,7 @@ def test_the_neighbour_takes_steps_during_every_step_and_ends_with_the_trial(
 ) -> None:
     both = Counting()
     monkeypatch.setattr(registry, "strategy", lambda name: both)
-    monkeypatch.setattr(trial, "_verify", lambda *_: Verdict(Verified.BITWISE))
+    monkeypatch.setattr(trial, "_verify", lambda *_: Verification(Verified.BITWISE))
     done = trial.run(CASE, FIVE, tmp_path)
     assert done.status is Status.OK, done.reason
     assert both.seen[0] >= neighbour.FIRST
@@ -126,7 +126,7 @@ def test_a_neighbour_that_dies_during_the_steps_fails_the_trial(
 
     both = Dying()
     monkeypatch.setattr(registry, "strategy", lambda name: both)
-    monkeypatch.setattr(trial, "_verify", lambda *_: Verdict(Verified.BITWISE))
+    monkeypatch.setattr(trial, "_verify", lambda *_: Verification(Verified.BITWISE))
     done = trial.run(CASE, FIVE, tmp_path)
     assert done.status is Status.FAILED
     assert "exit status 4" in done.reason

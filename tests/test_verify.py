@@ -33,7 +33,7 @@ def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.M
     return models.Model("own", module, batch, loss or default)
 
 
-def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verification.Verdict:
+def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verification.Verification:
     case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
     return verification.check(dp.ENGINE.start, case, model, resolve(["cpu"] * devices), precision_of)
 
@@ -125,7 +125,7 @@ def tampered(tamper: Any) -> Any:
     return start
 
 
-def faulty(tamper: Any, *, buffers: bool = True) -> verification.Verdict:
+def faulty(tamper: Any, *, buffers: bool = True) -> verification.Verification:
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (6,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)

@@ -268,7 +268,9 @@ def ran(folder: Path, name: str, plant: str = "", width: int = 16) -> dict[str, 
     return vars(sys.modules.pop("left"))
 
 
-def watched(folder: Path, name: str, plant: str = "", width: int = 16) -> tuple[loop.Loop, Recorder, dict[str, Any]]:
+def watched(
+    folder: Path, name: str, plant: str = "", width: int = 16
+) -> tuple[loop.WatchedLoop, Recorder, dict[str, Any]]:
     """Run a script under the seams; return its loop, the recorder, and the variables of the script."""
     recorder = Recorder()
     with seams.installed(recorder):
@@ -456,7 +458,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Samplers:
     return found
 
 
-def block(path: Path) -> watching.Result:
+def block(path: Path) -> watching.WatchResult:
     """Train in a block of code that is watched; return the result."""
     net = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -492,7 +494,7 @@ def test_samples_lie_in_the_steps_and_have_the_devices_of_the_loop(
 def test_only_rank_0_samples_and_the_ranks_of_its_machine_are_no_foreign_load(tmp_path: Path, beside: Samplers) -> None:
     def started(**environ: str) -> str:
         with ExitStack() as stack:
-            return watching._sampling(stack, trials.Seat.of(tmp_path / "s.db", environ)).problem
+            return watching._sampling(stack, trials.WatchedRank.of(tmp_path / "s.db", environ)).problem
 
     assert started(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == ""
     assert beside.started == []
@@ -544,11 +546,11 @@ def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: 
         recorder.update(1, "SGD")
     found = [loop.of(recorder, first=rank) for rank in (0, 1)]
     environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}
-    seats = [trials.Seat.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
+    seats = [trials.WatchedRank.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
     held = [(Held(rank=rank, gpu=0, uuid="GPU-1a6f", held_bytes=2**29 + rank, own=rank == 0),) for rank in (0, 1)]
     short = replace(found[1], steps=found[1].steps[:3], numbers=found[1].numbers[:3])
-    seats[1].write(trials.Part(loop=short, held=held[1]))
-    part, ranks = seats[0].joined(trials.Part(loop=found[0], held=held[0]), deadline_s=0.1)
+    seats[1].write(trials.RankRecord(loop=short, held=held[1]))
+    part, ranks = seats[0].joined(trials.RankRecord(loop=found[0], held=held[0]), deadline_s=0.1)
     whole = part.loop
     assert ranks == 2
     assert part.held == (*held[0], *held[1])

@@ -79,7 +79,7 @@ class Clock:
         self.at += seconds
 
 
-def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop.Loop, Recorder]:
+def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop.WatchedLoop, Recorder]:
     """Run a script under the seams on the replaced clock; return its loop and the recorder."""
     clock = clock or Clock()
     with mock.patch("time.sleep", clock.sleep):
@@ -88,7 +88,7 @@ def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop
 
 def really_watched(
     folder: Path, source: str, now: Callable[[], float] = time.perf_counter
-) -> tuple[loop.Loop, Recorder]:
+) -> tuple[loop.WatchedLoop, Recorder]:
     """Run a script under the seams, on the host's time or another clock; return its loop and the recorder."""
     file = folder / "train.py"
     file.write_text(HEAD + source)
@@ -99,7 +99,7 @@ def really_watched(
     return loop.of(recorder), recorder
 
 
-def problems(found: loop.Loop) -> str:
+def problems(found: loop.WatchedLoop) -> str:
     return "\n".join(map(str, found.unknown))
 
 
@@ -168,7 +168,7 @@ for fold in range(3):
 """)  # fmt: skip
     assert "only training 2 is stored" in problems(found)
     assert len(found.steps) == 19
-    part = trials.Watched(script="train.py", command="train.py", part=trials.Part(loop=found), seen=recorder.seen)
+    part = trials.Watched(script="train.py", command="train.py", part=trials.RankRecord(loop=found), seen=recorder.seen)
     case = trials.case_of(part)
     assert (case.optimizer, case.precision, case.compile) == ("adam", "fp32", False)
     assert found.skipped == 0

@@ -27,7 +27,7 @@ MACHINE = machine.load("rtx-3090-x8")
 GPU = loops.case(device_kind="cuda")
 
 
-def loop_of(*arguments: Any, **more: Any) -> stored.Loop:
+def loop_of(*arguments: Any, **more: Any) -> stored.ObservedLoop:
     found = stored.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
     assert found
     return found
@@ -65,7 +65,7 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
     assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and the cost of the concurrent reduction"
 
 
-LACKING: dict[str, tuple[Callable[[], stored.Loop], str]] = {
+LACKING: dict[str, tuple[Callable[[], stored.ObservedLoop], str]] = {
     "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown; give --model"),
     "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),

@@ -41,7 +41,7 @@ def planted(number: int) -> dict[str, Any]:
     """Sweep a dataset with a planted knee; return the knee that was found, and both verdicts against a step."""
     most = number % KNEES + 1
     rate = (most - 0.3) / WAIT_S
-    plan = loaders.Plan(
+    plan = loaders.LoaderPlan(
         dataset=Synthetic(wait_s=WAIT_S, examples_per_s=rate, example_bytes=1000), batch_size=BATCH, examples=EXAMPLES,
         settings=loaders.settings(range(most + 3), [False], [2], [False]), seed=100 * number,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def stepped(label: str) -> dict[str, Any]:
     """Sweep a dataset against the step of a model; return the verdicts."""
     cost, model = COSTS[label]
     step = Case(model=model, strategy=registry.of_role(Role.BASELINE), batch_size=16)
-    plan = loaders.Plan(
+    plan = loaders.LoaderPlan(
         dataset=cost, batch_size=16, settings=loaders.settings((0, 1, 2), [False], [2], [False]), step=step
     )
     sweep = loaders.run(plan, print)

@@ -20,7 +20,7 @@ COMMITS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class CommitPoint:
     """The step time of a case at one commit, over the rounds of all runs of this commit.
 
     `commit` is the beginning of the commit's hash, and `runs` are the ids of the runs.
@@ -49,7 +49,7 @@ class History:
     """
 
     case: Case
-    points: tuple[Point, ...]
+    points: tuple[CommitPoint, ...]
     levels: tuple[Level, ...] | None
 
     @property
@@ -93,7 +93,7 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
     return code, project
 
 
-def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[Point, ...]:
+def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[CommitPoint, ...]:
     """Return one point for each commit at which the step time of a case was measured and may be shown."""
     groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
     for commit, one in past:
@@ -111,7 +111,9 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
         noisy = (foreign_load.NOISY,) * any(map(foreign_load.noisy, trusted))
         labels = (*summary.labels(trusted[-1]), *noisy)
         name = "+".join(filter(None, (code[:8], project[:8] if by_project and project != code else "")))
-        found.append(Point(commit=name or project[:8], runs=tuple(run for run, _ in runs), step=step, labels=labels))
+        found.append(
+            CommitPoint(commit=name or project[:8], runs=tuple(run for run, _ in runs), step=step, labels=labels)
+        )
     return tuple(found)
 
 

@@ -49,7 +49,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PathSegment:
     """A stretch of the critical path, from `start_s` to `end_s` in seconds after the start of the step.
 
     It is a part of `bar` in the lane of `device`. Both fields are None for time in which no phase is open anywhere.
@@ -77,7 +77,7 @@ class Lanes:
     seconds: float
     timed: int
     lanes: tuple[Lane, ...]
-    path: tuple[Stretch, ...]
+    path: tuple[PathSegment, ...]
 
 
 def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case, Source], Lanes]:
@@ -151,9 +151,9 @@ def _lane(device: int, bars: tuple[Bar, ...], seconds: float) -> Lane:
     return Lane(device, bars, tuple(idle))
 
 
-def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[Stretch, ...]:
+def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[PathSegment, ...]:
     """Return the critical path of a step in the order of time; `bars` has the bars of each device."""
-    path: list[Stretch] = []
+    path: list[PathSegment] = []
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s
         device = span.device if span else None
@@ -161,7 +161,7 @@ def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) 
         if path and (path[-1].device, path[-1].bar) == (device, bar):
             path[-1] = replace(path[-1], end_s=end)
         else:
-            path.append(Stretch(device, bar, start, end))
+            path.append(PathSegment(device, bar, start, end))
     return tuple(path)
 
 

@@ -75,7 +75,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class LoaderReading:
     """One measurement of a DataLoader in one process.
 
     `waits_s` has the seconds that the consumer waited for each batch; the first wait includes the start of the workers.
@@ -134,7 +134,7 @@ class Least:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class LoaderResult:
     """The results for one setting.
 
     `batch` is the time per batch of the steady part in seconds. `first` is the wait for the first batch, including the
@@ -173,7 +173,7 @@ class Curve:
     `enough` is the least number of workers with which the DataLoader is as fast as the step, None without a step.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[LoaderResult, ...]
     shape: Shape
     knee: Least
     enough: Least | None = None
@@ -189,12 +189,12 @@ class Curve:
         return self.points[-1].setting.family
 
 
-def curves(readings: Iterable[Reading], step: Rounds | float | None = None) -> list[Curve]:
+def curves(readings: Iterable[LoaderReading], step: Rounds | float | None = None) -> list[Curve]:
     """Return the curves of a sweep, compared with `step`: the seconds of a step by round, or one number of seconds.
 
     A measurement without workers belongs to each curve with the same `pin_memory`.
     """
-    by_setting: dict[Setting, list[Reading]] = {}
+    by_setting: dict[Setting, list[LoaderReading]] = {}
     for reading in readings:
         by_setting.setdefault(reading.setting, []).append(reading)
     settings = sorted(by_setting, key=lambda one: (one.workers, *one.others))
@@ -207,7 +207,7 @@ def curves(readings: Iterable[Reading], step: Rounds | float | None = None) -> l
     return [curve({one: by_setting[one] for one in group}, step) for group in groups or [[one] for one in without]]
 
 
-def curve(measured: Mapping[Setting, Sequence[Reading]], step: Rounds | float | None = None) -> Curve:
+def curve(measured: Mapping[Setting, Sequence[LoaderReading]], step: Rounds | float | None = None) -> Curve:
     """Return one curve from the readings of each setting; the settings are in order of their numbers of workers."""
     series = {one: rounds for one, readings in measured.items() if (rounds := _series(readings))}
     of_best = _of_best(series)
@@ -218,7 +218,7 @@ def curve(measured: Mapping[Setting, Sequence[Reading]], step: Rounds | float | 
     return Curve(points=points, shape=_shape(knee, [one.workers for one in series]), knee=knee, enough=enough)
 
 
-def _series(readings: Iterable[Reading]) -> dict[int, list[float]]:
+def _series(readings: Iterable[LoaderReading]) -> dict[int, list[float]]:
     return {one.round: [one.batch_s] for one in readings if one.status is Status.OK}
 
 
@@ -247,14 +247,16 @@ def _demand(rounds: Rounds, step: Rounds | float) -> Estimate:
     return stats.ratio(step, rounds)
 
 
-def _point(one: Setting, readings: Sequence[Reading], of_best: Estimate | None, demand: Estimate | None) -> Point:
+def _point(
+    one: Setting, readings: Sequence[LoaderReading], of_best: Estimate | None, demand: Estimate | None
+) -> LoaderResult:
     from dpbench.analysis import stats
 
     good = [each for each in readings if each.status is Status.OK]
     reason = next((f"{each.status.value}: {each.reason}" for each in readings if each.status is not Status.OK), "")
     if not good:
-        return Point(setting=one, batch_size=readings[0].batch_size, reason=reason)
-    return Point(
+        return LoaderResult(setting=one, batch_size=readings[0].batch_size, reason=reason)
+    return LoaderResult(
         setting=one, batch_size=good[0].batch_size, batch=stats.median(_series(good)), of_best=of_best, demand=demand,
         first=stats.median({each.round: [each.waits_s[0]] for each in good}),
         next_epoch=stats.median({each.round: [each.next_epoch_s] for each in good}), reason=reason,

@@ -130,7 +130,7 @@ class Report:
         return history.histories(measured, self.past, self.provenance)
 
     @property
-    def flows(self) -> Sequence[transfers.Flow]:
+    def flows(self) -> Sequence[transfers.PhaseTraffic]:
         """Return the bytes that each phase of each case moves between devices in one step, computed from shapes."""
         return transfers.flows(self.trials)
 

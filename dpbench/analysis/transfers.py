@@ -17,7 +17,7 @@ from dpbench.records.registry import Reduction
 from dpbench.records.schedule import parse
 from dpbench.records.trial import Estimate
 from dpbench.records.words import number
-from dpbench.records.work import Link, Move, Shapes, received, sent
+from dpbench.records.work import CopyTimes, Move, Shapes, received, sent
 
 FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 """The phases of a step that does not train."""
@@ -43,7 +43,7 @@ LINKS = ("pcie", "nvlink")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flow:
+class PhaseTraffic:
     """The moves of bytes between devices in one phase of one step of a case.
 
     `seconds` has, by device, the step's seconds in the phase, as split by `dpbench.records.ledger`: the median over
@@ -86,7 +86,7 @@ class Counted:
     computed_sent: float
 
 
-def flows(trials: Iterable[Trial]) -> list[Flow]:
+def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
     """Return one flow for each case and each phase that moves bytes, in the order of the trials."""
     found = []
     for (case, source), group in _grouped(trials).items():
@@ -96,7 +96,7 @@ def flows(trials: Iterable[Trial]) -> list[Flow]:
             seconds = _seconds(group, phase) if _separable(case, phase) else {}
             total = sum(seconds.values())
             rate = sum(move.bytes for move in mine) / total if total > 0 else None
-            found.append(Flow(case=case, source=source, phase=phase, moves=mine, seconds=seconds, rate=rate))
+            found.append(PhaseTraffic(case=case, source=source, phase=phase, moves=mine, seconds=seconds, rate=rate))
     return found
 
 
@@ -224,7 +224,7 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
     """Return, by source and target, the seconds per byte of the timed copies over each link, by round."""
     found: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
-        for one in Link.all_of(trial.provenance) if trial.trusted else ():
+        for one in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
             seconds = [duration / one.bytes for duration in one.seconds]
             found.setdefault((one.source, one.target), {})[trial.round] = seconds
     return dict(found)

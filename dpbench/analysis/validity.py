@@ -48,7 +48,7 @@ class Check:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-Finding = tuple[float, Mapping[str, Any]]
+Deviation = tuple[float, Mapping[str, Any]]
 """The value that a check measured, and further facts about it as plain data."""
 
 
@@ -64,7 +64,7 @@ class ValidityRule:
 
     name: str
     limit: float
-    measure: Callable[[Trial, int], Finding | None]
+    measure: Callable[[Trial, int], Deviation | None]
     headline: str
     item: Callable[[Check], str]
     per_core: bool = False
@@ -161,7 +161,7 @@ def trend(series: Sequence[float]) -> Trend:
     return Trend(rho, p, float(np.median((values[second] - values[first]) / (second - first))))
 
 
-def _drift(trial: Trial, cores: int) -> Finding | None:
+def _drift(trial: Trial, cores: int) -> Deviation | None:
     """Return the change of the step time from the first to the last timed step, as a fraction of the median step.
 
     The change is computed from the Theil-Sen slope. Return None if the trial has too few timed steps.
@@ -176,12 +176,12 @@ def _drift(trial: Trial, cores: int) -> Finding | None:
     return change, {"rho": found.rho, "p": found.p, "steps": len(series)}
 
 
-def _throttled(trial: Trial, cores: int) -> Finding | None:
+def _throttled(trial: Trial, cores: int) -> Deviation | None:
     """Return the fraction of readings in which the most throttled GPU was throttled, with the causes.
 
     Return None without readings.
     """
-    worst: Finding | None = None
+    worst: Deviation | None = None
     for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
         slowed = [one for one in bits if any(one & bit for bit in SLOWDOWNS)]
@@ -192,14 +192,14 @@ def _throttled(trial: Trial, cores: int) -> Finding | None:
     return worst
 
 
-def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
+def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
     """Return a function that measures the largest fall of a clock frequency, as a fraction of the highest frequency.
 
     `metric` is the metric of the clock. The lowest and the highest twentieth of each device's readings are left out.
     """
 
-    def measure(trial: Trial, cores: int) -> Finding | None:
-        worst: Finding | None = None
+    def measure(trial: Trial, cores: int) -> Deviation | None:
+        worst: Deviation | None = None
         for device, readings in trial.readings(metric).items():
             ordered, cut = sorted(readings), len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
@@ -210,7 +210,7 @@ def _clock(metric: str) -> Callable[[Trial, int], Finding | None]:
     return measure
 
 
-def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
+def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
     """Return the median number of bytes that other processes use, on the GPU where this number is largest.
 
     Return None without readings, or if the timed steps took less than `LONG_S` seconds.
@@ -222,7 +222,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Finding | None:
     return held[device], {"device": device}
 
 
-def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
+def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
     """Return the mean number of cores that other processes and the hypervisor used in the trial; None if unknown."""
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
@@ -230,7 +230,7 @@ def _foreign_cpu(trial: Trial, cores: int) -> Finding | None:
     return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}
 
 
-def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
+def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
     """Return the number of devices minus the number of cores, at least 0, on the machine where this is largest.
 
     Return None if the number of cores is unknown, and for emulated devices, which take turns by design.
@@ -245,7 +245,7 @@ def _oversubscribed(trial: Trial, cores: int) -> Finding | None:
     return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
 
 
-def _clocks(trial: Trial, cores: int) -> Finding | None:
+def _clocks(trial: Trial, cores: int) -> Deviation | None:
     """Return the largest error of another machine's clock as a fraction of the median step.
 
     Return None if one machine ran the trial.
@@ -254,13 +254,13 @@ def _clocks(trial: Trial, cores: int) -> Finding | None:
     return (error_s / statistics.median(trial.timed), {}) if error_s and trial.timed else None
 
 
-def _peers(trial: Trial, cores: int) -> Finding | None:
+def _peers(trial: Trial, cores: int) -> Deviation | None:
     """Return the number of pairs of GPUs without peer access, whose copies go through the host; None if unknown."""
     pairs = trial.provenance.get("no_peer_access")
     return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
 
 
-def _closure(trial: Trial, cores: int) -> Finding | None:
+def _closure(trial: Trial, cores: int) -> Deviation | None:
     """Return the fraction of a step that no phase covers: the median over the timed steps; None without steps."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
@@ -270,7 +270,7 @@ def _closure(trial: Trial, cores: int) -> Finding | None:
     return (statistics.median(shares), {}) if shares else None
 
 
-def _outlasting(trial: Trial, cores: int) -> Finding | None:
+def _outlasting(trial: Trial, cores: int) -> Deviation | None:
     """Return the time for which GPUs still work after a block of steps, as a fraction of the block's duration.
 
     It is the median over the blocks, for the rank with the largest median. Return None without readings, as on CPUs.
@@ -279,7 +279,7 @@ def _outlasting(trial: Trial, cores: int) -> Finding | None:
     return (max(found), {}) if found else None
 
 
-def _verification(trial: Trial, cores: int) -> Finding | None:
+def _verification(trial: Trial, cores: int) -> Deviation | None:
     """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse.
 
     Return None for an observed loop, in which dpbench computes nothing that could be wrong.

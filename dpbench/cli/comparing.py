@@ -20,7 +20,7 @@ from dpbench.cli.options import (
     json_option,
     store_option,
 )
-from dpbench.cli.shapes import AnswerFacts, Interval, RunFacts
+from dpbench.cli.shapes import AnswerFacts, EstimateFacts, RunFacts
 
 if TYPE_CHECKING:
     from dpbench.analysis.comparison import Comparison
@@ -61,9 +61,9 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
     labels: Sequence[str]
     verdict: str
     reason: str
-    before_s: Interval | None
-    after_s: Interval | None
-    ratio: Interval | None
+    before_s: EstimateFacts | None
+    after_s: EstimateFacts | None
+    ratio: EstimateFacts | None
     phase: str
     phase_s: float
     phase_share: float
@@ -73,8 +73,8 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
         """Return the comparison of a case as a record."""
         return cls(
             label=line.name, labels=line.labels, verdict=line.verdict, reason=line.reason,
-            before_s=Interval.of(line.before), after_s=Interval.of(line.after), ratio=Interval.of(line.ratio),
-            phase=line.phase, phase_s=line.phase_s, phase_share=line.share,
+            before_s=EstimateFacts.of(line.before), after_s=EstimateFacts.of(line.after),
+            ratio=EstimateFacts.of(line.ratio), phase=line.phase, phase_s=line.phase_s, phase_share=line.share,
         )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Documented, Tag,
 from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, try_report
 
 if TYPE_CHECKING:
-    from dpbench.observe.imported import Loop, Trace
+    from dpbench.observe.imported import ImportedLoop, ImportedTrace
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool
 
 
-class Clock(msgspec.Struct, frozen=True, kw_only=True):
+class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
     """The correction of a rank's clock to the clock of the first rank.
 
     `shift_s` is the median time difference of `collectives` collectives, and was added to the rank's times.
@@ -84,7 +84,7 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     rank: int
     world_size: int
-    clock: Clock | None
+    clock: ClockShift | None
     devices: Sequence[DeviceTime]
     steps: Sequence[StepTime]
     notes: Sequence[str]
@@ -144,7 +144,7 @@ def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> 
     sys.stdout.flush()
 
 
-def _file(trace: Trace, loop: Loop) -> TraceFile:
+def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
     """Return the record of one trace of a loop."""
     from dataclasses import asdict
 
@@ -157,7 +157,7 @@ def _file(trace: Trace, loop: Loop) -> TraceFile:
     every = [phase.value for phase in Phase]
     return TraceFile(
         path=str(profile.path), rank=profile.rank, world_size=profile.world_size,
-        clock=Clock(**asdict(trace.aligned)) if trace.aligned else None,
+        clock=ClockShift(**asdict(trace.aligned)) if trace.aligned else None,
         devices=[
             DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
             for device, times in busy(found.activities).items()

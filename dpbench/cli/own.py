@@ -26,7 +26,7 @@ from dpbench.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from dpbench.measure.loaders import Plan, Sweep
+    from dpbench.measure.loaders import LoaderPlan, Sweep
     from dpbench.records import Case
 
 
@@ -158,7 +158,7 @@ def loaders(report: Path, as_json: bool, patience: float | None, **options: Any)
     sys.exit(EXIT_FAILED if sweep.failed else 0)
 
 
-def _loaders_plan(options: dict[str, Any]) -> Plan:
+def _loaders_plan(options: dict[str, Any]) -> LoaderPlan:
     """Return the measurements that the options select. Raises UsageError if the options contradict each other."""
     from dpbench.hardware.provenance import usable_cores
     from dpbench.measure import loaders as measuring
@@ -184,7 +184,7 @@ def _loaders_plan(options: dict[str, Any]) -> Plan:
         raise click.UsageError(f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, workers))}")
     if min(options["prefetch_factor"]) < 1:
         raise click.UsageError(f"--prefetch-factor must be at least 1, got {min(options['prefetch_factor'])}")
-    return measuring.Plan(
+    return measuring.LoaderPlan(
         dataset=options["dataset"] or synthetic, batch_size=options["batch_size"], examples=options["examples"],
         settings=measuring.settings(
             workers, options["pin_memory"], options["prefetch_factor"], options["persistent_workers"]

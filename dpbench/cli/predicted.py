@@ -158,9 +158,9 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     label: str
     labels: Sequence[str]
     case: Case
-    step_s: shapes.Interval
+    step_s: shapes.EstimateFacts
     samples_per_s: float
-    speedup: shapes.Interval | None
+    speedup: shapes.EstimateFacts | None
     scaling: str
     phases_s: Mapping[str, float]
     profile: str
@@ -175,9 +175,9 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
         ratio, scaling = speedup(one, others)
         return cls(
             label=one.case.label, labels=labels(one.trial()), case=one.case, profile=one.profile, scaling=scaling,
-            step_s=shapes.Interval(value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""),
+            step_s=shapes.EstimateFacts(value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""),
             samples_per_s=one.case.batch_size / one.seconds, memory=one.need,
-            speedup=shapes.Interval.of(ratio),
+            speedup=shapes.EstimateFacts.of(ratio),
             phases_s=ledger.phases(Step(one.seconds, False, one.seconds), one.spans),
         )  # fmt: skip
 

@@ -40,7 +40,7 @@ from dpbench.records import words
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.predict.cases import Need, Prediction
-    from dpbench.predict.stored import Loop, Stored
+    from dpbench.predict.stored import ObservedLoop, Stored
     from dpbench.predict.what_if import WhatIf
     from dpbench.records import Case
     from dpbench.records.machine import Machine
@@ -260,7 +260,7 @@ def _source(asked: str) -> tuple[Path, str | None]:
     )
 
 
-def _loop(path: Path, run: str | None) -> Loop:
+def _loop(path: Path, run: str | None) -> ObservedLoop:
     """Return the watched or imported loop of a run; without `run`, that of the newest run with such a loop.
 
     Raises UsageError if there is none.
@@ -295,7 +295,7 @@ def _print(
         click.echo(f"\n{what_ifs_table(changes)}")
 
 
-def _check(machine: Machine, asked: Sequence[Case], loop: Loop | None, options: Mapping[str, Any]) -> None:
+def _check(machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, options: Mapping[str, Any]) -> None:
     """Raise UsageError if options contradict each other, or cannot be used for the machine, the cases or the loop."""
     nodes = [case for case in asked if case.devices > machine.gpu.count]
     if options["bus"] and nodes:
@@ -360,12 +360,12 @@ def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bo
     import platform
     import tomllib
 
-    from dpbench.probe import Busy, measure_toml
+    from dpbench.probe import BusyMachine, measure_toml
     from dpbench.records import machine
 
     try:
         text = measure_toml(lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway)
-    except Busy as busy:
+    except BusyMachine as busy:
         click.echo(f"error: {busy}", err=True)
         sys.exit(EXIT_FAILED)
     if output is not None:

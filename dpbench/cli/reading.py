@@ -126,7 +126,7 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
     chosen, trials, unreadable = read(store, run_id)
     found = report_of(chosen, trials, store, unreadable)
     if as_json:
-        shapes.show(shapes.Result.of(chosen, found))
+        shapes.show(shapes.RunResult.of(chosen, found))
         return
     if md:
         from dpbench.report import markdown

@@ -349,7 +349,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     try:
         print_warnings(shown)
         if output.as_json:
-            shapes.show(shapes.Result.of(chosen, shown))
+            shapes.show(shapes.RunResult.of(chosen, shown))
         else:
             where = [] if output.store == STORE else ["--store", str(output.store)]
             print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))

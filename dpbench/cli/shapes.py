@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.report import Report
     from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
-    from dpbench.measure.selection import Forecast
+    from dpbench.measure.selection import RunForecast
     from dpbench.records.machine import Machine
     from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun
@@ -115,7 +115,7 @@ class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
 
-class Interval(msgspec.Struct, frozen=True, kw_only=True):
+class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A number with its 95 % interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
 
     `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
@@ -128,7 +128,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     withheld: str
 
     @classmethod
-    def of(cls, one: Estimate | None) -> Interval | None:
+    def of(cls, one: Estimate | None) -> EstimateFacts | None:
         """Return an estimate as a record; None for None."""
         if one is None:
             return None
@@ -150,16 +150,16 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     steps: int
     verified: str | None
-    step_s: Interval | None
-    samples_per_s: Interval | None
-    speedup: Interval | None
+    step_s: EstimateFacts | None
+    samples_per_s: EstimateFacts | None
+    speedup: EstimateFacts | None
     scaling: str
-    efficiency: Interval | None
+    efficiency: EstimateFacts | None
     phases_s: Mapping[str, float]
     busy_s: Mapping[int, float]
     memory_bytes: Mapping[int, int]
     host_bytes: int
-    imbalance: Interval | None
+    imbalance: EstimateFacts | None
 
     @classmethod
     def of(cls, row: Row) -> CaseResult:
@@ -167,9 +167,10 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             label=row.case.label, labels=row.labels, case=row.case, outcome=row.outcome, reason=row.reason,
             rounds=row.rounds, steps=row.steps, verified=row.verified.value if row.verified else None,
-            step_s=Interval.of(row.step), samples_per_s=Interval.of(row.throughput), speedup=Interval.of(row.speedup),
-            scaling=row.scaling, efficiency=Interval.of(row.efficiency), phases_s=row.phases, busy_s=row.busy,
-            memory_bytes=row.memory, host_bytes=row.host_bytes, imbalance=Interval.of(row.imbalance),
+            step_s=EstimateFacts.of(row.step), samples_per_s=EstimateFacts.of(row.throughput),
+            speedup=EstimateFacts.of(row.speedup),
+            scaling=row.scaling, efficiency=EstimateFacts.of(row.efficiency), phases_s=row.phases, busy_s=row.busy,
+            memory_bytes=row.memory, host_bytes=row.host_bytes, imbalance=EstimateFacts.of(row.imbalance),
         )  # fmt: skip
 
 
@@ -200,7 +201,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run` and of `dpbench report`: the answers of a run, and the results of its cases."""
 
     run: RunFacts
@@ -212,7 +213,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, run: StoredRun, report: Report) -> Result:
+    def of(cls, run: StoredRun, report: Report) -> RunResult:
         """Return the results of a run."""
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         return cls(
@@ -229,8 +230,8 @@ class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     label: str
-    ratio: Interval | None
-    gain_s: Interval | None
+    ratio: EstimateFacts | None
+    gain_s: EstimateFacts | None
     verdict: str
 
 
@@ -245,7 +246,7 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
     problem: str
     evidence: str
     labels: Sequence[str]
-    cost_s: Interval | None
+    cost_s: EstimateFacts | None
     share: float
     remedy: str
     code: str
@@ -257,14 +258,14 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Return a finding as a record."""
         cures = [
             CureFacts(
-                label=cure.row.case.label, ratio=Interval.of(cure.ratio), gain_s=Interval.of(cure.gain_s),
+                label=cure.row.case.label, ratio=EstimateFacts.of(cure.ratio), gain_s=EstimateFacts.of(cure.gain_s),
                 verdict=cure.verdict,
             )
             for cure in one.cures
         ]  # fmt: skip
         return cls(
             rule=one.rule.name, problem=one.evidence.says, evidence=one.evidence.numbers, labels=one.labels,
-            cost_s=Interval.of(one.evidence.size_s), share=one.share, remedy=one.rule.remedy, code=one.code,
+            cost_s=EstimateFacts.of(one.evidence.size_s), share=one.share, remedy=one.rule.remedy, code=one.code,
             command=one.command, cures=cures,
         )  # fmt: skip
 
@@ -325,21 +326,21 @@ class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --dry-run`.
 
     `trials` is the least number of trials to measure. `seconds` is their expected duration, null if it is unknown, and
     `basis` gives the origin of this expectation.
     """
 
-    forecast: Forecast
+    forecast: RunForecast
     trials: int
     seconds: float | None
     basis: str
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, planned: Forecast) -> Plan:
+    def of(cls, planned: RunForecast) -> RunPlan:
         """Return the plan of a run as a record."""
         return cls(forecast=planned, trials=planned.trials, seconds=planned.seconds, basis=planned.basis)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.report import Report
-    from dpbench.measure.selection import Forecast
+    from dpbench.measure.selection import RunForecast
     from dpbench.records import Trial
     from dpbench.records.observed import Alternatives
     from dpbench.store import PastRun, StoredRun, UnreadableRow
@@ -213,12 +213,12 @@ def print_notes(report: Report) -> None:
         click.echo(f"self-check: {line}")
 
 
-def print_plan(planned: Forecast, *, as_json: bool) -> None:
+def print_plan(planned: RunForecast, *, as_json: bool) -> None:
     """Print the plan of a run to stdout: its cases, rounds and expected time, and the basis of the expectation."""
     from dpbench.cli import shapes
 
     if as_json:
-        shapes.show(shapes.Plan.of(planned))
+        shapes.show(shapes.RunPlan.of(planned))
         return
     width = max(len(one.case.label) for one in planned.cases)
     for one in planned.cases:
@@ -230,7 +230,7 @@ def print_plan(planned: Forecast, *, as_json: bool) -> None:
     click.echo(expectation(planned))
 
 
-def expectation(planned: Forecast) -> str:
+def expectation(planned: RunForecast) -> str:
     """Return lines with the number of trials of a planned run, their expected time, its basis, and the time budget."""
     rounds = words.count(planned.rounds, "round")
     about = "unknown" if planned.seconds is None else f"about {words.long_time(planned.seconds)}"

@@ -22,7 +22,7 @@ from dpbench.engine.collectives import dense
 from dpbench.engine.containers import keys_of, mapped, parts_of, tensors_in
 from dpbench.engine.losses import Loss
 from dpbench.engine.persistent import ReplicaWeights
-from dpbench.hardware.device import Device, Recorder
+from dpbench.hardware.device import Device, WorkRecorder
 from dpbench.hardware.devices._many import copy_all
 
 LIMIT = 4
@@ -57,7 +57,7 @@ class Recorded:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: WorkRecorder,
         module: nn.Module,
         parameters: Sequence[torch.Tensor],
         total: Callable[[Any, Any], torch.Tensor],
@@ -178,7 +178,7 @@ class Graphs:
                     copy_all(buffers, before)
 
 
-def _recorder(device: Device) -> Recorder:
+def _recorder(device: Device) -> WorkRecorder:
     recorder = device.recorder()
     if recorder is None:
         raise ValueError(

@@ -51,7 +51,7 @@ class Collectives(Protocol):
         """Copy the values of `tensors[root]` to all other tensors."""
 
 
-class Recorder(Protocol):
+class WorkRecorder(Protocol):
     """An object that records the work that a function submits to a device, and replays this work without Python.
 
     A replay reads and writes the same memory as the recorded work.
@@ -148,5 +148,5 @@ class Device(Protocol):
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
         """Return the in-place collectives over `devices`, of which this device is the first; None if there are none."""
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> WorkRecorder | None:
         """Return a recorder of the work of one replica on this device; None if the work cannot be recorded."""

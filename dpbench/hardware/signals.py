@@ -1,9 +1,10 @@
 """Signals: SIGINT, SIGTERM and SIGHUP end a command, even while it waits for another process.
 
-The first signal raises `Ended`, so that context managers exit and the run is marked as interrupted. Python drops an
-exception that a signal handler raises inside `__del__` or a callback, and a signal that arrives just before a blocking
-system call does not interrupt that call. The signal is therefore also stored, `check` raises `Ended` again, and `wait`
-ends when a signal arrives. A second Ctrl-C ends the process at once; the processes that it has started end with it.
+The first signal raises `EndedBySignal`, so that context managers exit and the run is marked as interrupted. Python
+drops an exception that a signal handler raises inside `__del__` or a callback, and a signal that arrives just before a
+blocking system call does not interrupt that call. The signal is therefore also stored, `check` raises `EndedBySignal`
+again, and `wait` ends when a signal arrives. A second Ctrl-C ends the process at once; the processes that it has
+started end with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
-class Ended(KeyboardInterrupt):
+class EndedBySignal(KeyboardInterrupt):
     """The exception which reports that a signal has asked this process to end."""
 
 
@@ -54,7 +55,7 @@ def received() -> int:
 def check() -> None:
     """Raise Ended if a signal has asked this process to end. In any thread except the main thread, do nothing."""
     if _State.number and threading.current_thread() is threading.main_thread():
-        raise Ended
+        raise EndedBySignal
 
 
 def wait(descriptor: int, timeout_s: float) -> bool:
@@ -108,4 +109,4 @@ def _end(number: int, frame: FrameType | None) -> None:
             os._exit(128 + number)
         return
     _State.number = number
-    raise Ended
+    raise EndedBySignal

@@ -104,7 +104,7 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class Reply:
     """An agent's answer to the request with the number `turn`: the trials of its worker, or a failure.
 
     `samples` were taken on the agent's machine during the work. `load` is the foreign load on this machine during the
@@ -151,7 +151,7 @@ class Agent:
         Linux kills the server when the thread that started the server ends (see `processes.die_with_parent`).
         """
         self._server: Server | None = None
-        self._series: samplers.Series | None = None
+        self._series: samplers.SampleFile | None = None
         self._aborted = -1
         """The number of the last request that rank 0 has aborted; -1 if there is none."""
 
@@ -199,25 +199,25 @@ class Agent:
         if self._server:
             self._server.end_worker()
 
-    def _answer(self, rank_0: Channel, turn: int, do: Callable[[], Answer]) -> None:
+    def _answer(self, rank_0: Channel, turn: int, do: Callable[[], Reply]) -> None:
         """Call `do`, and send its answer to rank 0 under the request's number `turn`; an error becomes a failure."""
         try:
             answer = do()
         except Exception as error:
-            answer = Answer(failure=Failure(status=Status.FAILED, reason=f"its agent failed: {error!r}"))
+            answer = Reply(failure=Failure(status=Status.FAILED, reason=f"its agent failed: {error!r}"))
         with suppress(OSError):  # rank 0 is lost; the thread that reads its messages reports this
             rank_0.send("answer", **replace(answer, turn=turn).to_dict())
 
-    def _renew(self) -> Answer:
+    def _renew(self) -> Reply:
         """Start a new server in place of the previous one, and return an empty answer when it is ready."""
         if self._server is None:
             self._scratch = self._stack.enter_context(folder())
             self._server = self._stack.enter_context(Server(self._scratch))
         self._server.stop()
         self._server.prepare()
-        return Answer()
+        return Reply()
 
-    def _work(self, work: Work) -> Answer:
+    def _work(self, work: Work) -> Reply:
         """Run work in a fresh worker; return its trials or its failure, the machine's samples and the foreign load."""
         assert self._server is not None
         if work.sample is not None and self._series is None:
@@ -232,7 +232,7 @@ class Agent:
         samples = self._series.cut(began_s, time.perf_counter()) if work.sample is not None and self._series else ()
         failure, trials = (found, ()) if isinstance(found, Failure) else (None, tuple(found))
         known = load if work.roots and isinstance(load, foreign_load.Load) else None
-        return Answer(trials=trials, failure=failure, samples=samples, load=known)
+        return Reply(trials=trials, failure=failure, samples=samples, load=known)
 
 
 def serve(launch: Launch, interface: str) -> None:

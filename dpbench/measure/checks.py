@@ -19,7 +19,7 @@ from typing import Any
 from dpbench.hardware import samplers
 from dpbench.measure.request import Arm, SelfCheck
 from dpbench.measure.scratch import folder
-from dpbench.measure.server import Server, Workers
+from dpbench.measure.server import Server, TrialRunner
 from dpbench.records import Case, Effort, Status, Trial, plan, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import REFERENCE
@@ -34,7 +34,7 @@ class Models:
         self._limit_s = limit_s
         self._verdicts: dict[Case, Trial] = {}
 
-    def check(self, cases: Sequence[Case], server: Workers) -> Iterator[str]:
+    def check(self, cases: Sequence[Case], server: TrialRunner) -> Iterator[str]:
         """Check each model of the cases that has not been checked yet, and yield one line of text per model that fails.
 
         Each model is checked with the largest batch size of its cases. A check that exceeds the time limit fails.

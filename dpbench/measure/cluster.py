@@ -19,16 +19,16 @@ from typing import Any, Self
 
 from dpbench.hardware import foreign_load
 from dpbench.measure import agent, launch
-from dpbench.measure.agent import Answer, Work
+from dpbench.measure.agent import Reply, Work
 from dpbench.measure.failures import together
 from dpbench.measure.launch import Launch, LaunchError, leader_address, names
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.peers import Offset, Peers, gather
-from dpbench.measure.request import Job, Request, Seat
+from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.server import START_LIMIT_S, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
-from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, Host, cause_of, in_order
+from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, TrialHost, cause_of, in_order
 from dpbench.records.words import count
 
 TIMEOUT_S = 60.0
@@ -86,7 +86,7 @@ class Cluster:
         """Return the number of ranks, including lost ranks."""
         return len(self._peers)
 
-    def hosts(self, count: int | None = None) -> list[Host]:
+    def hosts(self, count: int | None = None) -> list[TrialHost]:
         """Return the machines of the first `count` ranks (None: of all), in the order of their first ranks."""
         members = [rank.member for rank in self._peers[:count]]
         called = names([(member.node, member.host) for member in members])
@@ -94,7 +94,7 @@ class Cluster:
         for node in dict.fromkeys(member.node for member in members):
             own = [member for member in members if member.node == node]
             cores = {core for member in own for core in member.cores}
-            found.append(Host(called[node], own[0].machine, tuple(member.rank for member in own), len(cores)))
+            found.append(TrialHost(called[node], own[0].machine, tuple(member.rank for member in own), len(cores)))
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Cluster:
 
     def check(self, case: Case, limit_s: float) -> Trial:
         """Check the model of a case in a worker of rank 0; return a trial without steps."""
-        request = Request(cases=(case,), effort=Effort(), round=0, job=Job.CHECK_MODEL)
+        request = Request(cases=(case,), effort=Effort(), round=0, job=WorkKind.CHECK_MODEL)
         return self._by_rank_0(request, limit_s)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
@@ -190,7 +190,7 @@ class Cluster:
         work = {}
         for number in range(size):
             place, peers = self._place(number)
-            seat = Seat(
+            seat = RemoteRank(
                 rank=number, size=size, place=place, address=self._address, port=self._reserved.getsockname()[1],
                 key=secret, interface=self._interface, timeout_s=timeout_s,
             )  # fmt: skip
@@ -255,7 +255,7 @@ class Cluster:
                     found[ordinal] = peer * each + position - place * each
         return found
 
-    def _sampled(self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset) -> Iterator[Sample]:
+    def _sampled(self, host: int, rank: int, answer: Reply, part: Trial, offset: Offset) -> Iterator[Sample]:
         """Yield the samples that a rank's agent took during the rank's timed steps.
 
         `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs to the case's device
@@ -270,7 +270,9 @@ class Cluster:
             if timed and timed[0].start_s <= at_s <= timed[-1].end_s and sample.device in devices:
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
-    def _described(self, trial: Trial, hosts: Sequence[Host], answers: Mapping[int, Answer], worst: Offset) -> Trial:
+    def _described(
+        self, trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Reply], worst: Offset
+    ) -> Trial:
         """Return the trial with more provenance: its machines, their largest clock error, the highest foreign load."""
         loads = [answer.load for answer in answers.values() if answer.load]
         load = max(loads, key=lambda one: one.taken, default=None)
@@ -288,7 +290,7 @@ class Cluster:
             failed_device=cause.device if cause.status is Status.OOM else None,
         )  # fmt: skip
 
-    def _offsets(self, hosts: Sequence[Host]) -> dict[int, Offset]:
+    def _offsets(self, hosts: Sequence[TrialHost]) -> dict[int, Offset]:
         """Return, by rank, the offset of the rank's clock from rank 0's clock; it is 0 on rank 0's machine."""
         found: dict[int, Offset] = {}
         for host in hosts:
@@ -297,5 +299,5 @@ class Cluster:
         return found
 
 
-def _outcome(answer: Answer) -> list[Trial] | Failure:
+def _outcome(answer: Reply) -> list[Trial] | Failure:
     return answer.failure or list(answer.trials)

@@ -44,7 +44,7 @@ class JobsError(RuntimeError):
     """Jobs cannot be submitted; the message has the reason and the remedy."""
 
 
-class Job(Protocol):
+class SubmittedJob(Protocol):
     """A submitted job."""
 
     @property
@@ -108,7 +108,7 @@ class Launcher:
         """Return whether several jobs may run at the same time; on one machine they would disturb each other."""
         return self.name == "slurm"
 
-    def submit(self, folder: Path, limit_s: float) -> Job:
+    def submit(self, folder: Path, limit_s: float) -> SubmittedJob:
         """Submit a job that measures the request in `folder`, with a time limit of `limit_s` seconds; return the job.
 
         Raises JobsError if the job cannot be submitted.
@@ -134,7 +134,7 @@ class Launcher:
 class _Submitted:
     """A submitted job, with its case and its folder."""
 
-    def __init__(self, case: Case, folder: Path, job: Job) -> None:
+    def __init__(self, case: Case, folder: Path, job: SubmittedJob) -> None:
         self.case, self.folder, self.job = case, folder, job
         self._missing_s = float("inf")
 
@@ -188,7 +188,7 @@ class _Jobs:
         self._listen(Note(f"{request.case.label} is measured in the {self._launcher.name} job {job.job_id}"))
         self._running.append(_Submitted(request.case, folder, job))
 
-    def _earlier(self, folder: Path) -> Job | None:
+    def _earlier(self, folder: Path) -> SubmittedJob | None:
         """Return the job that an earlier process submitted for this folder if it still waits or runs, otherwise None.
 
         Only jobs of Slurm are looked up; for other launchers, the result is None.

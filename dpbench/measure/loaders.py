@@ -18,21 +18,21 @@ from itertools import product
 from pathlib import Path
 from typing import Self
 
-from dpbench.analysis.loaders import Reading, Setting
+from dpbench.analysis.loaders import LoaderReading, Setting
 from dpbench.hardware import foreign_load, processes, provenance
-from dpbench.measure.request import Job, Loading, Request, Synthetic
+from dpbench.measure.request import Loading, Request, Synthetic, WorkKind
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, ServerDied, ended, status_of
 from dpbench.records import Case, Effort, Status, Trial, words
 
 READING, PROGRESS = "reading.json", "progress"
-"""The files of a measurement: its result, and its progress (`Progress`)."""
+"""The files of a measurement: its result, and its progress (`LoaderProgress`)."""
 TURNS = 3
 """The least number of batches that each worker loads in the steady part, after the queues of batches have filled."""
 STEP_LIMIT_S, STEP_EFFORT = 120.0, Effort(memory_by_phase=False)
 
 
-class Progress:
+class LoaderProgress:
     """A file that all processes of a measurement map into memory, and that the parent reads if a measurement hangs.
 
     It has the number of batches that the consumer received and, for each worker, the index of the example that the
@@ -82,7 +82,7 @@ class Failed(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LoaderPlan:
     """The plan of a sweep: the settings of a DataLoader to measure on a dataset, and the step to compare with.
 
     `examples` is the least number of examples of each measurement; if it is None, a short trial determines it. `step`
@@ -109,9 +109,9 @@ class Sweep:
     empty.
     """
 
-    plan: Plan
+    plan: LoaderPlan
     examples: int
-    readings: tuple[Reading, ...]
+    readings: tuple[LoaderReading, ...]
     step_s: dict[int, list[float]] = field(default_factory=dict)
     step_reason: str = ""
     noisy: str = ""
@@ -178,7 +178,7 @@ def settings(
     return tuple(dict.fromkeys(combined))
 
 
-def run(plan: Plan, say: Callable[[str], None], *, patience_s: float | None = None) -> Sweep:
+def run(plan: LoaderPlan, say: Callable[[str], None], *, patience_s: float | None = None) -> Sweep:
     """Measure a plan; `say` gets one line of text per measurement.
 
     Raises Unfit if the dataset cannot be measured as requested, and Failed if it fails in a trial of half a second.
@@ -193,7 +193,7 @@ def run(plan: Plan, say: Callable[[str], None], *, patience_s: float | None = No
     return replace(sweep, noisy=str(load) if foreign_load.busy(load) else "")
 
 
-def _trial(plan: Plan, server: Server, scratch: Path) -> Reading:
+def _trial(plan: LoaderPlan, server: Server, scratch: Path) -> LoaderReading:
     """Load batches for half a second without workers, and return the reading.
 
     Raises Unfit if the dataset cannot be measured as requested, and Failed if it raises, hangs or ends the process.
@@ -208,7 +208,7 @@ def _trial(plan: Plan, server: Server, scratch: Path) -> Reading:
     return reading
 
 
-def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
+def _examples(plan: LoaderPlan, trial: LoaderReading, say: Callable[[str], None]) -> int:
     """Return the number of examples of each measurement.
 
     By default, a measurement takes about a second without workers, or `TURNS` batches of each worker if that is longer.
@@ -231,9 +231,9 @@ def _examples(plan: Plan, trial: Reading, say: Callable[[str], None]) -> int:
     return found
 
 
-def _rounds(plan: Plan, examples: int, scratch: Path, say: Callable[[str], None]) -> Sweep:
+def _rounds(plan: LoaderPlan, examples: int, scratch: Path, say: Callable[[str], None]) -> Sweep:
     """Measure all rounds with `examples` examples per measurement; `say` gets one line of text per measurement."""
-    readings: list[Reading] = []
+    readings: list[LoaderReading] = []
     steps: list[Trial] = []
     for number in range(plan.rounds):
         asked = _asked(plan, readings, steps)
@@ -257,7 +257,7 @@ def _rounds(plan: Plan, examples: int, scratch: Path, say: Callable[[str], None]
     )
 
 
-def _asked(plan: Plan, readings: Iterable[Reading], steps: Iterable[Trial]) -> list[Setting | Case]:
+def _asked(plan: LoaderPlan, readings: Iterable[LoaderReading], steps: Iterable[Trial]) -> list[Setting | Case]:
     """Return the settings, and the step's case if any, that have not failed yet; the next round measures them."""
     failed = {one.setting for one in readings if one.status is not Status.OK}
     step = [plan.step] if isinstance(plan.step, Case) and not any(map(_failure, steps)) else []
@@ -268,35 +268,37 @@ def _failure(trial: Trial) -> str:
     return "" if trial.status is Status.OK else f"{trial.status.value}: {trial.reason}"
 
 
-def _said(reading: Reading) -> str:
+def _said(reading: LoaderReading) -> str:
     if reading.status is not Status.OK:
         return f"{reading.status.value}: {reading.reason}"
     return f"{words.number(reading.batch_size / reading.batch_s)} examples/s"
 
 
-def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> Reading:
+def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> LoaderReading:
     """Make one measurement in a fresh process of the server; return its reading, even if the process hangs or dies.
 
     The process is killed if no batch arrives for `limit_s` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="load-", dir=scratch, ignore_cleanup_errors=True) as name:
         folder, killed_before = Path(name), processes.killed_for_memory()
-        request = Request(job=Job.LOAD, cases=(), effort=Effort(), folder=folder, round=loading.round, loading=loading)
+        request = Request(
+            job=WorkKind.LOAD, cases=(), effort=Effort(), folder=folder, round=loading.round, loading=loading
+        )
         try:
-            status = server.attempt(request, limit_s, lambda: Progress.read(folder)[0])
+            status = server.attempt(request, limit_s, lambda: LoaderProgress.read(folder)[0])
         except ServerDied as died:
             return lost(loading, Status.FAILED, str(died))
         written = folder / READING
         if status is not None and written.exists():
-            return Reading.from_dict(json.loads(written.read_text(encoding="utf-8")))
+            return LoaderReading.from_dict(json.loads(written.read_text(encoding="utf-8")))
         if status is not None:
             return lost(loading, status_of(status), ended(status, limit_s, folder, killed_before))
         return lost(loading, Status.TIMEOUT, _hung(loading, limit_s, folder))
 
 
-def lost(loading: Loading, status: Status, reason: str) -> Reading:
+def lost(loading: Loading, status: Status, reason: str) -> LoaderReading:
     """Return the reading of a measurement that failed."""
-    return Reading(
+    return LoaderReading(
         setting=loading.setting, round=loading.round, batch_size=loading.batch_size, status=status, reason=reason
     )
 
@@ -304,7 +306,7 @@ def lost(loading: Loading, status: Status, reason: str) -> Reading:
 def _hung(loading: Loading, limit_s: float, folder: Path) -> str:
     """Return a message that names the worker whose batch is missing, the example that it loads, and its stack."""
     workers = loading.setting.workers
-    batches, last = Progress.read(folder)
+    batches, last = LoaderProgress.read(folder)
     worker = batches % max(1, workers)  # batches arrive in order, and workers take turns
     index = last[worker] if last else -1
     who = f"worker {worker}" if workers else "the main process"

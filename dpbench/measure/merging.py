@@ -9,13 +9,13 @@ from dataclasses import replace
 from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device, ledger
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, Busy, Kind, busy, kind_of, phase_of_collective
 from dpbench.records.registry import Reduction
-from dpbench.records.trial import Host
+from dpbench.records.trial import TrialHost
 
 PROFILED = "profiled_step"
 """The name of the clock of spans whose durations come from profiled steps; these steps have it as their annotation."""
 
 
-def merge(parts: Sequence[Trial], hosts: Sequence[Host] = ()) -> Trial:
+def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     """Merge the trials of all ranks of a case into one trial and return it.
 
     `ledger.joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the ranks; it is
@@ -56,7 +56,7 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
     return [replace(part, spans=tuple(map(cut, part.spans))) for part in parts]
 
 
-def _resident(parts: Sequence[Trial], hosts: Sequence[Host]) -> Iterator[Memory]:
+def _resident(parts: Sequence[Trial], hosts: Sequence[TrialHost]) -> Iterator[Memory]:
     """Yield one memory record per machine: the sum of the peak resident sets of its ranks."""
     for number, ranks in enumerate([host.ranks for host in hosts] or [range(len(parts))]):
         found = [m.peak_bytes for rank in ranks for m in parts[rank].memory if m.device == HOST]

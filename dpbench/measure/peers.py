@@ -14,7 +14,7 @@ from multiprocessing import AuthenticationError, connection
 from typing import Any
 
 import dpbench
-from dpbench.measure.agent import Answer, Member, Work
+from dpbench.measure.agent import Member, Reply, Work
 from dpbench.measure.launch import JOIN_S, Channel, Launch, LaunchError, key, prove
 from dpbench.measure.server import START_LIMIT_S
 from dpbench.records import Status
@@ -74,13 +74,13 @@ class Peer:
         self.lost = self.lost or reason
         self._to.close()
 
-    def failure(self, reason: str, *, secondary: bool = False) -> Answer:
+    def failure(self, reason: str, *, secondary: bool = False) -> Reply:
         """Return a failed answer for this rank, which sent none; with `secondary`, another rank may be the cause."""
         failure = Failure(
             status=Status.FAILED, reason=reason, rank=self.number, at_s=time.perf_counter(),
             perhaps_secondary=secondary, exception="ended" if secondary else "",
         )  # fmt: skip
-        return Answer(turn=0, failure=failure)
+        return Reply(turn=0, failure=failure)
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Peers(Sequence[Peer]):
             peer.send("renew", turn=self.turn)
         self._collect(self, START_LIMIT_S)
 
-    def ask(self, work: Mapping[int, Work], *, timeout_s: float | None = None) -> dict[int, Answer]:
+    def ask(self, work: Mapping[int, Work], *, timeout_s: float | None = None) -> dict[int, Reply]:
         """Send each rank its work, and return each rank's answer, both by the number of the rank.
 
         `timeout_s` is the time in seconds for which a rank waits for its peers; None if the ranks work independently.
@@ -210,13 +210,13 @@ class Peers(Sequence[Peer]):
             if peer.number not in ended:
                 peer.lose(f"it did not answer for {SILENT_S:.0f} s after its work was ended")
 
-    def _collect(self, peers: Sequence[Peer], limit_s: float, *, together: bool = False) -> dict[int, Answer]:
+    def _collect(self, peers: Sequence[Peer], limit_s: float, *, together: bool = False) -> dict[int, Reply]:
         """Return the answers of `peers` that arrive within `limit_s` seconds, and a failure for each lost rank.
 
         With `together`, do not wait for all answers after a failure: stop at once or, if another rank may have caused
         the failure, after `SETTLE_S` seconds.
         """
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Reply] = {}
         deadline_s, settling = time.perf_counter() + limit_s, False
         while True:
             answers |= {p.number: p.failure(p.lost) for p in peers if p.lost and p.number not in answers}
@@ -255,9 +255,9 @@ def _secondary(failures: Sequence[Failure]) -> bool:
     return all(failure.perhaps_secondary for failure in failures)
 
 
-def _received(peer: Peer, data: Mapping[str, Any]) -> Answer:
+def _received(peer: Peer, data: Mapping[str, Any]) -> Reply:
     """Return the answer in a message; its failure gets the time of arrival, because the clocks of machines differ."""
-    answer = Answer.from_dict(data)
+    answer = Reply.from_dict(data)
     if answer.failure is None:
         return answer
     return replace(answer, failure=replace(answer.failure, rank=peer.number, at_s=time.perf_counter()))

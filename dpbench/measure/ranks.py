@@ -32,7 +32,7 @@ from typing import Any, NoReturn, Self
 from dpbench.hardware import processes
 from dpbench.measure.failures import of_end, of_rank, together
 from dpbench.measure.launch import loopback
-from dpbench.measure.request import Seat
+from dpbench.measure.request import RemoteRank
 from dpbench.records.trial import Failure, in_order
 
 TIMEOUT = timedelta(seconds=60)
@@ -131,7 +131,7 @@ class RankGroup:
     timeout: timedelta = TIMEOUT
 
     @classmethod
-    def of_seat(cls, seat: Seat, backend: str) -> Self:
+    def of_seat(cls, seat: RemoteRank, backend: str) -> Self:
         """Return the group of the rank that `seat` describes."""
         meeting = AddressMeeting(seat.address, seat.port, seat.key)
         wait = timedelta(seconds=seat.timeout_s)

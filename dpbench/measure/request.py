@@ -15,7 +15,7 @@ PEAK = "peak"
 """The file in which the server writes the peak of the worker's resident set in bytes."""
 
 
-class Job(StrEnum):
+class WorkKind(StrEnum):
     """The kind of work that a request asks for."""
 
     MEASURE = "measure"
@@ -51,7 +51,7 @@ class SelfCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class RemoteRank:
     """One rank of a trial whose ranks have different parents, on one or several machines.
 
     The ranks meet at `address` and `port`, and `key` separates the trial from others there; the collectives use the
@@ -118,9 +118,9 @@ class Request:
     effort: Effort
     round: int
     folder: Path = Path()
-    job: Job = Job.MEASURE
+    job: WorkKind = WorkKind.MEASURE
     self_check: SelfCheck | None = None
-    seat: Seat | None = None
+    seat: RemoteRank | None = None
     loading: Loading | None = None
     requested_s: float = 0.0
 
@@ -135,8 +135,9 @@ class Request:
         checked, seat = data["self_check"], data["seat"]
         return cls(
             cases=tuple(Case.from_dict(case) for case in data["cases"]), effort=Effort(**data["effort"]),
-            folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"], job=Job(data["job"]),
+            folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"],
+            job=WorkKind(data["job"]),
             self_check=SelfCheck(**{**checked, "arm": Arm(checked["arm"])}) if checked else None,
-            seat=Seat(**seat) if seat else None,
+            seat=RemoteRank(**seat) if seat else None,
             loading=Loading.from_dict(data["loading"]) if data["loading"] else None,
         )  # fmt: skip

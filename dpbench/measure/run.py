@@ -22,7 +22,7 @@ from dpbench.hardware import foreign_load, provenance, samplers, signals
 from dpbench.hardware.nvml import describe, replicas_of
 from dpbench.measure import checks
 from dpbench.measure.scratch import folder
-from dpbench.measure.server import Server, Workers
+from dpbench.measure.server import Server, TrialRunner
 from dpbench.measure.stopping import LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
@@ -250,7 +250,7 @@ class _Session:
                     self._repeat(cases, server, watched, paired=paired)
 
     @contextmanager
-    def _workers(self, scratch: Path) -> Iterator[Workers]:
+    def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
         """Yield an object that runs trials in new processes; a cluster's start does not count against the budget."""
         entered = time.perf_counter()
         with self._cluster.workers() if self._cluster else Server(scratch) as found:
@@ -258,7 +258,7 @@ class _Session:
                 self._deadline += time.perf_counter() - entered
             yield found
 
-    def _refuse(self, cases: Sequence[Case], number: int, server: Workers) -> set[Case]:
+    def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> set[Case]:
         """Check the models of the cases, store a failed trial for each case whose model fails, and return these cases.
 
         The duration of the checks, which includes the start of the server, does not count against the budget.
@@ -289,7 +289,9 @@ class _Session:
         """Wait until the foreign load is low, but not longer than the run's patience and the remaining budget."""
         foreign_load.wait(min(self._patience_s, self._left_s), lambda words: self._listen(Note(words)))
 
-    def _repeat(self, cases: Sequence[Case], server: Workers, watched: samplers.Series, *, paired: bool) -> None:
+    def _repeat(
+        self, cases: Sequence[Case], server: TrialRunner, watched: samplers.SampleFile, *, paired: bool
+    ) -> None:
         """Repeat the trials that ran under too much foreign load, as long as budget is left.
 
         Trials that shared a worker with one of them are repeated too. Results use the new trials; the old ones stay
@@ -304,7 +306,7 @@ class _Session:
                     self._group(server, group, number, watched)
 
     def _round(
-        self, cases: Sequence[Case], number: int, server: Workers, watched: samplers.Series, *, paired: bool
+        self, cases: Sequence[Case], number: int, server: TrialRunner, watched: samplers.SampleFile, *, paired: bool
     ) -> None:
         """Measure each case once in round `number`, in a random order that depends only on the run and the round."""
         generator = random.Random(f"{self._run_id} {number}")
@@ -312,7 +314,7 @@ class _Session:
         for group in plan.groups(shuffled, number, paired=paired):
             self._group(server, group, number, watched)
 
-    def _group(self, server: Workers, group: Sequence[Case], number: int, watched: samplers.Series) -> None:
+    def _group(self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile) -> None:
         """Measure the cases of `group` in one worker and store their trials.
 
         If the budget is spent, store skipped trials instead.
@@ -383,7 +385,7 @@ def _checked(trial: Trial) -> Trial:
 
 
 def _watched(
-    series: samplers.Series, began: float, ended: float, trial: Trial, visible: Sequence[Mapping[str, Any]]
+    series: samplers.SampleFile, began: float, ended: float, trial: Trial, visible: Sequence[Mapping[str, Any]]
 ) -> tuple[Sample, ...]:
     """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if no step is timed.
 

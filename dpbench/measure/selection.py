@@ -232,7 +232,7 @@ class PlannedCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forecast:
+class RunForecast:
     """The plan of a run: its cases, their rounds and their expected duration.
 
     `rounds` is the number of rounds; if `auto` is True, a rule adds rounds, and `rounds` is the least number. `resumes`
@@ -307,7 +307,7 @@ class Known:
 
 def forecast(
     path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None, budget_s: float | None
-) -> Forecast:
+) -> RunForecast:
     """Return the plan of a run whose store is at `path`.
 
     `cases` and `budget_s` are the results of `selection.cases_of`. For a run of jobs, `budget_s` is ignored.
@@ -320,7 +320,7 @@ def forecast(
         typical = statistics.median(earlier) if earlier else None
         left = rounds - done[case.fingerprint]
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
-    return Forecast(
+    return RunForecast(
         cases=planned, rounds=rounds, auto=options.rounds == AUTO, resumes=known.resumes,
         budget_s=None if options.launcher else budget_s, launcher=options.launcher,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self
 
 from dpbench.hardware import processes, signals
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
-from dpbench.measure.request import PEAK, Job, Request, SelfCheck
+from dpbench.measure.request import PEAK, Request, SelfCheck, WorkKind
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
 from dpbench.records.visible import visible
@@ -43,7 +43,7 @@ number of threads in torch.
 """
 
 
-class Workers(Protocol):
+class TrialRunner(Protocol):
     """An object that runs trials: a `Server` on this machine, or a `Cluster` of ranks."""
 
     def check(self, case: Case, limit_s: float) -> Trial:
@@ -84,14 +84,14 @@ class Server:
         Return a trial without steps, whose status and reason are the result. A check that exceeds `limit_s` seconds
         fails.
         """
-        return self._ask([case], Effort(), 0, limit_s, job=Job.CHECK_MODEL)[0]
+        return self._ask([case], Effort(), 0, limit_s, job=WorkKind.CHECK_MODEL)[0]
 
     def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
         """Measure in a fresh worker by how much a component of measuring slows down the step of a case.
 
         Return a trial without steps, whose provenance has the measured facts.
         """
-        return self._ask([case], effort, 0, limit_s, job=Job.SELF_CHECK, self_check=settings)[0]
+        return self._ask([case], effort, 0, limit_s, job=WorkKind.SELF_CHECK, self_check=settings)[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run blocks of all cases in turn in one fresh worker; return one trial per case, even if the worker fails.
@@ -102,7 +102,7 @@ class Server:
         return self._ask(cases, effort, number, limit_s * len(cases))
 
     def _ask(
-        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: Job = Job.MEASURE,
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: WorkKind = WorkKind.MEASURE,
         self_check: SelfCheck | None = None,
     ) -> list[Trial]:  # fmt: skip
         """Run a job in a fresh worker and return one trial per case, even if the worker fails.

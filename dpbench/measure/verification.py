@@ -51,7 +51,7 @@ SCALES = tuple(2.0**power for power in range(16, -1, -1))
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verification:
     """The result of comparing a strategy's gradients or outputs with those of the chunked reference.
 
     `worst` is the name of the parameter, buffer or output with the largest relative error, and `error` is this error.
@@ -87,7 +87,7 @@ def check(
     *,
     split: Splits = lambda case, module: Split(case.rows),
     buffers: bool = True,
-) -> Verdict:
+) -> Verification:
     """Take one step with a small batch, and return the comparison of its gradients with those of the reference.
 
     `start` and `split` are the strategy's methods, and `precision` returns the context manager for the forward of a
@@ -188,7 +188,7 @@ def dependence(case: Case, device: Device, precision: Callable[[Case], AbstractC
 def check_outputs(
     start: Start, case: Case, model: Model, devices: Sequence[Device],
     precision: Callable[[Case], AbstractContextManager[Any]], *, split: Splits, rank: int | None = None,
-) -> Verdict:  # fmt: skip
+) -> Verification:  # fmt: skip
     """Run the forward on a small batch, and return the comparison of its output with that of the chunked reference.
 
     The reference runs in eval mode, under no_grad. `start` returns a context manager that yields the forward in the
@@ -219,7 +219,7 @@ def check_outputs(
     shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
     if shapes != right:
         told, expects = (" and ".join(f"{n} of shape {s}" for n, s in one) for one in (shapes, right))
-        return Verdict(Verified.NO, f"the forward's result ({told} instead of {expects})", float("inf"))
+        return Verification(Verified.NO, f"the forward's result ({told} instead of {expects})", float("inf"))
     before, after = pristine.state_dict(), model.module.state_dict()
     kept = [(name, after[name], before[name]) for name in before]
     if with_nan := next((name for name, tensor in wanted.items() if tensor.isnan().any()), ""):
@@ -355,7 +355,7 @@ def _without_dropout(module: nn.Module) -> None:
             part.dropout = 0.0
 
 
-def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verdict:
+def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verification:
     """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict of `_verdict`."""
     gradients = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     kept = [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()] if buffers else []
@@ -366,7 +366,7 @@ Pairs = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
 """Tensors to compare, each as (name, tensor, the reference's tensor)."""
 
 
-def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verdict:
+def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
     """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are buffers or weights.
 
     The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
@@ -377,7 +377,7 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verdict:
     # the reference is on one device, and the module's layers may be on several
     results, kept = ([(name, ours.to(theirs.device), theirs) for name, ours, theirs in one] for one in (results, kept))
     if all(torch.equal(ours, theirs) for _, ours, theirs in (*results, *kept)):
-        return Verdict(Verified.BITWISE)
+        return Verification(Verified.BITWISE)
     largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
     floors = [1e-4 * largest] * len(results) + [1e-4 * theirs.numel() ** 0.5 for _, _, theirs in kept]
     errors = {
@@ -387,7 +387,7 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verdict:
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     # not (error > tolerance), so that NaN fails
     verified = Verified.WITHIN_TOLERANCE if errors[worst] <= tolerance else Verified.NO
-    return Verdict(verified, worst, errors[worst])
+    return Verification(verified, worst, errors[worst])
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Model:
     make_batch: Callable[[int, int], Any]
     loss: Callable[..., torch.Tensor]
     owns_loss: bool = False
-    loop: _own.Loop = _own.NO_LOOP
+    loop: _own.LoopParts = _own.NO_LOOP
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
         """Return (inputs, target) of `n` synthetic samples; the same `seed` always gives the same values.

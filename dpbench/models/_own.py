@@ -174,7 +174,7 @@ def _imported(name: str, place: str, attribute: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopParts:
     """The parts of the user's training loop that the model's object has; None for a part that is missing.
 
     `optimizer(parameters)` returns an optimizer. `scheduler(optimizer)` returns a scheduler of the learning rate, which
@@ -186,12 +186,12 @@ class Loop:
     clip_norm: float | None = None
 
 
-NO_LOOP = Loop()
+NO_LOOP = LoopParts()
 
 
-def loop(plug: Any, name: str) -> Loop:
+def loop(plug: Any, name: str) -> LoopParts:
     """Return the parts of the training loop of a model object. Raises TypeError for a part of a wrong type."""
-    found = Loop(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
+    found = LoopParts(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
     wrong = [part for part in ("optimizer", "scheduler") if not callable(getattr(found, part) or callable)]
     if wrong:
         form = {"optimizer": "optimizer(parameters)", "scheduler": "scheduler(optimizer)"}[wrong[0]]

@@ -34,7 +34,7 @@ STAGES = 4
 BLOCKS_PER_STAGE = 2
 
 
-class Block(nn.Module):
+class BasicBlock(nn.Module):
     """Two successive 3x3 convolutions; a shortcut adds the block's input to their output.
 
     With stride 2, the block halves each side of the image.
@@ -67,7 +67,7 @@ class ResNet18(nn.Module):
             for position in range(BLOCKS_PER_STAGE):
                 width = dims.width * 2**stage
                 stride = 2 if stage > 0 and position == 0 else 1
-                blocks.append(Block(channels, width, stride))
+                blocks.append(BasicBlock(channels, width, stride))
                 channels = width
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, dims.classes)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dpbench.observe.kineto import DeviceEvent, HostEvent, Profile
+from dpbench.observe.kineto import DeviceEvent, HostEvent, TraceEvents
 from dpbench.observe.stretches import LOADER, STEP, UPDATE, Stretch, phase_of_copy, stretches
 from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.activity import (
@@ -64,7 +64,7 @@ class Attributed:
     """The intervals in which the host is in backward, in seconds."""
 
 
-def attribute(profile: Profile) -> Attributed:
+def attribute(profile: TraceEvents) -> Attributed:
     """Return the steps of a trace with the spans of the host and of the devices."""
     zero_us = profile.zero_us
     threads = _threads(profile.host)
@@ -159,7 +159,7 @@ def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
     return tuple(found)
 
 
-def _copied(profile: Profile) -> dict[str, dict[float, Phase]]:
+def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
     """Return, by thread, the phase of each call that copies between host and device, by its start in microseconds."""
     found: dict[str, dict[float, Phase]] = {}
     for event in profile.device:
@@ -210,7 +210,7 @@ def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
 
 
 def _device_stretches(
-    events: Sequence[DeviceEvent], profile: Profile, by_thread: Mapping[str, Sequence[Stretch]],
+    events: Sequence[DeviceEvent], profile: TraceEvents, by_thread: Mapping[str, Sequence[Stretch]],
     timeline: Sequence[Stretch],
 ) -> tuple[list[Stretch], int]:  # fmt: skip
     """Return the stretches of the phases on one device, and the number of `events` whose launch the trace lacks."""

@@ -27,7 +27,7 @@ from dpbench.hardware import provenance
 from dpbench.measure.merging import shifted
 from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
-from dpbench.observe.kineto import Profile
+from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
 from dpbench.records.activity import Activity, Kind, busy, kind_of
@@ -58,24 +58,24 @@ class Aligned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace:
+class ImportedTrace:
     """One trace: its events (`profile`), and its steps and phases (`attributed`).
 
     `indices` maps the number of a device in the file to the index of the device in the case. `aligned` corrects the
     trace's clock to the clock of the first rank; it is None for the first rank, and if the correction is unknown.
     """
 
-    profile: Profile
+    profile: TraceEvents
     attributed: Attributed
     indices: Mapping[int, int]
     aligned: Aligned | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class ImportedLoop:
     """One training loop: its traces, one for each rank, and the trial of all its steps."""
 
-    traces: tuple[Trace, ...]
+    traces: tuple[ImportedTrace, ...]
     trial: Trial
 
     @property
@@ -91,7 +91,7 @@ class Loop:
         )
 
 
-def load(paths: Sequence[Path]) -> list[Loop]:
+def load(paths: Sequence[Path]) -> list[ImportedLoop]:
     """Return the training loops that trace files describe.
 
     Raises ValueError if a file is not a trace or is given twice, or if two traces are of the same rank of one group.
@@ -108,12 +108,12 @@ def load(paths: Sequence[Path]) -> list[Loop]:
             gc.enable()
 
 
-def _groups(profiles: Sequence[Profile]) -> Iterator[list[Profile]]:
+def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
     """Yield the traces of each training loop in the order of their ranks.
 
     All traces with the same world size above 1 are taken as one loop; every other trace is a loop by itself.
     """
-    groups: dict[Any, list[Profile]] = {}
+    groups: dict[Any, list[TraceEvents]] = {}
     for number, profile in enumerate(profiles):
         groups.setdefault(("world", profile.world_size) if profile.world_size > 1 else number, []).append(profile)
     for group in groups.values():
@@ -127,19 +127,19 @@ def _groups(profiles: Sequence[Profile]) -> Iterator[list[Profile]]:
         yield group
 
 
-def _loop(profiles: Sequence[Profile]) -> Loop:
-    found: list[Trace] = []
+def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
+    found: list[ImportedTrace] = []
     taken = 0
     for profile in profiles:
         devices = sorted({event.device for event in profile.device}) or [0]
         indices = {device: taken + place for place, device in enumerate(devices)}
         aligned = align(profiles[0], profile) if found else None
-        found.append(Trace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
+        found.append(ImportedTrace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
         taken += len(devices)
-    return Loop(traces=tuple(found), trial=_trial(found))
+    return ImportedLoop(traces=tuple(found), trial=_trial(found))
 
 
-def _trial(traces: Sequence[Trace]) -> Trial:
+def _trial(traces: Sequence[ImportedTrace]) -> Trial:
     """Return the trial of the steps that all traces of a loop have."""
     names = [trace.attributed.names for trace in traces]
     everywhere = set(names[0]).intersection(*names[1:])
@@ -154,7 +154,7 @@ def _trial(traces: Sequence[Trace]) -> Trial:
     )  # fmt: skip
 
 
-def _part(trace: Trace, first: Trace, common: Sequence[str]) -> Trial:
+def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
     """Return the trial of one rank, on the clock of the first rank, with the device indices of the whole case."""
     found, indices = trace.attributed, {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
@@ -193,7 +193,7 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
                 yield Sample(step.end_s, indices[device], metric, seconds)
 
 
-def _case(traces: Sequence[Trace]) -> Case:
+def _case(traces: Sequence[ImportedTrace]) -> Case:
     """Return the case of a loop, by the conventions of `records.observed`; its batch size is 0, which means unknown."""
     first = traces[0].profile
     devices = sum(len(trace.indices) for trace in traces)
@@ -213,7 +213,7 @@ def _case(traces: Sequence[Trace]) -> Case:
     )  # fmt: skip
 
 
-def _workers(profile: Profile) -> int | None:
+def _workers(profile: TraceEvents) -> int | None:
     """Return 0 if the DataLoader has no workers; -1 if it has workers, because a trace does not give their number.
 
     Return None if the loop has no DataLoader.
@@ -222,7 +222,7 @@ def _workers(profile: Profile) -> int | None:
     return (0 if "_SingleProcessDataLoaderIter" in kinds else -1) if kinds else None
 
 
-def _observed(traces: Sequence[Trace], common: Sequence[str]) -> Observed:
+def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observed:
     """Return the facts about the loop, with the parts of it that are unknown."""
     first = traces[0]
     workers = _workers(first.profile)
@@ -247,7 +247,7 @@ def _backwards(found: Attributed) -> int:
     return max(1, round(statistics.median(counts))) if counts else 1
 
 
-def _problems(traces: Sequence[Trace], common: Sequence[str]) -> Iterator[str]:
+def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
     """Yield sentences about parts of the steps that are not known, and about events that were left out."""
     first = traces[0].profile
     if not common:
@@ -268,7 +268,7 @@ def _problems(traces: Sequence[Trace], common: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _facts(traces: Sequence[Trace]) -> dict[str, Any]:
+def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
     """Return the facts about the trace files, for the provenance of a trial."""
     files = [
         {
@@ -280,7 +280,7 @@ def _facts(traces: Sequence[Trace]) -> dict[str, Any]:
     return {"world_size": traces[0].profile.world_size, "files": files}
 
 
-def _gpus(traces: Sequence[Trace]) -> dict[str, Any]:
+def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
     """Return the GPUs of the machine on which the first trace was recorded, in the form of `nvml.describe`."""
     found = [
         {"index": gpu.id, "name": gpu.name, "memory_bytes": gpu.memory_bytes, "multiprocessors": gpu.multiprocessors}
@@ -289,7 +289,7 @@ def _gpus(traces: Sequence[Trace]) -> dict[str, Any]:
     return {"physical_gpus": len(found), "gpus": found}
 
 
-def store(path: Path, loops: Sequence[Loop], naming: Naming) -> str:
+def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
     """Add a run with the loops to the store at `path`, and return the id of the run.
 
     The run lists the GPUs of the first trace and not those of this machine, which measured nothing.
@@ -306,14 +306,14 @@ def store(path: Path, loops: Sequence[Loop], naming: Naming) -> str:
         return opened.add(found, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts)
 
 
-def described(loop: Loop) -> str:
+def described(loop: ImportedLoop) -> str:
     """Return a line on a loop: its files, steps and devices."""
     files = ", ".join(trace.profile.path.name for trace in loop.traces)
     steps = words.count(len(loop.trial.steps), "step")
     return f"{files}: {steps} on {words.count(loop.trial.case.devices, 'device')}"
 
 
-def align(first: Profile, other: Profile) -> Aligned | None:
+def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
     """Return the correction of the clock of `other` to the clock of `first`; None if it would be unreliable.
 
     It is unreliable if fewer than `LEAST` collectives match, or if one deviates from the median by more than
@@ -336,7 +336,7 @@ def align(first: Profile, other: Profile) -> Aligned | None:
     return Aligned(shift_s=shift_s, uncertainty_s=uncertainty_s, collectives=len(differences))
 
 
-def _ends(profile: Profile) -> dict[str, list[float]]:
+def _ends(profile: TraceEvents) -> dict[str, list[float]]:
     """Return, for each kind of collective, the times in microseconds at which its kernels end, in order."""
     found: dict[str, list[float]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):

@@ -45,7 +45,7 @@ class HostEvent(NamedTuple):
     backward: bool
 
 
-class Launch(NamedTuple):
+class RuntimeCall(NamedTuple):
     """One call of the CUDA runtime, which may launch work on a device, with its times in microseconds."""
 
     name: str
@@ -68,7 +68,7 @@ class DeviceEvent(NamedTuple):
     correlation: int
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+class TraceGpu(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of one GPU of the machine on which the trace was recorded, as the trace gives them."""
 
     id: int
@@ -78,7 +78,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile:
+class TraceEvents:
     """The events of one trace, and the facts about the process in which it was recorded.
 
     `launches` maps correlation numbers to launches. `gpus` is empty if the trace does not list the machine's GPUs.
@@ -87,9 +87,9 @@ class Profile:
 
     path: Path
     host: Sequence[HostEvent]
-    launches: Mapping[int, Launch]
+    launches: Mapping[int, RuntimeCall]
     device: Sequence[DeviceEvent]
-    gpus: Sequence[Gpu]
+    gpus: Sequence[TraceGpu]
     rank: int
     world_size: int
     backend: str
@@ -129,7 +129,7 @@ class _Ranks(msgspec.Struct):
 
 class _File(msgspec.Struct):
     events: list[_Event] = msgspec.field(name="traceEvents", default_factory=list)
-    gpus: list[Gpu] = msgspec.field(name="deviceProperties", default_factory=list)
+    gpus: list[TraceGpu] = msgspec.field(name="deviceProperties", default_factory=list)
     ranks: _Ranks = msgspec.field(name="distributedInfo", default_factory=_Ranks)
 
 
@@ -137,7 +137,7 @@ class _RawFile(msgspec.Struct):
     events: list[msgspec.Raw] = msgspec.field(name="traceEvents", default_factory=list)
 
 
-def read(path: Path) -> Profile:
+def read(path: Path) -> TraceEvents:
     """Return the events of a trace file.
 
     Raises ValueError, with the path and the place in the file, if the file is not a trace or has no usable event, and
@@ -145,7 +145,7 @@ def read(path: Path) -> Profile:
     """
     found = _decoded(path, _content(path))
     host: list[HostEvent] = []
-    launches: dict[int, Launch] = {}
+    launches: dict[int, RuntimeCall] = {}
     device: list[DeviceEvent] = []
     broken: list[int] = []
     for place, event in enumerate(found.events):
@@ -168,7 +168,7 @@ def read(path: Path) -> Profile:
         elif category in _LAUNCH:
             correlation = _number(extra.correlation, -1) if extra else -1
             if correlation >= 0:
-                launches[correlation] = Launch(name, thread, start_us, end_us)
+                launches[correlation] = RuntimeCall(name, thread, start_us, end_us)
         else:
             number = _number(extra.device if extra else None, _number(event.pid, 0))
             stream = _number(extra.stream, 0) if extra else 0
@@ -182,7 +182,7 @@ def read(path: Path) -> Profile:
             "`tensorboard_trace_handler` wrote"
         )
     ranks, gpus = found.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in found.gpus]
-    return Profile(
+    return TraceEvents(
         path=path, host=host, launches=launches, device=device, gpus=gpus, rank=ranks.rank,
         world_size=ranks.world_size, backend=visible(ranks.backend), notes=notes,
     )  # fmt: skip

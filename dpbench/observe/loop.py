@@ -59,7 +59,7 @@ UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class WatchedLoop:
     """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them.
 
     `numbers` has the number of the update that ended each step, equal in all ranks. `updates` is the usual number of
@@ -85,7 +85,7 @@ class Loop:
     unknown: tuple[Unknown, ...]
 
 
-def of(recorder: Recorder, first: int = 0) -> Loop:
+def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
     """Return the loop that a recorder has recorded; the recorder must have stopped.
 
     `first` is the index of the first device of this process among the devices of all ranks.
@@ -145,7 +145,7 @@ def of(recorder: Recorder, first: int = 0) -> Loop:
         unknown["a step without a call of backward: dpbench cannot observe how its gradients are computed"] = missing
     calls = updates.most_common(1)[0][0] if updates else 1
     together = _together(calls, batches) if loaded else int(calls <= 1)
-    return Loop(
+    return WatchedLoop(
         steps=tuple(steps), spans=tuple(spans), reads=tuple(reads), numbers=tuple(numbers),
         updates=calls, rows=_rows(_kept(seen.rows, keys)) * together, model=next(iter(_kept(seen.models, keys)), {}),
         optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),

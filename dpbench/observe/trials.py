@@ -26,7 +26,7 @@ from dpbench.measure import stopping
 from dpbench.measure.merging import merge
 from dpbench.measure.worker.facts import gpu_uuids, torch_facts
 from dpbench.observe import parts
-from dpbench.observe.loop import WARMUP, Loop
+from dpbench.observe.loop import WARMUP, WatchedLoop
 from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
 from dpbench.records.observed import OBSERVED, SCRIPT, Held, Observed, Unknown, traits
@@ -40,21 +40,21 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankRecord:
     """The record of one process: its loop, its peak of memory, its GPUs, and the memory of GPUs that it holds.
 
     The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has the index in
     the loop and the UUID of each GPU.
     """
 
-    loop: Loop
+    loop: WatchedLoop
     memory: tuple[Memory, ...] = ()
     gpus: tuple[tuple[int, str], ...] = ()
     held: tuple[Held, ...] = ()
 
 
 @dataclass(frozen=True)
-class Seat:
+class WatchedRank:
     """The place of this process in a launch: `rank` of `size` processes, and the folder for the files of the ranks.
 
     `alone` is whether all processes are known to run on this machine.
@@ -66,7 +66,7 @@ class Seat:
     alone: bool = True
 
     @classmethod
-    def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> Seat:
+    def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> WatchedRank:
         """Return the place that torchrun's environment variables describe; without them, rank 0 of one process.
 
         The folder for the files of the ranks is in the same folder as the file `store`.
@@ -89,7 +89,7 @@ class Seat:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
-    def write(self, part: Part) -> None:
+    def write(self, part: RankRecord) -> None:
         """Write the record of this rank to its file, which rank 0 reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.file(self.rank).with_suffix(".part")
@@ -98,7 +98,7 @@ class Seat:
         unfinished.write_text(json.dumps(data), encoding="utf-8")
         unfinished.rename(self.file(self.rank))
 
-    def joined(self, first: Part, deadline_s: float = DEADLINE_S) -> tuple[Part, int]:
+    def joined(self, first: RankRecord, deadline_s: float = DEADLINE_S) -> tuple[RankRecord, int]:
         """Return the record of the launch, and the number of ranks in it; `first` is the record of rank 0.
 
         Ranks whose records do not arrive within `deadline_s` seconds are named in the loop's unknown parts.
@@ -131,10 +131,10 @@ class Seat:
             found, steps=tuple(whole.steps), spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
             numbers=tuple(sorted(common)), unknown=tuple(unknown),
         )  # fmt: skip
-        return Part(loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)), len(parts)
+        return RankRecord(loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)), len(parts)
 
 
-def _trial(part: Part) -> Trial:
+def _trial(part: RankRecord) -> Trial:
     """Return the steps, the spans and the memory of one rank as a trial, because `merge` takes trials."""
     case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
     return Trial(case=case, steps=part.loop.steps, spans=part.loop.spans, memory=part.memory)
@@ -159,7 +159,7 @@ class Watched:
 
     script: str
     command: str
-    part: Part
+    part: RankRecord
     seen: Seen
     ranks: int = 1
     samples: tuple[Sample, ...] = ()

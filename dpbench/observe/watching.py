@@ -30,7 +30,7 @@ SAMPLED_S = 0.5
 
 
 @dataclass
-class Result:
+class WatchResult:
     """The result of watching: the id of the stored run, the number of steps, and the problems of the loop (`unknown`).
 
     The id is empty if the loop took no steps, and in ranks other than 0. `rank` is the rank of this process.
@@ -46,7 +46,7 @@ class Result:
 def watch(
     path: str | Path = "dpbench.db", *, name: str = "", tags: Mapping[str, str] | None = None, script: str = "",
     command: str = "", live: TextIO | None = None,
-) -> Iterator[Result]:  # fmt: skip
+) -> Iterator[WatchResult]:  # fmt: skip
     """Record the training loop inside the `with` block, and store its steps as a run of the store `path`.
 
     The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports (default: the name of
@@ -55,7 +55,7 @@ def watch(
     after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
-    recorder, result, seat = Recorder(), Result(), trials.Seat.of(Path(path))
+    recorder, result, seat = Recorder(), WatchResult(), trials.WatchedRank.of(Path(path))
     if seat.rank == 0 and seat.size > 1:
         seat.clear()
     if live is not None:
@@ -79,11 +79,11 @@ class _Beside:
     `series` is None if no samplers run. `visible` has NVML's facts about the GPUs that the samplers read.
     """
 
-    series: samplers.Series | None
+    series: samplers.SampleFile | None
     visible: Sequence[Mapping[str, Any]] = ()
     problem: str = ""
 
-    def during(self, part: trials.Part) -> tuple[Sample, ...]:
+    def during(self, part: trials.RankRecord) -> tuple[Sample, ...]:
         """Return the samples between the first and the last step of a loop, with the loop's indices of devices."""
         steps = part.loop.steps
         if self.series is None or not steps:
@@ -96,7 +96,7 @@ class _Beside:
         return tuple(replace(one, device=place) for one in found for place in places.get(one.device, ()))
 
 
-def _sampling(stack: ExitStack, seat: trials.Seat) -> _Beside:
+def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
     """Start the samplers, which `stack` ends; in a launch, only rank 0 starts them, for all ranks of the machine."""
     if seat.rank:
         return _Beside(None)
@@ -124,8 +124,8 @@ def _sampling(stack: ExitStack, seat: trials.Seat) -> _Beside:
 
 
 def _store(
-    recorder: Recorder, result: Result, path: Path, naming: Naming, source: tuple[str, str], seat: trials.Seat,
-    beside: _Beside,
+    recorder: Recorder, result: WatchResult, path: Path, naming: Naming, source: tuple[str, str],
+    seat: trials.WatchedRank, beside: _Beside,
 ) -> None:  # fmt: skip
     """Stop a recorder, store its steps as a run, and complete the result; `source` is the script and its command.
 
@@ -136,7 +136,7 @@ def _store(
     except RuntimeError as error:  # a GPU error that ended the script; the times of the steps are lost
         result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
-    part = trials.Part(
+    part = trials.RankRecord(
         loop=loop.of(recorder, first=seat.rank),
         memory=(trials.resident(),),
         gpus=trials.gpus(seat.rank, recorder.seen),

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.network import DeviceGroup
-from dpbench.predict.simulation import PLAIN, Loop
+from dpbench.predict.simulation import PLAIN, LoopDifferences
 from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
 from dpbench.records.registry import Role
@@ -31,7 +31,7 @@ def seconds(
     constants: Constants = DEFAULT,
     *,
     phases: Collection[Phase] = tuple(Phase),
-    loop: Loop = PLAIN,
+    loop: LoopDifferences = PLAIN,
 ) -> float:
     """Return the duration of a step in seconds, calculated by formula.
 
@@ -58,7 +58,7 @@ class _Terms:
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],
-        loop: Loop,
+        loop: LoopDifferences,
     ) -> None:  # fmt: skip
         self.loop = loop
         self.case, self.p, self.machine, self.c, self.phases = case, profile, machine, constants, phases

@@ -204,7 +204,7 @@ EXCHANGEABLE = 9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class LoopDifferences:
     """The differences between a training loop and the strategy's own step.
 
     With `batch_first`, the whole batch is first copied to device 0, and then its parts from device 0 to the other
@@ -220,7 +220,7 @@ class Loop:
         return _late_reduction(found) if self.late_reduction else found
 
 
-PLAIN = Loop()
+PLAIN = LoopDifferences()
 """The training loop that runs the strategy's own step without changes."""
 
 
@@ -274,7 +274,7 @@ def step(
     constants: Constants = DEFAULT,
     *,
     phases: Collection[Phase] = tuple(Phase),
-    loop: Loop = PLAIN,
+    loop: LoopDifferences = PLAIN,
 ) -> Timeline:
     """Return the simulated timeline of one step of a case.
 

@@ -209,7 +209,7 @@ PRECISIONS = ("fp32", "bf16")
 
 
 @dataclass(frozen=True)
-class Loop:
+class ObservedLoop:
     """An observed loop: its case, its trusted trials with their spans, and the facts stored with its run."""
 
     case: Case
@@ -322,7 +322,7 @@ def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case
     return found
 
 
-def _alternative(loop: Loop) -> Alternative | str:
+def _alternative(loop: ObservedLoop) -> Alternative | str:
     from dpbench.predict.cases import Predictor
 
     device = device_of(loop.facts, loop.case)
@@ -350,7 +350,7 @@ def _alternative(loop: Loop) -> Alternative | str:
     return Alternative(step=step, basis=f"on {worst.machine}, the slowest described machine with this GPU")
 
 
-def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> Loop | None:
+def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> ObservedLoop | None:
     """Return the observed loop of a run with these trials and facts; None for a run without an observed loop.
 
     If the run has several observed loops, return the one with the most timed steps.
@@ -363,4 +363,4 @@ def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> Loop | None:
         return None
     case = max(mine, key=lambda one: sum(len(trial.timed) for trial in mine[one]))
     good = [trial for trial in mine[case] if trial.trusted and trial.timed]
-    return Loop(case, tuple(good), facts)
+    return ObservedLoop(case, tuple(good), facts)

@@ -76,7 +76,7 @@ class Probe:
         raise LookupError(f"no figure is named {name!r}; known figures: {', '.join(one.name for one in self.figures)}")
 
 
-class Busy(RuntimeError):
+class BusyMachine(RuntimeError):
     """The error that the machine is not probed, because the load of other processes is too high."""
 
 
@@ -89,7 +89,7 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
     """
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
     if foreign_load.busy(loads[0]) and not anyway:
-        raise Busy(
+        raise BusyMachine(
             f"the machine is too busy for a probe: {loads[0]}; end the other processes, wait longer "
             f"(--patience SECONDS), or measure anyway and label the machine file {foreign_load.NOISY} (--anyway)"
         )

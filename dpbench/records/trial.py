@@ -77,7 +77,7 @@ ALONE = "step_alone_s"
 
 
 @dataclass(frozen=True)
-class Host:
+class TrialHost:
     """One machine of a trial: its name and the ranks that run on it.
 
     `machine` is the id of the machine's current boot, or the host name if there is no such id. `cores` is the number of
@@ -244,9 +244,9 @@ class Trial:
         return Samples.of(self.samples)
 
     @property
-    def hosts(self) -> tuple[Host, ...]:
+    def hosts(self) -> tuple[TrialHost, ...]:
         """Return the machines of the trial's ranks, that of rank 0 first; empty if no launch measured the trial."""
-        return tuple(Host.from_dict(one) for one in self.provenance.get(HOSTS, ()))
+        return tuple(TrialHost.from_dict(one) for one in self.provenance.get(HOSTS, ()))
 
     @cached_property
     def timed(self) -> tuple[float, ...]:

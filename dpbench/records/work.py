@@ -209,11 +209,11 @@ def sent(moves: Iterable[Move], device: int) -> float:
 
 
 LINKS = "links"
-"""The key of a trial's provenance under which the worker stores its `Link`s."""
+"""The key of a trial's provenance under which the worker stores its `CopyTimes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class CopyTimes:
     """The durations of copies from the device `source` to the device `target`; -1 is the host.
 
     The copies were timed after the steps of a trial. Each has `bytes` bytes; `seconds` has one duration per copy.

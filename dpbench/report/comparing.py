@@ -16,7 +16,7 @@ from dpbench.records.trial import Estimate
 from dpbench.report import markdown, naming, table
 
 if TYPE_CHECKING:
-    from dpbench.report.page import Part, Styles
+    from dpbench.report.page import PageSection, Styles
     from dpbench.report.svg import Panel
 
 COLUMNS = ("verdict", "case", "ratio", "95 %", "before, ms", "after, ms", "labels", "why")
@@ -186,7 +186,7 @@ def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswe
     return shown
 
 
-def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) -> Part | None:
+def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) -> PageSection | None:
     """Return the section with one median step of each case in both runs, on one time axis; None without such steps."""
     from dpbench.report import swim_lanes
 
@@ -206,7 +206,7 @@ def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) ->
     return _part("lanes", "One median step before and after", lead, panels, len(drawable), styles)
 
 
-def _phases(before: Report, after: Report, found: Comparisons, styles: Styles) -> Part | None:
+def _phases(before: Report, after: Report, found: Comparisons, styles: Styles) -> PageSection | None:
     """Return the section with the phases of each case in both runs; None if no case has enough rounds in both."""
     from dpbench.report import figures
 
@@ -226,7 +226,7 @@ def _title(line: Comparison) -> str:
 
 def _part(
     name: str, title: str, lead: str, panels: Sequence[tuple[Case, Panel]], drawable: int, styles: Styles
-) -> Part | None:  # fmt: skip
+) -> PageSection | None:  # fmt: skip
     """Return a section of the page, with a panel for each pair of a case and a panel; None without panels.
 
     `drawable` is the number of cases that could be drawn, from which a note on the cases left out follows.
@@ -239,4 +239,4 @@ def _part(
     drawn = [report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels]
     left_out = drawable - len(panels)
     note = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn." if left_out else ""
-    return report_page.Part(name, title, lead, (), drawn, note=note)
+    return report_page.PageSection(name, title, lead, (), drawn, note=note)

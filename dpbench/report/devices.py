@@ -15,7 +15,7 @@ from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
 from dpbench.analysis.stats import Percentile
 from dpbench.analysis.summary import PERCENTILES, Row
-from dpbench.analysis.transfers import Counted, Flow
+from dpbench.analysis.transfers import Counted, PhaseTraffic
 from dpbench.records import Case, words
 from dpbench.records.trial import Estimate
 from dpbench.report import naming, small_multiples
@@ -216,13 +216,13 @@ def _forecast_section(found: Sequence[Forecast]) -> list[TableSection]:
     return [TableSection("predicted", "Predicted against measured", FORECASTS, table, labels, opened, cases)]
 
 
-def _links(found: Sequence[Flow]) -> tuple[Table, list[Case]]:
+def _links(found: Sequence[PhaseTraffic]) -> tuple[Table, list[Case]]:
     columns = ("case", "phase", "direction", "bytes per step", "ms", "GB/s")
     lines = tuple(_flow(flow) for flow in found)
     return Table("Bytes over links", columns, lines, text=3), [flow.case for flow in found]
 
 
-def _flow(flow: Flow) -> tuple[Cell, ...]:
+def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
     seconds = sum(flow.seconds.values())
     each = [rate for device in flow.seconds if (rate := flow.rate_of(device))]
     spread = f"{words.number(min(each) / 1e9)}–{words.number(max(each) / 1e9)} by device" if len(each) > 1 else ""
@@ -236,7 +236,7 @@ def _flow(flow: Flow) -> tuple[Cell, ...]:
     )
 
 
-def _ways(flow: Flow) -> str:
+def _ways(flow: PhaseTraffic) -> str:
     """Return the direction in which a flow's bytes move, such as "host → each", "0 → each" or "a ring"."""
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
     if all(source < 0 for source in sources):

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from dpbench.analysis.loaders import Curve, Least, Point, Shape
+from dpbench.analysis.loaders import Curve, Least, LoaderResult, Shape
 from dpbench.records import words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -44,7 +44,7 @@ def lines(curves: Sequence[Curve]) -> list[tuple[str, ...]]:
     return [_cells(point) for point in points]
 
 
-def _cells(point: Point) -> tuple[str, ...]:
+def _cells(point: LoaderResult) -> tuple[str, ...]:
     seconds = [_shown(one, 1e3) for one in (point.batch, point.first, point.next_epoch)]
     bound = point.bound.value if point.demand else ""
     reason = point.reason.partition("\n")[0]

@@ -50,7 +50,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Figure:
+class Drawing:
     """A drawing of a section. `labels` has the labels that are not in the section's heading already.
 
     `cases` has the ids of the cases in the drawing, separated by spaces.
@@ -74,7 +74,7 @@ class Numbers:
 
 
 @dataclass(frozen=True)
-class Part:
+class PageSection:
     """A section of the page. `labels` has the labels that all of its drawings share.
 
     `columns` has the section's prefixes from `COLUMNS`, separated by spaces.
@@ -84,7 +84,7 @@ class Part:
     title: str
     lead: str
     labels: tuple[str, ...]
-    panels: Sequence[Figure] = ()
+    panels: Sequence[Drawing] = ()
     tables: Sequence[Numbers] = ()
     note: str = ""
     columns: str = ""
@@ -170,19 +170,19 @@ def allowed(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _parts(report: Report, styles: Styles) -> list[Part]:
+def _parts(report: Report, styles: Styles) -> list[PageSection]:
     """Return the sections with drawings or tables, in the order of the page."""
     drawn = (_drawn(section, report, styles) for section in figures.sections(report))
     found = [*drawn, *(_tabled(section) for section in devices.parts(report))]
     if machines := table.machines(report):
         lead = "The machines of the launch. A slow machine delays every rank at each collective."
         found.append(
-            Part("hosts", "Hosts", lead, naming.labels(report.rows), tables=[Numbers(machines, (), open=True)])
+            PageSection("hosts", "Hosts", lead, naming.labels(report.rows), tables=[Numbers(machines, (), open=True)])
         )
     return sorted(found, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
 
 
-def _drawn(section: Section, report: Report, styles: Styles) -> Part:
+def _drawn(section: Section, report: Report, styles: Styles) -> PageSection:
     labels = naming.common(panel.labels for panel in section.panels)
     tables = []
     if section.id == "phases":
@@ -190,23 +190,23 @@ def _drawn(section: Section, report: Report, styles: Styles) -> Part:
         tables = [Numbers(content, list(map(naming.case_id, cases)), open=False)] if cases else []
     panels = [figure(panel, labels, styles) for panel in section.panels]
     columns = " ".join(COLUMNS.get(section.id, ())) if panels else ""
-    return Part(section.id, section.title, section.lead, labels, panels, tables, section.note, columns)
+    return PageSection(section.id, section.title, section.lead, labels, panels, tables, section.note, columns)
 
 
-def figure(panel: Panel, above: Sequence[str], styles: Styles) -> Figure:
+def figure(panel: Panel, above: Sequence[str], styles: Styles) -> Drawing:
     """Return a panel without the labels `above`, which the heading of its section shows."""
     labels = tuple(label for label in panel.labels if label not in above)
     drawing = styles.without(panel.svg)
-    return Figure(panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases))
+    return Drawing(panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases))
 
 
-def _tabled(section: devices.TableSection) -> Part:
+def _tabled(section: devices.TableSection) -> PageSection:
     cases = list(map(naming.case_id, section.cases))
     tables = [Numbers(section.table, cases, section.open)]
-    return Part(section.id, section.title, section.lead, section.labels, tables=tables)
+    return PageSection(section.id, section.title, section.lead, section.labels, tables=tables)
 
 
-def _contents(found: Sequence[Part], *, findings: bool, command: bool) -> list[tuple[str, str]]:
+def _contents(found: Sequence[PageSection], *, findings: bool, command: bool) -> list[tuple[str, str]]:
     """Return the id and the title of each section of the page, in order."""
     return [
         ("answers", "Answers"),

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
 
-from dpbench.analysis.lanes import Bar, Lane, Lanes, Stretch
+from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
 from dpbench.analysis.summary import Row
 from dpbench.records import HOST, UNATTRIBUTED, Case, Source, words
 from dpbench.report import marks, naming, small_multiples, svg
@@ -183,7 +183,7 @@ def _write(
 
 
 def _outline(
-    axes: Axes, path: Sequence[Stretch], edges: Mapping[int | None, float], whole: tuple[float, float]
+    axes: Axes, path: Sequence[PathSegment], edges: Mapping[int | None, float], whole: tuple[float, float]
 ) -> None:  # fmt: skip
     """Draw the critical path: an outline around each of its stretches, and a line from each lane to the next.
 
@@ -209,14 +209,14 @@ def _outline(
             )  # fmt: skip
 
 
-def _edges(part: Stretch, edges: Mapping[int | None, float]) -> tuple[float, float]:
+def _edges(part: PathSegment, edges: Mapping[int | None, float]) -> tuple[float, float]:
     """Return the top and the bottom edge of the bar in which a stretch of the critical path lies."""
     assert part.bar
     top = edges[part.device] + part.bar.row * ROW
     return top, top + ROW - 1
 
 
-def _corners(part: Stretch, top: float, bottom: float) -> list[tuple[Any, tuple[float, float]]]:
+def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tuple[float, float]]]:
     """Return the codes and the points of the outline of a stretch of the critical path."""
     left, right = part.start_s * 1e3, part.end_s * 1e3
     corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]

@@ -16,7 +16,7 @@ class DeviceFull(torch.OutOfMemoryError):
     ordinal: int | None = None
 
 
-class Ledger:
+class StorageLedger:
     """A count of the bytes of the tensor storages on each emulated device. All methods are thread-safe."""
 
     def __init__(self) -> None:
@@ -87,5 +87,5 @@ class Ledger:
             self._peak[device] = self._now[device]
 
 
-ledger = Ledger()
+ledger = StorageLedger()
 """The ledger of all emulated devices; the process has only one, because storages may outlive device objects."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch.cuda import comm, nccl
 
-from dpbench.hardware.device import Collectives, Device, Recorder, Result
+from dpbench.hardware.device import Collectives, Device, Result, WorkRecorder
 from dpbench.hardware.devices._many import copy_all
 
 
@@ -189,7 +189,7 @@ class CudaDevice:
             probe = [torch.empty(1, device=device.torch_device) for device in devices]
             return Nccl(devices) if nccl.is_available(probe) else None
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> WorkRecorder | None:
         """Return a new recorder of CUDA graphs, which has a separate memory pool."""
         return GraphRecorder(self)
 

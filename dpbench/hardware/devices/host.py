@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dpbench.hardware.device import Collectives, Device, Recorder
+from dpbench.hardware.device import Collectives, Device, WorkRecorder
 from dpbench.hardware.devices._ledger import ledger
 from dpbench.hardware.devices._wrapper import LAZY, counting, install, set_home
 from dpbench.hardware.processes import stay
@@ -86,7 +86,7 @@ class HostDevice:
         """Return None: the host has no collectives within a process."""
         return None
 
-    def recorder(self) -> Recorder | None:
+    def recorder(self) -> WorkRecorder | None:
         """Return None: work on the host cannot be replayed without Python."""
         return None
 

@@ -2,10 +2,10 @@
 
 A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each sampler is a plug-in: a
 module in this folder with `start(devices, interval_s)`, a context manager that yields a growing list of samples. The
-caller may remove samples from the front of the list. `sampling` runs all samplers in a separate process; `Series.cut`
-returns the samples of a period. Times are those of time.perf_counter(), which is the same in all processes of a
-machine. `every` calls an action at fixed intervals, in a thread. If an action takes longer than an interval, the calls
-that it delays are skipped:
+caller may remove samples from the front of the list. `sampling` runs all samplers in a separate process, and
+`SampleFile.cut` returns the samples of a period. Times are those of time.perf_counter(), which is the same in all
+processes of a machine. `every` calls an action at fixed intervals, in a thread. If an action takes longer than an
+interval, the calls that it delays are skipped:
 
 intervals since the start   0         1         2         3         4
 calls of the action         |action|  |slow action .....| |action|  |action|     call 2 is skipped, call 3 on time
@@ -83,7 +83,7 @@ GOLDEN = 0.6180339887498949
 """The fractional part of the golden ratio; its multiples modulo 1 spread evenly, so the kept seconds have no period."""
 
 
-class Series:
+class SampleFile:
     """The samples of a sampler process, read on demand from the file that the process writes."""
 
     def __init__(self, output: Path, offset: int, process: subprocess.Popen[bytes] | None) -> None:
@@ -148,7 +148,7 @@ class Series:
 @contextmanager
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
-) -> Iterator[Series]:
+) -> Iterator[SampleFile]:
     """Sample the host and the GPUs with the CUDA ordinals `devices` in a separate process, until the `with` block ends.
 
     The process reads the counters every `interval_s` seconds, slow counters less often, and appends the samples to the
@@ -159,7 +159,7 @@ def sampling(
     offset = output.stat().st_size if output.exists() else 0
     process = _start(devices, output, interval_s, os.getpid() if root_pid is None else root_pid)
     try:
-        yield Series(output, offset, process)
+        yield SampleFile(output, offset, process)
     finally:
         if process is not None:
             _end(process)

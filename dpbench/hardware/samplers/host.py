@@ -132,7 +132,7 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
         yield samples
         return
     tree = ProcessTree(root_pid() if root is None else root)
-    before: list[Reading] = []
+    before: list[CpuTimes] = []
 
     def read() -> None:
         now = take_reading(tree.pids())
@@ -165,7 +165,7 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class CpuTimes:
     """The cumulative CPU times at the moment `time_s`.
 
     `core_ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `process_s` has the seconds of
@@ -180,7 +180,7 @@ class Reading:
     rss_bytes: int
 
 
-def take_reading(pids: Collection[int]) -> Reading:
+def take_reading(pids: Collection[int]) -> CpuTimes:
     """Return the present reading of the cores and of the processes `pids`, without processes that have ended."""
     before_s = time.perf_counter()
     process_s: dict[int, float] = {}
@@ -191,7 +191,7 @@ def take_reading(pids: Collection[int]) -> Reading:
             process_s[pid] = time.clock_gettime((~pid << 3) | _CPU_CLOCK)
             rss_bytes += int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
     core_ticks = parse_ticks(read_file("/proc/stat", 1 << 18))
-    return Reading(
+    return CpuTimes(
         time_s=(before_s + time.perf_counter()) / 2,
         core_ticks=core_ticks,
         process_s=process_s,
@@ -200,7 +200,7 @@ def take_reading(pids: Collection[int]) -> Reading:
     )
 
 
-def levels(now: Reading) -> dict[str, float]:
+def levels(now: CpuTimes) -> dict[str, float]:
     """Return the values, by metric, that need only one reading: the system's load average and the resident memory.
 
     The resident memory is left out if no watched process exists.
@@ -209,7 +209,7 @@ def levels(now: Reading) -> dict[str, float]:
     return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
 
 
-def rates(before: Reading, now: Reading) -> dict[str, float]:
+def rates(before: CpuTimes, now: CpuTimes) -> dict[str, float]:
     """Return the values, by metric, of the interval between two readings: the CPU use of cores and processes.
 
     A process counts only if both readings include it, because the CPU time before its first reading belongs to no

@@ -17,7 +17,7 @@ from dpbench.engine.containers import tensors_in
 from dpbench.hardware.device import Device
 from dpbench.models import Model, bytes_in, positional, rows_in
 from dpbench.records import HOST, Case, Trial
-from dpbench.records.work import LINKS, Link
+from dpbench.records.work import LINKS, CopyTimes
 
 LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
 """The size in bytes of each copy that times a link, and the number of timed copies, which follow two untimed ones."""
@@ -129,7 +129,7 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     )  # fmt: skip
 
 
-def links(devices: Sequence[Device]) -> Iterator[Link]:
+def links(devices: Sequence[Device]) -> Iterator[CopyTimes]:
     """Time copies from the host's pinned memory to each device, and from each device to every other one.
 
     Yield each link as soon as its copies are done, so that a caller can read counters between two links.
@@ -137,13 +137,13 @@ def links(devices: Sequence[Device]) -> Iterator[Link]:
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     places = [buffer.to(device.torch_device) for device in devices]
     for device, place in zip(devices, places, strict=True):
-        yield Link(
+        yield CopyTimes(
             source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, place, buffer, buffer)
         )
     for (source, there), (target, here) in permutations(zip(devices, places, strict=True), 2):
         source.synchronize()
         seconds = _copy_times(target, here, there, buffer)
-        yield Link(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=seconds)
+        yield CopyTimes(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=seconds)
 
 
 def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[float, ...]:

@@ -38,10 +38,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from dpbench.analysis.loaders import Reading
+from dpbench.analysis.loaders import LoaderReading
 from dpbench.hardware import processes
 from dpbench.measure.failures import of_error
-from dpbench.measure.loaders import READING, Progress, Unfit, lost, stacks
+from dpbench.measure.loaders import READING, LoaderProgress, Unfit, lost, stacks
 from dpbench.measure.request import Loading, Synthetic
 from dpbench.models import rows_in
 from dpbench.records import HOST, Case, Mark, Phase, Status, registry
@@ -62,7 +62,7 @@ def work(loading: Loading, folder: Path) -> None:
     partial_file.rename(folder / READING)
 
 
-def _caught(loading: Loading, folder: Path) -> Reading:
+def _caught(loading: Loading, folder: Path) -> LoaderReading:
     try:
         return measure(loading, folder)
     except Unfit as error:
@@ -72,7 +72,7 @@ def _caught(loading: Loading, folder: Path) -> Reading:
         return lost(loading, failure.status, raised.read_text(encoding="utf-8") if raised.exists() else failure.reason)
 
 
-def measure(loading: Loading, folder: Path) -> Reading:
+def measure(loading: Loading, folder: Path) -> LoaderReading:
     """Time the batches of one DataLoader, and return the reading with the wait for each batch.
 
     A trial measurement (`loading.examples` is 0) ends after `TRIAL_S` seconds. Raises Unfit for a dataset that cannot
@@ -86,17 +86,17 @@ def measure(loading: Loading, folder: Path) -> Reading:
     batches = setting.batches(loading.batch_size, loading.examples)
     if not timed:
         batches = min(length // loading.batch_size, TRIAL_BATCHES)
-    progress = Progress.created(folder, setting.turn)
+    progress = LoaderProgress.created(folder, setting.turn)
     loader = _loader(dataset, loading, batches, folder)
     waits = list(_waits(loader, progress, float("inf") if timed else TRIAL_S))
     next_epoch = next(_waits(loader, progress)) if timed else 0.0
-    return Reading(
+    return LoaderReading(
         setting=setting, round=loading.round, batch_size=loading.batch_size, status=Status.OK, length=length,
         waits_s=tuple(waits[: len(waits) - setting.ahead]), next_epoch_s=next_epoch,
     )  # fmt: skip
 
 
-def _waits(loader: DataLoader[Any], progress: Progress, longest_s: float = float("inf")) -> Iterator[float]:
+def _waits(loader: DataLoader[Any], progress: LoaderProgress, longest_s: float = float("inf")) -> Iterator[float]:
     """Yield the seconds that the consumer waits for each batch of an epoch; the first wait starts the workers.
 
     The batch that arrives more than `longest_s` seconds after the start is the last.
@@ -215,7 +215,7 @@ class _Watched(Dataset[Any]):
 
     def _started(self) -> memoryview:
         info = get_worker_info()
-        self._progress = Progress(self._folder)
+        self._progress = LoaderProgress(self._folder)
         self._at = self._progress.last(info.id if info else 0)
         return self._at
 

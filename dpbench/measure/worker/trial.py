@@ -30,8 +30,8 @@ from dpbench.measure import ranks, verification
 from dpbench.measure.failures import Unverified, of_error, of_rank
 from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RankGroup, RanksFailed
-from dpbench.measure.request import Job, Request, Seat
-from dpbench.measure.verification import Verdict
+from dpbench.measure.request import RemoteRank, Request, WorkKind
+from dpbench.measure.verification import Verification
 from dpbench.measure.worker import loaders, memory, model_check, neighbour, selfcheck
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts, with_links
@@ -193,13 +193,13 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
     return mine
 
 
-def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verdict:
+def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verification:
     """Compare the gradients and buffers with the reference; if the case does not train, compare the outputs.
 
     Return the verdict. Raises Unverified if a compared value is wrong. If the case is unverified, compare nothing.
     """
     if case.unverified:
-        return Verdict(Verified.NOT_APPLICABLE)
+        return Verification(Verified.NOT_APPLICABLE)
     model = models.load(case.model, case.size, case.seed)
     if case.trains:
         buffers = strategy.compares_buffers(case) and (rank is None or rank.rank == 0)
@@ -283,13 +283,13 @@ def work(request: Request) -> list[Trial] | Failure:
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
-    if request.job is Job.MEASURE:
+    if request.job is WorkKind.MEASURE:
         return run_together(request.cases, request.effort, request.folder)
     if request.loading is not None:
         loaders.work(request.loading, request.folder)
         return []
     (case,) = request.cases
-    if request.job is Job.CHECK_MODEL:
+    if request.job is WorkKind.CHECK_MODEL:
         return [_caught(case, lambda: model_check.check(case))]
     assert request.self_check is not None
     settings = request.self_check
@@ -331,7 +331,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
     return merge([Trial.from_dict(part) for part in parts])
 
 
-def _take(seat: Seat, case: Case, effort: Effort) -> list[Trial] | Failure:
+def _take(seat: RemoteRank, case: Case, effort: Effort) -> list[Trial] | Failure:
     """Act as one rank of a trial in this process; return its part of the trial, or the record of its failure."""
     strategy = strategies.load(case.strategy)
     if reason := strategies.refusal(strategy, case):

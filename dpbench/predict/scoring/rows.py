@@ -17,7 +17,7 @@ from typing import Any
 from dpbench.predict import counts, profiles, quick, simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.scoring.published import NAMED, Matched, PublishedRow
-from dpbench.predict.simulation import PLAIN, Loop
+from dpbench.predict.simulation import PLAIN, LoopDifferences
 from dpbench.records import Case, Phase, Profile, registry
 from dpbench.records.machine import Gpu, Host, Link, Machine
 from dpbench.records.registry import Role
@@ -221,7 +221,7 @@ EPOCH_STEP_S = 0.2
 
 
 @dataclass(frozen=True)
-class Question:
+class PublishedCase:
     """A published row, converted into a case to predict, with the model's profile, the machine and the timed phases."""
 
     row: PublishedRow
@@ -237,7 +237,7 @@ class Question:
     """The origin of the model's counts: "traced", "public" or "estimated"."""
     exact: bool = True
     """Whether the baseline has the same batch size per device as the row."""
-    loop: Loop = PLAIN
+    loop: LoopDifferences = PLAIN
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
@@ -253,16 +253,16 @@ def timed(row: PublishedRow) -> frozenset[Phase]:
     return frozenset(phases)
 
 
-def loop_of(row: PublishedRow, known: counts.Features) -> Loop:
+def loop_of(row: PublishedRow, known: counts.Features) -> LoopDifferences:
     """Return the differences of a row's training loop from the strategy's own step; `known` are the model's counts."""
     kind = NAMED[row.strategy]
-    return Loop(
+    return LoopDifferences(
         batch_first=kind == "dp" and "h2d" in row.timed.lower(),
         late_reduction=kind in LATE or ("DeepLearningExamples" in row.notes and not known.overlap),
     )
 
 
-def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> Question:
+def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> PublishedCase:
     """Return a published row with its baseline as a case to predict; `host` is the host factor of the row's machine."""
     row = matched.row
     known = counts.find(row.model, row.parameters or None, row.precision)
@@ -281,7 +281,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
         strategy=registry.of_role(Role.WRAPPER if NAMED[row.strategy] == "dp" else Role.CONTROL),
         devices=row.devices, batch_size=each * row.devices,
     )  # fmt: skip
-    return Question(
+    return PublishedCase(
         row, case, profile, machine, phases, scale, _accumulated(row, known, each), known.known, samples == each,
         loop_of(row, known),
     )  # fmt: skip
@@ -296,7 +296,7 @@ def _accumulated(row: PublishedRow, known: counts.Features, each: int) -> float:
     return max(1.0, update / (each * row.devices))
 
 
-def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
+def predicted_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
     """Return the duration of a row's step as the simulation predicts it, in the unit of `PublishedRow.step_s`."""
     machine = asked.machine.machine
     step = simulation.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
@@ -305,7 +305,7 @@ def predicted_s(asked: Question, constants: Constants = DEFAULT) -> float:
     return (asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)) / asked.accumulated
 
 
-def linear_s(asked: Question, constants: Constants = DEFAULT) -> float:
+def linear_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
     """Return the duration of a row's step under linear scaling, in the unit of `PublishedRow.step_s`.
 
     This is the duration of a step on a single device with one device's share of the batch.

@@ -34,7 +34,7 @@ from dpbench.predict.constants import (
 )
 from dpbench.predict.scoring import published, rows
 from dpbench.predict.scoring.published import NAMED, Excluded, Matched
-from dpbench.predict.scoring.rows import Question
+from dpbench.predict.scoring.rows import PublishedCase
 
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
 """The host factors that a calibration tries, as ratios to the host factor before the calibration."""
@@ -287,12 +287,12 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
     return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
 
 
-def _quick(asked: Question, constants: Constants) -> float:
+def _quick(asked: PublishedCase, constants: Constants) -> float:
     machine = asked.machine.machine
     return quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
 
 
-def _scaled_counts(asked: Question, factor: float) -> Any:
+def _scaled_counts(asked: PublishedCase, factor: float) -> Any:
     """Return a row's profile with the numbers of modules, parameter tensors and launches multiplied by `factor`."""
     p = asked.profile
     return replace(
@@ -301,7 +301,7 @@ def _scaled_counts(asked: Question, factor: float) -> Any:
     )  # fmt: skip
 
 
-def priors(asked: Question) -> dict[str, float]:
+def priors(asked: PublishedCase) -> dict[str, float]:
     """Return the prior of each constant that affects the row's step, by name: a standard deviation of its logarithm."""
     found = priors_of(asked.case, asked.machine.machine)
     if asked.machine.assumed:
@@ -311,7 +311,7 @@ def priors(asked: Question) -> dict[str, float]:
     return found
 
 
-def residual(asked: Question) -> float:
+def residual(asked: PublishedCase) -> float:
     """Return the standard deviation of log(duration) of the baseline's step.
 
     It is three times as large if the baseline has another batch size per device than the row.
