@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.special import bdtr, stdtr, stdtrit
 
 from dpbench.records.trial import Estimate
 from dpbench.records.work import middle_draws
@@ -74,7 +74,7 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     n, tail = len(pooled), (1 - CONFIDENCE) / 2
     middle, reach = n * share, 6 * math.sqrt(n * share * (1 - share)) + 2  # beyond `reach`, bdtr is 0 or 1
     ranks = np.arange(max(0, int(middle - reach)), min(n, int(middle + reach) + 1))
-    first, last = ranks[0] + np.searchsorted(bdtr(ranks, n, share), [tail, 1 - tail])
+    first, last = ranks[0] + np.searchsorted(scipy.special.bdtr(ranks, n, share), [tail, 1 - tail])
     low, high = (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
     return Percentile(float(np.percentile(pooled, 100 * share)), low, high, n)
 
@@ -331,7 +331,7 @@ def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> t
         low, high = np.percentile(draws, [100 * tail, 100 * (1 - tail)])
         return float(min(low, value)), float(max(high, value))
     spread = float((draws if widened else _widen(draws, n)).std())
-    half = float(stdtrit(n - 1, 1 - tail)) * spread
+    half = float(scipy.special.stdtrit(n - 1, 1 - tail)) * spread
     return value - half, value + half
 
 
@@ -339,11 +339,11 @@ def p_value(estimate: Estimate) -> float:
     """Return the two-sided p-value of the hypothesis that a ratio is 1; 1.0 for predictions and estimates in doubt."""
     if estimate.n < 2 or estimate.doubt:
         return 1.0
-    spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
+    spread = math.log(estimate.high / estimate.low) / 2 / scipy.special.stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
     away = abs(math.log(estimate.value))
     if spread < 1e-12:
         return 1.0 if away < 1e-12 else 0.0
-    return float(2 * stdtr(estimate.n - 1, -away / spread))
+    return float(2 * scipy.special.stdtr(estimate.n - 1, -away / spread))
 
 
 def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
@@ -390,10 +390,10 @@ def rounds_to_decide(estimate: Estimate, *, margin: float = MARGIN, alpha: float
     """
     if estimate.n < 2:
         return most
-    spread = math.log(estimate.high / estimate.low) / 2 / stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
+    spread = math.log(estimate.high / estimate.low) / 2 / scipy.special.stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
     away, one = abs(math.log(estimate.value)), spread * math.sqrt(estimate.n)
     n = np.unique(np.geomspace(estimate.n, most, 400).astype(int))
-    apart = stdtrit(n - 1, 1 - alpha / 2) * one / np.sqrt(n) <= away
-    within = stdtrit(n - 1, (1 + CONFIDENCE) / 2) * one / np.sqrt(n) <= math.log(1 + margin) - away
+    apart = scipy.special.stdtrit(n - 1, 1 - alpha / 2) * one / np.sqrt(n) <= away
+    within = scipy.special.stdtrit(n - 1, (1 + CONFIDENCE) / 2) * one / np.sqrt(n) <= math.log(1 + margin) - away
     decided = n[apart | within]
     return int(decided[0]) if len(decided) else most
