@@ -84,8 +84,8 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
     """Measure this machine, including its GPUs, and return the figures.
 
     `say` is called with each line of progress and each warning. If other processes keep the cores busy, the probe first
-    waits up to `patience_s` seconds; None means the value of DPBENCH_PATIENCE or the default. Raises Busy if the cores
-    are still busy then, unless `anyway` is True. Raises RuntimeError if a pass fails.
+    waits up to `patience_s` seconds; None means the value of DPBENCH_PATIENCE or the default. Raises BusyMachine if
+    the cores are still busy then, unless `anyway` is True. Raises RuntimeError if a pass fails.
     """
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
     if foreign_load.busy(loads[0]) and not anyway:
@@ -113,9 +113,10 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest known load if it is too high, or if every load is known; else an unknown load.
+    """Return the load that stands for the whole probe.
 
-    A machine thus counts as quiet only if all loads are known and none of them is too high.
+    It is the highest known load, if that is too high or if all loads are known. Otherwise, it is an unknown load: the
+    machine was quiet for certain only if all loads are known and none of them is too high.
     """
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
@@ -124,7 +125,7 @@ def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
 
 
 def _endings(found: Probe) -> Iterator[str]:
-    """Yield the warnings about a probe: one if figures are from fewer passes than planned, and those of `_noise`."""
+    """Yield the warnings about a probe: that it stopped early, and that the load was too high or is unknown."""
     for passes in range(1, PASSES):
         early = [one for one in found.figures if one.passes == passes]
         if early:
@@ -285,7 +286,11 @@ def to_toml(found: Probe) -> str:
 
 
 def _between(found: Probe) -> Iterator[str]:
-    """Yield the lines of a machine file for the links between the GPUs: a TOML table, a comment, or no lines."""
+    """Yield the lines of a machine file for the NVLinks between the GPUs.
+
+    With two GPUs, between which NVLink carried most bytes both ways, they are a TOML table. If it carried most
+    bytes between two of several GPUs, or if its share is unknown, they are a comment. Otherwise, there are none.
+    """
     values = {one.name: one.value for one in found.figures}
     pairs = [
         pair for pair in permutations(range(len(found.gpus)), 2) if "link_{}_{}_bytes_per_s".format(*pair) in values

@@ -233,8 +233,8 @@ def _chains(lengths: Sequence[int]) -> list[Any]:
 
     A chain is a net of tiny layers; see `engine.chain`. In the setting `alone`, rank 0 runs the chain while the other
     ranks wait; only the result of rank 0 has this setting. In `beside`, all ranks run it at once, without
-    communication. In `ddp` and `ddp_long`, DistributedDataParallel runs it, with kernels that are short or that take
-    milliseconds.
+    communication. In `ddp` and `ddp_long`, all ranks run it with DistributedDataParallel; the kernels are short in
+    `ddp`, and take milliseconds in `ddp_long`.
     """
     ranks, rank, found = dist.get_world_size(), dist.get_rank(), []
     devices = open_devices("cpu", ranks)[rank : rank + 1]

@@ -84,6 +84,7 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
     """Return the seconds of each phase in `times` without the net's own time: found - times[phase] * alone.
 
     `found` has the seconds of chains on several devices, and `alone` the seconds of the same chains on one device.
+    `times` has, for each phase, how often the net runs in this phase, one run after another.
     """
     return {
         layers: [
@@ -97,8 +98,8 @@ def beyond(found: Found, alone: Found, times: Mapping[str, int]) -> Found:
 def of_chains(name: str, found: Found, phases: Sequence[str], more: Found, how: str) -> Iterator[Figure]:
     """Yield, for each phase, a figure of the fixed seconds per step and one of the seconds per parameter tensor.
 
-    The figures of the phases in `phases` come from `found`. The figures of other phases come from `more`, which has the
-    seconds that each of them takes in addition to those on one device. Each figure's name begins with `name`, and its
+    The figures of the phases in `phases` come from `found`. Further figures come from `more`, which has the
+    seconds of some phases beyond those that the net itself takes. Each figure's name begins with `name`, and its
     description with `how`.
     """
     how = f"{how}, with SGD, on chains of {LAYERS[0]} and {LAYERS[1]} Linear(4, 4) layers"

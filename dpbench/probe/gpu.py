@@ -119,9 +119,9 @@ def _transfers() -> Iterator[Figure]:
 def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterator[Figure]:
     """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one copy at a time.
 
-    The figures are the share of the pairs with peer access, and the rate of each link. A link between GPUs also has the
-    share of its copies that NVLink carried, unless its source is not in `counters` or has no NVLink counter. `counters`
-    maps CUDA ordinals to NVML's GPUs.
+    The figures are the share of the pairs with peer access, and the rate of each link. If the GPU from which a link
+    starts has an NVLink counter, another figure is the share of the copied bytes that NVLink carried. `counters` maps
+    CUDA ordinals to NVML's GPUs.
     """
     pairs = list(permutations([device.torch_device.index for device in devices], 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
@@ -139,7 +139,7 @@ def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterato
         yield spread(f"{name}_bytes_per_s", rates, f"copies of {size} from {source} to {target}, one at a time")
         if link.source in after and link.source in before:
             share = (after[link.source] - before[link.source]) / (link.bytes * (1 + facts.LINK_COPIES))
-            how = f"the bytes that {source} sent over NVLink by NVML's counter, per byte of the copies to {target}"
+            how = f"the bytes that NVML's counter shows as sent by {source} over NVLink, per byte copied to {target}"
             yield Figure(f"{name}_nvlink_ratio", share, how)
         before = after
 

@@ -120,7 +120,7 @@ def repeats(name: str, rows: int) -> int:
 
 
 def _backward(outputs: list[torch.Tensor]) -> None:
-    """Run backward from the outputs of all replicas in the calling thread, which frees their activations."""
+    """Run backward from the outputs of all replicas in the calling thread; this frees their activations."""
     torch.autograd.backward([output.sum() for output in outputs])
 
 
@@ -205,9 +205,10 @@ def threads() -> Iterator[Figure]:
 
 
 def arithmetic() -> Iterator[Figure]:
-    """Yield the rates of matrix products, and the slowdown of a product by a second thread.
+    """Yield the rates of matrix products, and the slowdown of a product while a second thread runs another.
 
-    Also yield the size in FLOP at which a product reaches half of the rate that a fitted line gives.
+    A line fitted to the durations gives the rate of large products (`flop_per_s`). Also yield the size in FLOP at which
+    a product reaches half of this rate.
     """
     times: list[tuple[float, Timing]] = []
     for side in SIDES:
@@ -221,7 +222,7 @@ def arithmetic() -> Iterator[Figure]:
     how = "the inverse slope of a line fitted to the seconds of products of all sizes as a function of FLOP, one thread"
     yield spread("flop_per_s", [1 / per_flop for per_flop in per_flops], how)
     halves = [start_s / per_flop for start_s, per_flop in zip(starts_s, per_flops, strict=True)]
-    how = "the size, in FLOP, at which a matrix product reaches half of flop_per_s, according to the same line"
+    how = "the size, in FLOP, at which a matrix product reaches half of flop_per_s, according to the line fitted for it"
     yield spread("half_flop", halves, how)
     alone = time_call(_product(512), setting=torch.inference_mode)
     both = time_together([_product(512), _product(512)], setting=torch.inference_mode)
@@ -238,7 +239,7 @@ def memory() -> Iterator[Figure]:
     """Yield the bytes per second of copies and additions, and the slowdown of copies in two concurrent threads."""
     for size in COPIES:
         spent = time_call(_copy(size, POOL))
-        how = f"copy_ of blocks of {size // KIB} KiB, in turn from a pool of {max(size, POOL) // MIB} MiB, one thread; "
+        how = f"copy_ of {size // KIB} KiB per call in one thread, block after block of {max(size, POOL) // MIB} MiB; "
         how += "each copied byte is read and written but counts once"
         yield rate(f"copy_{size // KIB}_kib_bytes_per_s", spent, how, amount=size)
     for name, size in (("cache", SMALL), ("memory", LARGE)):
