@@ -5,10 +5,10 @@ phases of the host come from annotations and, where there are none, from operato
 threads show which operators belong to forward and which to backward.
 
 A kernel belongs to the phase in which the host launched it, even if it runs later. All-reduce and reduce-scatter are
-`reduce`, all-gather and broadcast are `replicate`, wherever they were launched. On a device, a phase lasts from the
-start of the first to the end of the last kernel that one stretch of the phase on the host launched, with the waits in
-between. If the host launched a collective in another phase, such as an all-reduce in backward, only its exposed parts
-count, during which the device runs no compute kernel.
+`reduce`, all-gather and broadcast are `replicate`, wherever they were launched. Each time that the host is in a phase,
+it launches a group of kernels. The phase on a device lasts from the start of the first to the end of the last kernel of
+such a group, waits included. If the host launched a collective in another phase, such as an all-reduce in backward,
+only its exposed parts are spans: those during which the device runs no compute kernel.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class NamedStep(NamedTuple):
 class Attributed:
     """The steps of one trace with their spans; times are seconds since the first event of the trace (`zero_us`).
 
-    `activities` has the activities of all devices, also before the first and after the last step. `host` has, for each
+    `activities` has the activities of all devices, those outside the steps included. `host` has, for each
     step, the seconds that the host spent in each phase, regardless of the work of the devices. `unlaunched` is the
     number of activities whose launch the trace does not have; compute kernels among them belong to no phase.
     """
@@ -135,8 +135,9 @@ def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
 def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
     """Return the steps of a training loop, from the events of its thread in order of their start.
 
-    Without `ProfilerStep` annotations, a step ends where an optimizer's step ends. If several optimizers take turns,
-    the last one of each turn ends the step. The first step may then have begun before the trace, so it is not whole.
+    Without `ProfilerStep` annotations, a step ends where an optimizer's step ends. If the trace has steps of several
+    classes of optimizers, only the class whose step comes last in the trace ends the steps. The first step may then
+    have begun before the trace, so it is not whole.
     """
     found = [NamedStep(event.name, event.start_us, event.end_us, True) for event in main if STEP.match(event.name)]
     if found:  # a profiler that is started again begins at #0 again, so that names repeat
@@ -173,8 +174,9 @@ def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
 def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]) -> list[Stretch]:
     """Return the stretches of the training loop in order of time: those of `main`, and some of other threads.
 
-    Backward and reduce of other threads count where the thread `main` is in no phase, because it waits for them there.
-    Neighbouring stretches of one phase within a step are joined, with the Python code between them.
+    While the thread `main` is in no phase, it waits for backward and reduce of other threads: their stretches are
+    included then. Neighbouring stretches of one phase within a step are joined; the joined stretch also covers the
+    Python code between them.
     """
     own = list(by_thread.get(main, ()))
     taken = union((one.start_us, one.end_us) for one in own)

@@ -1,8 +1,8 @@
 """Imported: make trials of profiler traces, one case for each training loop, and store them as a run.
 
 Traces of different ranks of one process group belong to one case. The ranks' clocks may differ, as those of two
-machines do. Collectives of all ranks align the clocks: no rank leaves an all-reduce before the last rank has arrived,
-so the ranks' kernels of one collective end at almost the same moment.
+machines do. dpbench aligns the clocks by the ends of the collectives: no rank leaves an all-reduce before the last rank
+has arrived, so the ranks' kernels of one all-reduce end at almost the same moment.
 
 The busy times cover all work in the file, without rounding. Holistic Trace Analysis leaves out the work launched after
 the last `ProfilerStep` has begun. It also rounds the start of each kernel up and its end down to whole microseconds, so
@@ -46,10 +46,11 @@ _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 @dataclass(frozen=True, kw_only=True)
 class Aligned:
-    """The seconds `shift_s` to add to the times of a rank, so that its collectives end when the first rank's end.
+    """The correction of a rank's clock: its times plus `shift_s` seconds are times of the first rank's clock.
 
-    `shift_s` is the median difference over the compared collectives, whose number is `collectives`. `uncertainty_s` is
-    the largest deviation from this median. It includes the time by which one rank leaves a collective after another.
+    `shift_s` is the median difference between the two ranks' ends of a collective. `collectives` is the number of
+    compared collectives. `uncertainty_s` is the largest deviation from the median. It includes the time by which one
+    rank leaves a collective after the other.
     """
 
     shift_s: float
@@ -235,7 +236,7 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
     return Observed(
         command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
         loader_workers=-1 if workers is None else workers, pinned=pinned,
-        reads={"a copy to the host, at a place that the trace does not contain": reads} if reads else {},
+        reads={"a copy to the host (the trace does not give its line in the script)": reads} if reads else {},
         unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
     )  # fmt: skip
 
@@ -251,7 +252,7 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
     """Yield sentences about parts of the steps that are not known, and about events that were left out."""
     first = traces[0].profile
     if not common:
-        yield "the traces have no common step: a step is a ProfilerStep annotation, or ends with an optimizer's step"
+        yield "no step is in all traces: call the profiler's `step()` after each step, and record the same steps in all"
     for trace in traces:
         yield from trace.profile.notes
         if trace.attributed.unlaunched:

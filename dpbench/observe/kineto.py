@@ -97,7 +97,7 @@ class TraceEvents:
 
     @property
     def zero_us(self) -> float:
-        """Return the time of the first event in microseconds, from which the times in seconds count."""
+        """Return the time of the first event in microseconds; the times in seconds are relative to it."""
         starts = [min(one.start_us for one in events) for events in (self.host, self.device) if events]
         return min(starts)
 
@@ -189,7 +189,7 @@ def read(path: Path) -> TraceEvents:
 
 
 def _number(value: int | str | float | None, default: int) -> int:
-    """Return a whole number of a trace, which may be a text such as `stream 7`; `default` if it is not a number."""
+    """Return the whole number in a value of a trace, such as 7 or the text `stream 7`; `default` if it has none."""
     if isinstance(value, str):
         digits = value.rpartition(" ")[2]
         return int(digits) if digits.isdecimal() else default

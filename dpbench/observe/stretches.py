@@ -1,7 +1,7 @@
 """Stretches: the phases of one host thread, from its annotations and, where there are none, from its operators.
 
-Autograd numbers the operators that it records in forward, and marks those that it runs in a backward pass, also in
-traces of old versions.
+Autograd numbers the operators that it records in forward, and marks those that it runs in a backward pass, even in
+traces of old versions of torch.
 """
 
 from __future__ import annotations
