@@ -557,7 +557,8 @@ def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: 
     assert len(whole.steps) == 3
     assert {span.device for span in whole.spans} == {HOST, 0, 1}
     assert [one.problem for one in whole.unknown][-2:] == [
-        "no steps arrived from rank 2 within 0.1 s",
+        "no steps arrived from rank 2 within 0.1 s: look for errors of the script there; all ranks must write to one "
+        "folder",
         "2 steps of rank 0 are left out, because not all ranks took them",
     ]  # fmt: skip
     assert not [*tmp_path.iterdir()]

@@ -1,9 +1,9 @@
 """Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
 
-An interval lasts from one update of the weights to the next. A step consists of the intervals up to one that the
-slowest optimizer ended (`trainings`). Evaluation and checkpoints belong to no step: if they ran in a step's interval,
-the step begins with the first work of training after them. If an exception ended an iteration in a step's interval, the
-step begins after the exception; it is left out if a part of its work came before.
+An interval lasts from one update of the weights to the next. A step may consist of several intervals: it ends with an
+update by the slowest optimizer (`trainings`). Evaluation and checkpoints belong to no step: if they ran in a step's
+interval, the step begins with the first work of training after them. If an exception ended an iteration in a step's
+interval, the step begins after the exception. A step is left out if some of its work came before the exception.
 
 dpbench cannot observe where some phases begin or end. The neighbouring phases then define them:
 
@@ -11,7 +11,7 @@ dpbench cannot observe where some phases begin or end. The neighbouring phases t
 - `clip` begins when backward ends. If the script itself writes gradients, `clip` ends when the optimizer's step begins.
 - Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the next transfer or
   forward. If the module also returns its own loss, the time from the forward to backward is `data`, too.
-- Without a module, `forward` is the time from the batch to the loss.
+- If the loop calls no module, `forward` is the time from the arrival of the batch to the loss.
 - Without an optimizer, `optimizer` is the time from the end of backward to the end of the last `no_grad` block before
   the next batch; without such a block, it lasts to the next batch.
 """
@@ -62,8 +62,8 @@ UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 class WatchedLoop:
     """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them.
 
-    `numbers` has the number of the update that ended each step, equal in all ranks. `updates` is the usual number of
-    calls of backward in a step. `rows` is the number of rows of a step, with all batches that it accumulates, or 0 if
+    `numbers` has, for each step, the number of the update that ended it; ranks number their updates alike. `updates` is
+    the usual number of calls of backward in a step. `rows` is the number of rows in all batches of a step, 0 if
     unknown. `model` has the sizes of the trained module, and `optimizers` the names of the optimizers' classes.
     `skipped` is the number of updates that a GradScaler skipped. `compiled` is whether torch.compile made the module.
     """
@@ -159,7 +159,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
 
 
 def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimized: bool, updates: Counter[int]) -> None:
-    """Add to `unknown` the definitions of phases that dpbench had to choose for the whole loop.
+    """Add to `unknown` how dpbench defined phases that it cannot observe, and how many steps have unusual calls.
 
     `updates` maps a number of calls of backward to the number of steps with that number of calls.
     """
@@ -167,15 +167,15 @@ def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimize
         unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
                 "module after backward, and `optimizer` is the time from backward to this end"] = 0  # fmt: skip
     if functional:
-        unknown["the loop calls no module: `forward` is the time from the batch, or without a DataLoader from the end "
-                "of a step, to the loss"] = 0  # fmt: skip
+        unknown["the loop calls no module: `forward` is the time to the loss, from the arrival of the batch or "
+                "(without a DataLoader) from the end of the previous step"] = 0  # fmt: skip
     elif not loaded:
         unknown["the loop has no DataLoader: `data` is the time from the end of a step, of a backward or of a read to "
                 "the next transfer or forward"] = 0  # fmt: skip
     ((usual, number),) = updates.most_common(1)
     if others := updates.total() - number:
-        unknown[f"{count(others, 'step')} {verb(others, 'does', 'do')} not call backward {count(usual, 'time')}, as in "
-                "an incomplete group of accumulated batches"] = 0  # fmt: skip
+        unknown[f"{count(others, 'step')} {verb(others, 'does', 'do')} not call backward {count(usual, 'time')} as the "
+                "others do: a group of accumulated batches may be incomplete"] = 0  # fmt: skip
 
 
 def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
@@ -220,21 +220,21 @@ def _together(calls: int, batches: Counter[int]) -> int:
 def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
     """Return the facts about the modules with these keys; all facts if no fact has one of the keys.
 
-    A wrapper over several devices records the phases of these devices and not its call, so it has no key.
+    The keys come from recorded calls. A wrapper over several devices has no key: it records phases, not its calls.
     """
     return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
 
 
 def _rows(counted: Sequence[Counter[int]]) -> int:
-    """Return the most common number of rows in a call; 0 if unknown. Each Counter maps numbers of rows to calls."""
+    """Return the most common number of rows in a call; 0 if unknown. Each Counter has the calls by number of rows."""
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
 def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool) -> list[Raw]:
-    """Return the spans of an interval in order of time, with those that only their neighbours define.
+    """Return the spans of an interval in order of time, including those that dpbench defines by their neighbours.
 
-    `own` has the ids of modules after whose forward the time to backward is `data`, not `loss`. The flags are whether
-    the script updates weights itself (`by_hand`), calls no module (`functional`), and writes gradients (`clips`).
+    `own` has the ids of modules that return their own loss: the time after their forward is `data`. The flags tell
+    if the script updates weights itself (`by_hand`), calls no module (`functional`), and writes gradients (`clips`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
@@ -271,7 +271,7 @@ def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
 
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
-    """Return the spans without the parts of an optimizer's span between the forward and the backward of a closure."""
+    """Return all spans but the parts of an optimizer's span that lie between forward and backward of its closure."""
     found: list[Raw] = []
     since = 0
     for raw in ordered:
@@ -313,7 +313,7 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return the spans of each step; if exceptions ended work in most steps, without the marks of exceptions."""
+    """Return each step's spans; the marks of exceptions are left out if exceptions ended work in most steps."""
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]
@@ -328,7 +328,7 @@ def _cut(
 ) -> Iterator[tuple[Sequence[Interval], float, list[Raw]]]:
     """Yield the intervals, the start and the spans of each step, without the work that belongs to no step.
 
-    The numbers of steps after an exception, and of steps left out because of one, are added to `unknown`.
+    How many steps follow an exception, and how many are left out because of an exception, is added to `unknown`.
     """
     usual, followed, torn = _usual_calls(rows), 0, 0
     for group, recorded in zip(groups, rows, strict=True):
@@ -356,7 +356,7 @@ def _cut(
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the number of the training dataset (0: unknown), and those of the datasets that only evaluations read."""
+    """Return the `Recorder.owner` of the training dataset (0: unknown), and of datasets that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
@@ -376,7 +376,7 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
 
 
 def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:
-    """Return the start of a step in whose interval other work (`APART`) ran: the first work of training after it."""
+    """Return when a step begins if other work (`APART`) ran in its interval: at the first work of training after it."""
     last: float = max(raw.end for raw in raws if raw.kind in APART)
     training: list[float] = [
         raw.start for raw in raws

@@ -168,7 +168,7 @@ class Outermost:
         self._known.clear()
 
     def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, wrapped to run while no module has hooks of dpbench, which it would otherwise pickle."""
+        """Return a function that removes all hooks of dpbench, then calls `function`, which would pickle them."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +219,7 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
 
 
 def _within(recorder: Recorder, module: Any) -> str:
-    """Return the kind of a forward: `WITHIN` for a wrapper over several devices, which records its own phases."""
+    """Return `WITHIN` for a wrapper over several devices, which records its own phases; else `Phase.FORWARD`."""
     wraps = isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1
     return WITHIN if wraps else Phase.FORWARD
 
@@ -313,7 +313,7 @@ class Averages:
         """After a backward: the last span, and each weight with its gradient and the gradient's version."""
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement of `torch.no_grad.__enter__`, `was`, which notes that a `no_grad` block begins."""
+        """Return a function that replaces `was`, `torch.no_grad.__enter__`, and notes that a `no_grad` block begins."""
         recorder, open_spans = self._recorder, self._recorder.open
 
         @functools.wraps(was)
@@ -326,7 +326,7 @@ class Averages:
         return enter
 
     def leaving(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement of `torch.no_grad.__exit__`, `was`, which notes that a `no_grad` block ends."""
+        """Return a function that replaces `was`, `torch.no_grad.__exit__`, and notes that a `no_grad` block ends."""
         recorder = self._recorder
 
         @functools.wraps(was)
@@ -357,9 +357,10 @@ class Averages:
         self.gradients = self._recorder.last, found
 
     def before_step(self) -> None:
-        """Note whether the script has written most gradients since backward, without another span in between.
+        """Set `Seen.clips` if the script has written most gradients since backward, with no other span in between.
 
-        An optimizer's step now gets a span; if it begins inside a `no_grad` block with a span, that span ends first.
+        This is called before an optimizer's step. If the step is inside a `no_grad` block that has a span, that span
+        ends here, because the span of the step begins.
         """
         last, gradients = self.gradients
         self.gradients = None, []

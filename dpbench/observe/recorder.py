@@ -65,7 +65,7 @@ INTERRUPTS: dict[str, frozenset[str]] = {
 }
 """For each kind of an outer span, the kinds of inner spans that interrupt it and are recorded separately."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
-"""The kinds that belong to no step; they are recorded also in intervals that are not kept."""
+"""The kinds that belong to no step; they are recorded even in intervals that are not kept."""
 _BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
 _OTHERS = frozenset({EVALUATION, WITHIN})
 """The kinds of spans that `_log` records when they end: it merges evaluations and drops `WITHIN`."""
@@ -195,9 +195,9 @@ class Recorder:
     def begin(self, kind: str, note: Any = None, start: Any = None) -> bool:
         """Begin a span; return whether it is recorded, in which case `end` must be called.
 
-        The span begins at the moment `start`; or now, if `start` is None or another span has ended since. A span is not
-        recorded in another thread, or inside a span that `kind` does not interrupt. In an interval that is not kept,
-        only the kinds in `ASIDE` are recorded.
+        The span begins at the moment `start`. If `start` is None, or another span has ended after `start`, it begins
+        now. A span is not recorded in another thread, or inside an open span unless it interrupts that span
+        (`INTERRUPTS`). In an interval that is not kept, only the kinds in `ASIDE` are recorded.
         """
         if not self.active or get_ident() != self.thread or not (self.kept or kind in ASIDE):
             return False
@@ -233,7 +233,7 @@ class Recorder:
                 self.computed()
 
     def _backward(self, began: Any, now: Any) -> None:
-        """Record the reduction in a backward that has ended; without an optimizer, note that an update may follow."""
+        """Record the reduction of the backward that has ended; in a loop without an optimizer, expect an update."""
         if self.reduction is not None:
             for phase, device, start, end in self.reduction(now):
                 if began < start < end:  # else this backward reduced nothing, and the times are old
@@ -282,7 +282,10 @@ class Recorder:
 
     @property
     def updating_weights(self) -> bool:
-        """Return whether backward or an update was the last work of a loop with an optimizer, apart from reads."""
+        """Return whether the script may now write gradients or weights, in a loop with an optimizer.
+
+        It may if its last work was backward, clipping or an update. Reads are not taken as work.
+        """
         if self.open or not self.seen.optimizers or not self.kept or not self.mine:
             return False
         return next((raw.kind for raw in reversed(self._spans) if raw.kind not in _AFTER), _BACKWARD) in _WRITES
@@ -302,7 +305,7 @@ class Recorder:
     def owner(self, one: Any) -> int:
         """Return the number of an optimizer, a dataset or an engine.
 
-        Unlike an id, a number is never used again for a later object, except for the number of a list or a dict.
+        Unlike an id, the number is not used again for a later object, unless the first object is a list or a dict.
         """
         number = self._owners.get(id(one))
         if number is None:
@@ -314,7 +317,8 @@ class Recorder:
     def update(self, owner: int, name: str = "", end: Any = None) -> None:
         """End the interval at the moment `end` (default: now), and set whether the next interval is kept.
 
-        The optimizer with the number `owner` and the name `name` has updated the weights; `BY_HAND` has no name.
+        `owner` is the number of the optimizer or engine that has updated the weights, and `name` the name of its class.
+        If the script itself updated them, `owner` is `BY_HAND`, and `name` is empty.
         """
         end = end or self.now()
         if name and owner not in self.seen.optimizers:

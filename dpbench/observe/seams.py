@@ -98,7 +98,7 @@ def _around(
 ) -> Callable[..., Any]:
     """Return a function that calls `was` inside a span of the kind `kind`.
 
-    The note of the span is the number of the object that `source` returns for the first argument, or None.
+    The span's note is the number of the object that `source` returns for the first argument; None without `source`.
     """
 
     @functools.wraps(was)
@@ -172,7 +172,7 @@ class _Steps:
                 self._recorder.end()
 
     def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a replacement for the `step` of a class, which notes when `step` is called and whether it raises."""
+        """Return a function that replaces `was`, a class's `step`, and notes when it is called and if it raises."""
         recorder, running = self._recorder, self._running
 
         @functools.wraps(was)
@@ -194,7 +194,7 @@ class _Steps:
         return step
 
     def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace `own`, a `step` that is set on the optimizer itself, as schedulers do, to observe its calls too."""
+        """Replace `own`, the `step` that a scheduler, for example, has set on the optimizer, to observe its calls."""
         given, alive = self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)), weakref.ref(optimizer)
 
         @functools.wraps(own)
@@ -231,7 +231,7 @@ class _Steps:
             self._starting(optimizer, own)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """End the span of an optimizer's step; an outermost step also ends the interval. torch calls this hook."""
+        """After an optimizer's step, end its span; end the interval, too, unless the step ran inside other work."""
         recorder, running = self._recorder, self._running
         if not recorder.active or get_ident() != recorder.thread:
             return
@@ -264,7 +264,7 @@ def _optimizers(recorder: Recorder, averages: Averages, replace: Callable[..., N
 
 
 def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of GradScaler.step, `was`, which ends an interval also if it skips the optimizer's step."""
+    """Return a function that replaces `was`, GradScaler.step, and ends the interval even if the step is skipped."""
 
     @functools.wraps(was)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Trainings: the intervals of one training of a script, and the intervals that make up each of its steps.
 
-An interval lasts from one update of the weights to the next. A step consists of the intervals up to one that the
-slowest optimizer ended. In a loop with several optimizers, the slowest is the one that steps most rarely. If several
-step equally rarely, it is the one whose first step came last.
+An interval lasts from one update of the weights to the next. A step may consist of several intervals: it ends with an
+update by the slowest optimizer. In a loop with several optimizers, the slowest is the one that steps most rarely. If
+several step equally rarely, it is the one whose first step came last.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def keys(interval: Interval) -> frozenset[int]:
 
 
 def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]) -> list[list[Interval]]:
-    """Return the intervals as a list of parts, cut at every place where no key occurs both before and after it."""
+    """Return the intervals in parts. A part ends where none of the keys so far occurs in a later interval."""
     last = {key: at for at, one in enumerate(intervals) for key in keys(one)}
     found: list[list[Interval]] = [[]]
     reach = -1

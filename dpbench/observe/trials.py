@@ -41,7 +41,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The record of one process: its loop, its peak of memory, its GPUs, and the memory of GPUs that it holds.
+    """The record of one process: its loop, its peak of memory, its GPUs, and the memory that it holds on GPUs.
 
     The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has the index in
     the loop and the UUID of each GPU.
@@ -121,7 +121,8 @@ class WatchedRank:
         unknown = [*found.unknown]
         if missing := [str(rank) for rank in others if rank not in there]:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
-            problem = f"no steps arrived from {ranks} within {deadline_s:g} s"
+            problem = f"no steps arrived from {ranks} within {deadline_s:g} s: look for errors of the script there; "
+            problem += "all ranks must write to one folder"
             unknown.append(Unknown(problem=problem, steps=len(whole.steps)))
         if lost := len(found.steps) - len(whole.steps):
             problem = f"{count(lost, 'step')} of rank 0 {verb(lost, 'is', 'are')} left out, because not all ranks took "
@@ -227,9 +228,9 @@ def gpus(rank: int, seen: Seen) -> tuple[tuple[int, str], ...]:
 
 
 def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
-    """Return the memory of each GPU that this process, the rank `rank`, holds; empty if its loop trains on no GPU.
+    """Return the memory that this process holds on each GPU; empty if its loop trains on no GPU.
 
-    `library` replaces pynvml in tests.
+    `rank` is the rank of this process. `library` replaces pynvml in tests.
     """
     own = [uuid for _, uuid in gpus(rank, seen)]
     return tuple(

@@ -51,7 +51,7 @@ def watch(
 
     The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports (default: the name of
     the running script), and `command` the command that ran the script. On the stream `live`, a line shows the number of
-    updates and their duration. The steps are stored also if the block raises. Yields the result, which is complete
+    updates and their duration. The steps are stored even if the block raises. Yields the result, which is complete
     after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
