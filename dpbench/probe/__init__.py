@@ -77,7 +77,7 @@ class Probe:
 
 
 class BusyMachine(RuntimeError):
-    """The error that the machine is not probed, because the load of other processes is too high."""
+    """The error of a probe that does not start, because the load of other processes is too high."""
 
 
 def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
