@@ -6,7 +6,8 @@ default settings:
 - Sizes are rounded up to multiples of 512 bytes.
 - Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20 MiB. A larger block
   has a separate segment, whose size is rounded up to a multiple of 2 MiB.
-- The allocator takes the smallest free block that fits, and splits it. It merges a freed block with free neighbours.
+- The allocator takes the smallest free block that fits. It splits off the rest of the block, unless the segment is
+  larger than 2 MiB and the rest is at most 1 MiB. It merges a freed block with free neighbours.
 - When the device is full, the allocator releases all segments that are completely free, then tries once more.
 
 The model has a single stream. It therefore needs no rule for freed blocks that another stream still uses.
@@ -196,7 +197,7 @@ Names = dict[int, int]
 class MemoryChange:
     """An allocation on a device, or the release of an allocation if `taken` is False.
 
-    `holding` is the number that identifies the allocation on its tape. `kind` is the kind of tensor, such as
+    `holding` is the number of the allocation. Its release has the same number. `kind` is the kind of tensor, such as
     "gradients", and `stage` the part of the step, such as "backward".
     """
 
@@ -226,7 +227,7 @@ class Peak:
 class Tape:
     """The list of allocations and releases on several devices, in chronological order.
 
-    Each allocation has a number, its holding, with which the tape later releases the allocation.
+    Each allocation has a number, which identifies the allocation in its later release.
     """
 
     def __init__(self) -> None:
@@ -235,7 +236,7 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Add the allocation of one tensor; return a list with the number that later releases the allocation.
+        """Add the allocation of one tensor; return a list that contains the number of the allocation.
 
         For an empty tensor, add no allocation and return an empty list.
         """
@@ -263,9 +264,9 @@ class Tape:
     ) -> None:
         """Add the allocations and releases of a trace's ops on a device.
 
-        `kinds` maps storages to kinds of tensors; a storage that is not in `kinds` is of the kind `kind`. `names` maps
-        each allocated storage to the number of its allocation on the tape, and is updated. The release of a storage
-        that is not in `names` is ignored.
+        `kind` is the kind of all tensors, except for the storages that `kinds` maps to other kinds. `names` maps each
+        allocated storage to the number of its allocation on the tape, and is updated. The release of a storage that is
+        not in `names` is ignored.
         """
         kinds = kinds or {}
         for op in ops:
@@ -357,18 +358,18 @@ def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: in
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
     """Remove the gradients of some parameters from `names`; return the numbers of the gradients' allocations.
 
-    `names` maps each allocated storage to the number of its allocation. `numbers` are the indices of the parameters;
-    None means all parameters.
+    `numbers` are the indices of the parameters in the module; None means all parameters. `names` maps each allocated
+    storage to the number of its allocation on the tape.
     """
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
 def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
-    """Add `zero_grad` at the start of a step to the tape; return the allocation numbers of the gradients that remain.
+    """Add `zero_grad` at the start of a step to the tape; return the numbers of the allocations that still exist.
 
-    `gradients` are the allocation numbers of the gradients, which are released. With `keeps`, the training loop fills
-    them with zeros instead, so that all remain.
+    `gradients` are the numbers of the allocations of the previous step's gradients. With `keeps`, `zero_grad` fills
+    these gradients with zeros, and all still exist. Otherwise it releases them all.
     """
     tape.stage = "optimizer"
     tape.give([] if keeps else gradients)

@@ -1,7 +1,7 @@
 """Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits.
 
-A tape is the list of all allocations and releases of a case, in order. Each allocation has a number, its holding, with
-which the tape later releases the allocation.
+A tape is the list of all allocations and releases of a case, in order. Each allocation has a number, which identifies
+the allocation in its later release.
 
 torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two differences. First, torch
 releases its references to the replicas and outputs at the end of forward. From then on, the autograd graph alone keeps
@@ -93,10 +93,10 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Add the copies of device 0's tensors of these sizes to the tape; return a list of pairs for each device.
+        """Add the copies of device 0's tensors of these sizes to the tape; return, for each device, a list of pairs.
 
-        A pair contains the indices of the copied tensors, and the numbers of the allocations that contain the copies.
-        `first` is the index of the first tensor. Device 0 has no copies, so its list is empty.
+        A pair contains the indices of the tensors that were copied together, and the number of the allocation that
+        contains their copies. `first` is the index of the first tensor. Device 0 has no copies; its list is empty.
         """
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
@@ -132,8 +132,9 @@ class WrapperMemory(EngineMemory):
     def _sums(self) -> list[int]:
         """Add the reduction to the tape and return the numbers of the summed gradients' allocations.
 
-        Gradients are joined into buffers on every device, and the buffers are summed on device 0. The buffers of one
-        iteration of torch's loop are freed in the next iteration, because loop variables keep them alive.
+        torch forms groups of gradients. On every device, it joins the gradients of a group into a buffer; then device 0
+        sums the buffers. A variable of torch's loop over the groups refers to the buffers of a group, so they are
+        released only after the buffers of the next group have been allocated. A group of one gradient has no buffers.
         """
         tape, others = self._tape, list(self._devices[1:])
         sums: list[int] = []
@@ -268,14 +269,14 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
 
 
 def _ddp_of(case: Case) -> DistributedDataParallel:
-    """Return the strategy of a case. Raises ValueError unless it is a form of ddp without a communication hook."""
+    """Return the strategy of a case. Raises ValueError unless it is a variant of ddp without a communication hook."""
     with suppress(LookupError):
         strategy = load(case.strategy)
         if isinstance(strategy, DistributedDataParallel) and not strategy.traits.rounds_gradients:
             return strategy
     known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
     raise ValueError(
-        f"the memory of the strategy {case.strategy!r} is not known; use one of {known}, or a form of ddp without a "
+        f"the memory of the strategy {case.strategy!r} is not known; use one of {known}, or a variant of ddp without a "
         "communication hook"
     )
 

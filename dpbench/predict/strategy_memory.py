@@ -1,10 +1,10 @@
 """Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
 
-A tape is the list of all allocations and releases, in order. Each allocation has a number, its holding, with which the
-tape later releases the allocation.
+A tape is the list of all allocations and releases, in order. Each allocation has a number, which identifies the
+allocation in its later release.
 
-With respect to memory, this module follows the code of the strategies and of the engine line by line: a tensor stays
-allocated for as long as a variable or an autograd graph keeps it alive in that code. The allocations of forward and
+This module follows the allocations and releases of the strategies and the engine line by line: a tensor stays allocated
+for as long as a variable or an autograd graph keeps it alive in that code. The allocations of forward and
 backward come from traces with the rows of each device. The allocations of the loss of a gathered output come from a
 trace with the whole batch.
 """
@@ -65,8 +65,9 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
 def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tuple[Names, list[int]]:
     """Add forward, loss and backward on one device to the tape; return (names, gradients), which remain allocated.
 
-    `names` maps storages of the trace to allocation numbers. `gradients` are the allocation numbers of the gradients,
-    and `kept` those of earlier gradients. If there are any, backward adds the new gradients to them.
+    `names` maps storages of the trace to the numbers of their allocations, and `gradients` are the numbers of the
+    gradients' allocations. `kept` are those of an earlier backward, or empty. If there are any, backward adds each new
+    gradient to the earlier one and releases the new one, and `gradients` is `kept`.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -87,7 +88,7 @@ def ddp(
 ) -> None:
     """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape.
 
-    `traces` has the trace of each micro-batch of a step; the gradients of all micro-batches are added. With `keeps`,
+    `traces` are the traces of a step's micro-batches, whose gradients are added up. With `keeps`,
     the loop fills gradients with zeros instead of dropping them. With `views`, gradients are views of the buckets.
     """
     trace = traces[0]
@@ -121,9 +122,10 @@ def ddp(
 class EngineMemory:
     """The allocations of training on several devices under one of the engine's schedules.
 
-    `collective` is True if the devices are distinct GPUs: collectives then transfer weights, buffers and gradients,
-    which are coalesced into larger messages. Each method adds the allocations and releases of one part of a step to the
-    tape. In the methods, `names` maps, for each device, the allocated storages of its trace to allocation numbers.
+    `collective` is True if the devices are distinct GPUs. Collectives then copy weights and buffers and sum gradients,
+    several tensors in one message, except for flat weights and for the gradients of persistent replicas. Each method
+    adds the allocations and releases of one part of a step to the tape. The parameter `names` of a method has one
+    mapping for each device, from the storages of the device's trace to the numbers of their allocations.
     """
 
     def __init__(
@@ -148,8 +150,8 @@ class EngineMemory:
     def _setup(self) -> None:
         """Add the allocations before the first step to the tape.
 
-        These are the module on device 0, and if replicas are persistent, also the other replicas and the tensors for
-        summed gradients. Each device that runs an optimizer step has tensors for the sums of its parameters' gradients.
+        These are the parameters and buffers on device 0. If replicas are persistent, these are also the parameters on
+        the other devices, and each parameter's tensor for the summed gradient on every device that updates it.
         """
         tape, whole = self._tape, self._shards.whole
         settle(tape, 0, whole)
@@ -229,8 +231,8 @@ class EngineMemory:
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
         """Add to the tape the copies of device 0's tensors on all other devices; `sizes` are the bytes of the tensors.
 
-        With `flat`, the copies are in one flat buffer per device. Otherwise, collectives copy coalesced tensors;
-        without collectives, the tensors are copied one by one.
+        With `flat`, the copies are in one flat buffer per device. Otherwise, a collective copies several tensors in one
+        message; without collectives, the tensors are copied one by one.
         """
         tape, others = self._tape, self._devices[1:]
         if flat:
@@ -344,8 +346,8 @@ class EngineMemory:
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
         """Add the sums of gradients on device 0, which are new tensors, to the tape; release the replicas' gradients.
 
-        Collectives sum coalesced gradients; without collectives, gradients are summed one by one. `numbers` are the
-        indices of the parameters.
+        A collective sums several gradients in one message; without collectives, gradients are summed one by one.
+        `numbers` are the indices of the parameters. On a single device, the gradients are not summed.
         """
         tape, parts, count = self._tape, self._shards.parts, len(self._devices)
         found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held, numbers)]
@@ -375,8 +377,8 @@ class EngineMemory:
     def _collect(self, numbers: Sequence[int]) -> None:
         """Add the reduction of gradients into persistent tensors to the tape.
 
-        Each device that updates parameters allocates copies of their gradients from the other devices, adds the copies
-        to its persistent tensors, and releases the copies. `numbers` are the indices of the parameters.
+        For each parameter that it updates, a device allocates copies of the gradients of the other devices, adds the
+        copies to its persistent tensor, and releases them. `numbers` are the indices of the parameters.
         """
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():

@@ -54,11 +54,11 @@ class Trace:
     """One step of one model on `rows` samples on one device.
 
     `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` are those of the optimizer's first
-    step, which creates its state. `parameters` and `trainable` have the order of `module.parameters()`. `ready` lists
-    the indices of the parameters in the order in which backward completes their gradients. In the same order,
-    `ready_at` lists the number of backward ops after which each gradient is complete. `outputs`, `output_gradients`,
-    `gradients` and `losses` are the numbers of these tensors' storages; a missing gradient is None. `fake` is False if
-    the model was traced on real tensors.
+    step, which creates its state. `parameters` has the sizes of the parameters, and `trainable` tells which of them
+    require gradients, both in the order of `module.parameters()`. `ready` lists the indices of the parameters in the
+    order in which backward completes their gradients. In the same order, `ready_at` lists the number of backward ops
+    after which each gradient is complete. `outputs`, `output_gradients`, `gradients` and `losses` are the numbers of
+    these tensors' storages; a missing gradient is None. `fake` is False if the model was traced on real tensors.
     """
 
     model: str
