@@ -54,7 +54,7 @@ def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
         ("inf", "must be a number of GB/s from 0.01 to 10000, got inf"),
         ("42e9", "must be a number of GB/s from 0.01 to 10000, got 42e9"),
         ("gather.txt", "has usable lines of all_reduce_perf for 0 sizes"),
-        ("scatter.txt", "is the output of reduce_scatter_perf: give that of all_reduce_perf"),
+        ("scatter.txt", "is the output of reduce_scatter_perf; give the output of all_reduce_perf"),
         ("absent.txt", "neither a bandwidth in GB/s nor a file that can be read"),
         ("empty.txt", "has usable lines of all_reduce_perf for 0 sizes, but at least 3 sizes are needed"),
         ("short.txt", "has usable lines of all_reduce_perf for 2 sizes"),
@@ -77,7 +77,7 @@ def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
     without = runner.invoke(cli, PREDICT, catch_exceptions=False).output
     assert "The bus bandwidth of rtx-3090-x8 (" in without
     assert "is not measured, but described" in without
-    assert "it would span about" in without
+    assert "it would be about" in without
     measured = runner.invoke(cli, [*PREDICT, "--bus", "3.5"], catch_exceptions=False).output
     assert "is not measured, but described" not in measured
     spans = []

@@ -164,7 +164,7 @@ def _span(one: Prediction) -> float:
 def _prediction(
     case: Case, seconds: float, draws: tuple[float, ...], profile: Profile, spans: tuple[Span, ...], machine: Machine
 ) -> Prediction:
-    """Return the prediction of a case, with the 80 % interval of its `draws` of log(duration / seconds)."""
+    """Return the prediction of a case. `draws` of log(duration / seconds) determine its 80 % interval."""
     low, high = interval(seconds, draws)
     return Prediction(case, seconds, low, high, profile.source, spans, machine.name, draws=draws)
 
@@ -214,10 +214,11 @@ class Predictor:
         return _prediction(case, seconds, drawn(seconds, evaluate, priors, doubt), profile, spans, self.machine)
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Return a sentence on the interval that a measured bus would narrow most, with its length before and after.
+        """Return sentences that tell how much shorter an interval would be if the bus bandwidth were measured.
 
-        Only cases with several ranks are considered. Return "" if there is no such case, if the bus is measured, or if
-        its measurement would shorten that interval by less than a tenth.
+        They name the case whose interval, relative to its step, would shrink most. Only cases with several ranks are
+        considered. Return "" if there is no such case, if the bandwidth is already measured, or if its measurement
+        would shorten that interval by less than a tenth.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
@@ -228,9 +229,10 @@ class Predictor:
             return ""
         rate = words.number(network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9)
         return (
-            f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but described. The interval of "
-            f"{wide.case.label} spans {words.percent(_span(wide))} of its step; with a measured bus (--bus with a "
-            f"rate in GB/s or a file of nccl-tests' output), it would span about {words.percent(_span(narrow))}."
+            f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but described. The 80 % "
+            f"interval of {wide.case.label} is as wide as {words.percent(_span(wide))} of the predicted step; with a "
+            "measured bandwidth (--bus with a rate in GB/s or a file of nccl-tests' output), it would be about "
+            f"{words.percent(_span(narrow))} wide."
         )
 
     def _with_described_bus(self, case: Case) -> Prediction:

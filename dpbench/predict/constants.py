@@ -30,8 +30,8 @@ from dpbench.records.work import middle_draws
 class Constants:
     """The constants of predictions, which are the same for all machines.
 
-    The ends of the names state the units: seconds (`_s`), bytes (`_bytes`) or bytes per second (`_bytes_per_s`). Only
-    `root_s` is in square roots of seconds. The other constants are ratios.
+    The ends of the names state the units: seconds (`_s`), bytes (`_bytes`) or bytes per second (`_bytes_per_s`). There
+    is one exception: the unit of `root_s` is the square root of a second. All other constants are ratios.
     """
 
     launch_s: float = 10e-6
@@ -130,10 +130,11 @@ DEFAULT = Constants()
 
 @dataclass(frozen=True, kw_only=True)
 class HostCosts:
-    """The seconds of each operation on a host, and the relative increase `hand_off` for each competing thread.
+    """The duration in seconds of each operation on a host, and `hand_off`, the slowdown by other threads.
 
-    An operation that was measured on the host has its measured duration; each other operation has the duration in
-    `Constants`, multiplied by the host's factor.
+    If an operation was measured on the host, its duration is the measured one; that of a launch holds in forward and
+    in backward. Otherwise, it is the duration in `Constants`, multiplied by the host factor. `hand_off` is the relative
+    increase in a duration for each other thread that competes for the interpreter lock.
     """
 
     launch_s: float

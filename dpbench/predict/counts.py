@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 
 def exact(name: str) -> bool:
-    """Return whether counts are stored under this name, regardless of case and punctuation; aliases do not count."""
+    """Return whether counts are stored under this name, regardless of case and punctuation; aliases are ignored."""
     return plain(name) in _table()
 
 

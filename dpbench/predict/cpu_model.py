@@ -66,8 +66,8 @@ class ProbedHost:
     def engine_s(self, schedule: str, phase: str, tensors: int) -> float:
         """Return the seconds that the engine or DDP itself takes in a phase, for `tensors` parameter tensors.
 
-        `schedule` and `phase` are the parts of a figure's name, such as "fastest_pool" or "ddp", and "reduce" or
-        "loss_more".
+        `schedule` (such as "fastest_pool", or "ddp" for DDP) and `phase` (such as "reduce") are parts of the names of
+        measured values. With "_more" after the phase, the value is the time in addition to that of one device.
         """
         return self[f"{schedule}_{phase}_s"] + tensors * self[f"{schedule}_{phase}_tensor_s"]
 
@@ -158,7 +158,7 @@ def _at(cost: Cost | None, rows: float) -> float:
 
 
 def _engine(case: Case, profile: Profile, host: ProbedHost, schedule: str) -> dict[str, float]:
-    """Return the seconds of the engine's own work by phase of `ENGINE`, including the copies of inputs and buffers."""
+    """Return the seconds of the engine's own work in each phase of `ENGINE`, with the copies of inputs and buffers."""
     found = {phase: host.engine_s(schedule, phase, profile.parameter_tensors) for phase in ENGINE}
     # the engine manages and frees replicas in unattributed time, which therefore grows with the number of modules
     modules = max(profile.parameter_tensors, 2 * (profile.modules - CHAIN_MODULES))

@@ -293,8 +293,8 @@ def collective(given: str) -> Collective:
     """Return the durations of all-reduces as a curve, from a bus bandwidth in GB/s or a file with nccl-tests' output.
 
     `given` is the bandwidth as text or the path of the file. A bandwidth is the `busbw` that all_reduce_perf prints for
-    its largest sizes; the start-up time and the root term are then those of `constants.DEFAULT`. Raises ValueError for
-    a number outside `LIMITS`, and for a file from which no curve can be fitted.
+    its largest sizes; the curve then has `start_s` and `root_s` of `constants.DEFAULT`. Raises ValueError for a number
+    outside `LIMITS`, and for a file from which no curve can be fitted.
     """
     try:
         rate = float(given)
@@ -318,7 +318,7 @@ def _from_file(path: Path) -> Collective:
         (int(one["size"]), float(one["time_us"]) * 1e-6, float(one["busbw"]) * GB) for one in _LINE.finditer(text)
     ]
     if other := _OTHER.search(text):
-        raise ValueError(f"{path} is the output of {other[0]}: give that of all_reduce_perf")
+        raise ValueError(f"{path} is the output of {other[0]}; give the output of all_reduce_perf instead")
     usable = [point for point in points if min(point) > 0]
     if (sizes := len({size for size, _, _ in usable})) < FEWEST:
         raise ValueError(
@@ -331,8 +331,9 @@ def _from_file(path: Path) -> Collective:
 def fitted(points: Sequence[tuple[int, float, float]]) -> Collective:
     """Return the curve fitted to measured all-reduces, each given as (bytes, seconds, bus bandwidth in bytes/s).
 
-    The fit minimises the sum of the squared relative errors of the seconds. The start-up time, the bandwidth and the
-    root term are not negative.
+    The curve is the sum of the start-up time, a term in proportion to the bytes, and a term in proportion to the square
+    root of the bytes; none of the three is negative. The fit minimises the sum of the squared relative errors of the
+    seconds. The bandwidth of the curve is at most `MOST` times the best measured bandwidth.
     """
     import numpy as np
     from scipy.optimize import nnls

@@ -76,7 +76,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One multi-tensor op of an optimizer: the number of its tensor lists, and of its reads and writes per element."""
+    """One multi-tensor op of an optimizer: `lists` of tensors, and `passes`, the reads and writes for each element."""
 
     lists: int
     passes: int

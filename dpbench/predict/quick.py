@@ -44,8 +44,8 @@ def seconds(
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
         known = ", ".join(map(registry.of_role, KNOWN))
         raise ValueError(
-            f"--quick has no formula for {case.label}; formulas exist for the strategies {known} under the schedule "
-            "reference only; leave out --quick to simulate the step"
+            f"--quick has no formula for {case.label}; formulas exist only for the strategies {known}, and only with "
+            "the schedule reference or without a schedule; leave out --quick to simulate the step"
         )
     terms = _Terms(case, profile, machine, constants, phases, loop)
     if case.devices == 1 or traits.one_device:
@@ -54,7 +54,7 @@ def seconds(
 
 
 class _Terms:
-    """The terms that add up to the duration of a case's step, each in seconds; phases that are not timed count 0."""
+    """The durations in seconds that add up to the step of a case; a phase that is not in `phases` takes 0 s."""
 
     def __init__(
         self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],

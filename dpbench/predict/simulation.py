@@ -106,9 +106,10 @@ class _Prices:
     def _launches(self, task: Task, spent: float) -> float:
         """Return the duration in seconds of a task's launches.
 
-        `spent` is the number of launches multiplied by the duration of one launch. The launches of forward and backward
-        take at most `host_share` of the known duration of the phase. The launches of backward are slowed down by
-        contention between the threads of one process.
+        `spent` is the number of launches multiplied by the duration of a launch in forward. Launches in backward and in
+        the optimizer have durations of their own. In forward and in backward, all launches together take at most the
+        share `host_share` of the phase's duration in the profile. In backward, the threads of one process slow down
+        each other's launches.
         """
         profile, rows = self._profile, self._rows[max(0, task.device)]
         if task.phase is Phase.FORWARD:
@@ -162,7 +163,7 @@ class _Prices:
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return the factor that scales the calculated duration of the optimizer step to the known duration.
+        """Return the duration of the optimizer step in the profile, divided by the calculated duration.
 
         Return 1 if the profile has no duration of the optimizer.
         """
@@ -192,9 +193,10 @@ class _Prices:
 
 
 def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
-    """Return `spent`, a duration of launches in seconds, limited to a share of the known duration of their phase.
+    """Return `spent`, a duration of launches in seconds, limited to a share of the duration of their phase.
 
-    `known` is the cost of the phase, and `rows` the number of samples; without a known cost, there is no limit.
+    `known` is the cost of the phase in the profile, and `rows` the number of samples. If `known` is None, there is no
+    limit.
     """
     return min(spent, share * known.at(rows)) if known else spent
 
@@ -300,7 +302,7 @@ def _tasks(case: Case, profile: Profile) -> list[Task]:
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return the expected duration of the slowest rank's step, divided by the mean of all ranks; 1 without ranks."""
+    """Return the expected duration of the slowest rank's step, divided by the mean of all ranks; 1 for one rank."""
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))

@@ -242,7 +242,7 @@ class ObservedLoop:
             (not self.case.batch_size, "its batch size is unknown; give --model FILE.py:NAME and --step-s instead"),
             (bool(lacking), f"its run lacks {', '.join(lacking)}; give --model FILE.py:NAME and --step-s instead"),
             (self.case.precision not in PRECISIONS, f"it used {self.case.precision}, but only "
-             f"{' and '.join(PRECISIONS)} can be predicted"),
+             f"{' and '.join(PRECISIONS)} can be predicted; watch the loop with one of these precisions"),
             (self.case.device_kind != kind, f"it ran on devices of the kind {self.case.device_kind}, but the machine "
              f"{target.name} has devices of the kind {kind}; choose another --machine"),
         ]  # fmt: skip
@@ -330,8 +330,8 @@ def _alternative(loop: ObservedLoop) -> Alternative | str:
     fitting = [one for one in known if loop.case.devices <= one.gpu.count and alike(one.gpu.name, device)]
     if not fitting:
         return (
-            f"no described machine has {loop.case.devices} GPUs of the model {device}; describe yours in a file, and "
-            "run dpbench predict --machine FILE.toml --from RUN"
+            f"no described machine has {loop.case.devices} GPUs of the model {device}; describe your machine in a "
+            "file, and run dpbench predict --machine FILE.toml --from RUN"
         )
     own = loop.case
     case = Case(

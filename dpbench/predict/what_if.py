@@ -38,10 +38,10 @@ class WhatIf:
 
 
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
-    """Return the what-ifs for one case of each model: DistributedDataParallel, schedules, and other changes.
+    """Return the what-ifs for one case of each model.
 
-    The other changes are a faster machine and a larger batch. Schedules and other changes are each in descending order
-    of gain; the what-if without a change comes last.
+    The what-ifs of a model are in this order: DistributedDataParallel; the engine's schedules in descending order of
+    gain; other changes (a faster machine, a larger batch) in descending order of gain; and the unchanged case.
 
     For each model, the case with the most devices on one node is selected. A model without a case on two or more
     devices of one node has no what-ifs.
@@ -60,8 +60,8 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     """Yield the what-ifs of one case.
 
-    The first what-if has no change: the engine runs the case with the schedule of torch.nn.DataParallel. All gains are
-    relative to this what-if. The second one is DistributedDataParallel.
+    The first what-if is the unchanged case: the engine runs the case with the schedule of torch.nn.DataParallel. All
+    gains are relative to this what-if. The second what-if is DistributedDataParallel.
     """
     now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
     before = predictor.predict(now)
