@@ -272,9 +272,9 @@ def _setting(row: PublishedRow) -> tuple[str, ...]:
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
     """Return a row with its baseline, which has the same or the nearest batch size per device.
 
-    `ones` are the one-device rows with the same setting; if there are none, return None. If several of them have this
-    batch size, the baseline's duration is the median over those whose interconnect and notes are most similar to those
-    of the row.
+    `ones` are the one-device rows with the same setting; if there are none, return None. If several of them have the
+    batch size of the baseline, the baseline's duration is the median over those whose interconnect and notes are most
+    similar to the interconnect and notes of `row`.
     """
     if not ones:
         return None

@@ -64,7 +64,7 @@ def _gpus() -> dict[str, dict[str, Any]]:
 
 
 def _figures(text: str) -> dict[str, Any] | None:
-    """Return the data of the known GPU with the longest name that `text` contains; None if it names no known GPU."""
+    """Return the data of the known GPU with the longest name that `text` contains; None if there is none."""
     words = re.sub(r"[-_]", " ", text.lower())
     names = sorted(_gpus(), key=len, reverse=True)
     return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)

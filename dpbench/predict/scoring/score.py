@@ -117,9 +117,10 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]) -> Point:
-    """Return the pair (host factor, bus bandwidth) with the lowest mean relative error, including the penalty `DOUBT`.
+    """Return the pair (host factor, bus bandwidth) for which the mean absolute relative error plus a penalty is least.
 
     `table` maps each pair to the predicted durations of all rows. The mean is over the rows whose indices are in `use`.
+    The penalty is `DOUBT` times the sum of the absolute logarithms of the pair.
     """
 
     def missed(point: Point) -> float:
@@ -190,7 +191,7 @@ class Scored:
 
     @property
     def interval_score(self) -> float:
-        """Return the interval score of the 80 % interval, as `Coverage` defines it; its ends must be positive."""
+        """Return the score of the 80 % interval, as defined in `Coverage`; both of its ends must be positive."""
         low, measured, high = (math.log(seconds) for seconds in (self.low_s, self.measured_s, self.high_s))
         return high - low + 10 * (max(0.0, low - measured) + max(0.0, measured - high))
 
