@@ -77,7 +77,7 @@ def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
     without = runner.invoke(cli, PREDICT, catch_exceptions=False).output
     assert "The bus bandwidth of rtx-3090-x8 (" in without
     assert "is not measured, but described" in without
-    assert "it would be about" in without
+    assert "it would be as wide as about" in without
     measured = runner.invoke(cli, [*PREDICT, "--bus", "3.5"], catch_exceptions=False).output
     assert "is not measured, but described" not in measured
     spans = []

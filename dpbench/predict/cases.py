@@ -231,8 +231,8 @@ class Predictor:
         return (
             f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but described. The 80 % "
             f"interval of {wide.case.label} is as wide as {words.percent(_span(wide))} of the predicted step; with a "
-            "measured bandwidth (--bus with a rate in GB/s or a file of nccl-tests' output), it would be about "
-            f"{words.percent(_span(narrow))} wide."
+            "measured bandwidth (--bus with a rate in GB/s or a file of nccl-tests' output), it would be as wide as "
+            f"about {words.percent(_span(narrow))}."
         )
 
     def _with_described_bus(self, case: Case) -> Prediction:

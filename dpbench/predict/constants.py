@@ -219,7 +219,7 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
 COLUMNS = ("residual", *STATED, *ESTIMATED)
 """The causes of errors, in the order of the columns of random numbers.
 
-A cause has the same random numbers in all predictions, so that its errors in two steps are correlated.
+A cause has the same random numbers in all predictions. The errors that it causes in two steps are thus correlated.
 """
 
 

@@ -161,7 +161,7 @@ def key(case: Case) -> Key:
 
 
 def named(model: str) -> bool:
-    """Return whether only the name of a model is known, so that dpbench cannot build and run it.
+    """Return whether only the name of a model is known. dpbench cannot build and run such a model.
 
     dpbench can build and run its own models, and models that are given as package.module:name.
     """

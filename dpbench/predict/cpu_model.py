@@ -110,7 +110,7 @@ class ProbedHost:
 
 
 def step(case: Case, profile: Profile, host: ProbedHost) -> dict[str, float]:
-    """Return the seconds of one step of a case by name of the phase; `UNATTRIBUTED` names the time outside all phases.
+    """Return the seconds of each phase of a case's step, by name; `UNATTRIBUTED` names the time outside all phases.
 
     Raises ValueError for a case that this model does not cover.
     """

@@ -155,7 +155,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Return instructions for measuring the step on one device that the prediction of a case needs.
+    """Return instructions for measuring the one-device step that the prediction of a case needs.
 
     `path` is the results file to write. A model that is known by name only cannot be measured; the instructions then
     give alternatives.

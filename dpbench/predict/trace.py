@@ -314,7 +314,7 @@ class _Saved:
     def at(self, tensor: torch.Tensor) -> int:
         """Return the number of backward ops that had run when autograd released its last reference to a tensor.
 
-        Only the references that forward saved for backward count. Return 0 if forward did not save the tensor.
+        Only the references that forward saved for backward are considered. Return 0 if forward did not save the tensor.
         """
         return self._at.get(self._recorder.storage(tensor), 0)
 
