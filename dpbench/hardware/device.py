@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 class Collectives(Protocol):
     """In-place collectives over distinct devices; `tensors[i]` is on device i, and all tensors have the same layout.
 
-    Collectives run concurrently with other work on the devices, except where `follow` and `lead` make one wait for the
-    other.
+    Collectives run concurrently with other work on the devices. `follow` makes later collectives wait for other work,
+    and `lead` makes later work wait for collectives.
     """
 
     def follow(self, i: int) -> None:
@@ -36,13 +36,13 @@ class Collectives(Protocol):
         """Write the sum of all tensors into every tensor."""
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the sum of the parts i of all tensors to part i of `tensors[i]`, for each device i.
+        """For each device i, add up part i of all tensors, and write the sum into part i of `tensors[i]`.
 
         Each tensor consists of one equal part per device.
         """
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy part i of `tensors[i]` to part i of every other tensor, for each device i.
+        """For each device i, copy part i of `tensors[i]` into part i of every other tensor.
 
         Each tensor consists of one equal part per device.
         """
@@ -111,7 +111,7 @@ class Device(Protocol):
         """Queue a timing event after the work of this device, and return the event.
 
         `reuse` is an earlier event of this device whose time is no longer needed; None creates a new event. Return None
-        if the host's clock times the work of this device.
+        if the work of this device is timed with the clock of the host.
         """
 
     def synchronize(self) -> None:
@@ -130,7 +130,7 @@ class Device(Protocol):
         """Release cached memory, and reset the memory peaks to the bytes that are in use."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether collectives can run over `devices`, as on distinct GPUs; this device is the first of them."""
+        """Return whether collectives can run over `devices`, for example distinct GPUs; this device is the first."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
         """Return, for each of `devices`, the list of `tensors` on that device, copied by a collective.

@@ -28,7 +28,7 @@ PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable that sets the default of --patience, in seconds."""
 COUNTED = 0.5
-"""The minimum fraction of the elapsed core-seconds that the kernel's counts cover; below it, the load is unknown."""
+"""If the kernel's counts cover at most this fraction of the elapsed core-seconds, the load is unknown."""
 NOISY = "NOISY"
 FACT = "foreign_load"
 """The key of the foreign load in the provenance of a run and of a trial."""
@@ -133,8 +133,8 @@ def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
 def between(before: Snapshot, now: Snapshot) -> Measured:
     """Return the foreign load between two snapshots.
 
-    Return an unknown load if the time between them is below `SHORTEST_S`, or if the kernel's counts cover at most the
-    fraction `COUNTED` of it.
+    Return an unknown load if the time between them is below `SHORTEST_S` seconds, or if the kernel counted at most the
+    fraction `COUNTED` of the cores' time.
     """
     cores = before.ticks.keys() & now.ticks.keys()
     seconds = now.time_s - before.time_s
@@ -194,10 +194,10 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The fractions, 0 to 1, of the time of `cores` cores that this process tree could not use during a period.
+    """The fractions, from 0 to 1, of the cores' time that others took from this process tree during a period.
 
-    `seconds` is the duration of the period. `foreign` is the fraction that other processes used, and `steal` is the
-    fraction that a hypervisor gave to other virtual machines.
+    `foreign` is the fraction that other processes used, and `steal` is the fraction that a hypervisor gave to other
+    virtual machines. `cores` is the number of cores, and `seconds` the duration of the period.
     """
 
     foreign: float
@@ -231,5 +231,5 @@ Measured = Load | UnknownLoad
 
 
 def plain(load: Measured) -> dict[str, float | str]:
-    """Return a foreign load as a dictionary to store; for an unknown load, its only key is `unknown` (the reason)."""
+    """Return a foreign load as a dictionary to store; an unknown load gives one key, `unknown`, with the reason."""
     return {"unknown": load.reason} if isinstance(load, UnknownLoad) else asdict(load)

@@ -159,7 +159,7 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 
     Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ` provides
     CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. If the latter is not set, it counts as PCI_BUS_ID, as in the processes
-    that measure. Raises LookupError if CUDA's numbers of the GPUs are unknown (see `_visible_handles`).
+    that measure. Raises LookupError if it is unknown which number CUDA gives each GPU (see `_visible_handles`).
     """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
@@ -194,8 +194,9 @@ def describe_for(
 ) -> dict[str, Any]:
     """Return the facts of `describe` for a process in which dpbench did not set CUDA_DEVICE_ORDER.
 
-    If the variable is not set, CUDA uses the order FASTEST_FIRST. NVML does not know this order for unlike GPUs; the
-    GPUs in the result are then those with the UUIDs `uuids`, which CUDA reports in this process, in that order.
+    If the variable is not set, CUDA uses the order FASTEST_FIRST. NVML does not know this order if the GPUs are of
+    different models. The result then has only the GPUs with the UUIDs `uuids`, in the order of `uuids`. CUDA reports
+    these UUIDs in this process.
     """
     try:
         return describe(library, {ORDER: FASTEST_FIRST, **environ})
@@ -275,13 +276,13 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 
 
 def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return the index of the replica on each GPU, by the CUDA ordinal with which samplers number the GPU.
+    """Return a dict from the CUDA ordinal of each GPU, as samplers report it, to the index of the replica on this GPU.
 
     `visible` are the facts about the visible GPUs from `describe`. Item i of `ordinals` is the CUDA ordinal of replica
-    i's GPU, and item i of `uuids` the UUID that CUDA reports for this GPU; both may be empty. Known UUIDs determine the
-    result, and GPUs whose UUID is not in `visible` are left out: they may be MIG instances, for which NVML has only the
-    counters of the whole GPU. Without UUIDs, or if only a MIG instance is visible, `ordinals` determine the result. If
-    `ordinals` is empty, replica i is on visible GPU i.
+    i's GPU, and item i of `uuids` is the UUID that CUDA reports for this GPU; both may be empty. Replicas are matched
+    to GPUs by UUID. A replica whose UUID is not in `visible` is left out: its GPU may be a MIG instance, for which NVML
+    has only the counters of the whole GPU. If `uuids` is empty, or only a MIG instance is visible, replicas are matched
+    by `ordinals`. If `ordinals` is empty too, replica i is on visible GPU i.
     """
     if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):
         known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
@@ -290,7 +291,7 @@ def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence
 
 
 def _bare(uuid: str) -> str:
-    """Return a UUID without the prefix of NVML, which torch does not print."""
+    """Return a UUID without its prefix "GPU-" or "MIG-"; NVML writes this prefix, and torch does not."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
@@ -298,8 +299,8 @@ def _visible_handles(library: Library, physical: dict[str, Handle], environ: Map
     """Return the NVML handles of the GPUs that are visible to CUDA, in the order of CUDA's numbers.
 
     `physical` maps UUIDs to handles. NVML numbers GPUs in PCI order. CUDA's order FASTEST_FIRST cannot be determined
-    without CUDA, but identical GPUs have the same numbers in both orders. Raises LookupError if CUDA numbers unlike
-    GPUs in this order.
+    without CUDA, but GPUs of the same model have the same numbers in both orders. Raises LookupError if the GPUs are of
+    different models and CUDA's order is not PCI_BUS_ID, unless CUDA_VISIBLE_DEVICES contains UUIDs or shows no GPU.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip().startswith("MIG-"):
@@ -312,8 +313,9 @@ def _visible_handles(library: Library, physical: dict[str, Handle], environ: Map
     names = {_tell(library, library.nvmlDeviceGetName, handle) for handle in handles} if order != PCI_ORDER else set()
     if chosen and numbered and len(names) > 1:
         raise LookupError(
-            f"{ORDER}={order} numbers unlike GPUs ({', '.join(sorted(map(str, names)))}) in an order that is unknown "
-            f"without CUDA: unset {ORDER}, set it to {PCI_ORDER}, or list UUIDs in CUDA_VISIBLE_DEVICES"
+            f"with {ORDER}={order}, dpbench does not know which number CUDA gives each GPU, because the GPUs are of "
+            f"different models ({', '.join(sorted(map(str, names)))}): set {ORDER}={PCI_ORDER}, or list UUIDs in "
+            "CUDA_VISIBLE_DEVICES"
         )
     return chosen
 

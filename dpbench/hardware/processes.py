@@ -140,12 +140,12 @@ CHILD_POLL_S = 0.002
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
-    """Make the kernel send the signal `by` to this process when the process `parent` dies; exit if it is dead already.
+    """Make the kernel send the signal `by` to this process when its parent ends; exit if the parent has ended already.
 
-    `parent` is a process id. The kernel sends the signal when the parent's *thread* that started this process ends.
-    That thread must live as long as the child is needed.
+    `parent` is the parent's process id. The kernel already sends the signal when the parent's *thread* that started
+    this process ends. That thread must live as long as the child is needed.
 
-    This works on Linux only. On other systems, children end when their stdin is closed or their work is done.
+    Only Linux sends this signal. On other systems, children end when their stdin is closed or their work is done.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)

@@ -95,8 +95,8 @@ def usable_cores() -> int:
 def host_key(facts: dict[str, Any]) -> str:
     """Return a hash that identifies a machine by its CPU, its cores and its GPUs.
 
-    `facts` are the result of `collect`. The host name is not used, because it differs between containers. For a launch
-    on several machines, the hash identifies all of them, with their numbers of ranks.
+    `facts` are the result of `collect`. The host name is not used, because it differs between containers. For a launch,
+    the hash identifies each of its machines, with its ranks and software, and the network interface of the launch.
     """
     others = facts.get("hosts", {}).get("machines", ())
     same = [one["machine"] for one in others]  # ids that change with each boot: only their equality counts below

@@ -53,7 +53,7 @@ def received() -> int:
 
 
 def check() -> None:
-    """Raise Ended if a signal has asked this process to end. In any thread except the main thread, do nothing."""
+    """Raise EndedBySignal if a signal has asked this process to end; only the main thread raises it."""
     if _State.number and threading.current_thread() is threading.main_thread():
         raise EndedBySignal
 
@@ -61,7 +61,7 @@ def check() -> None:
 def wait(descriptor: int, timeout_s: float) -> bool:
     """Wait until a descriptor can be read, up to `timeout_s` seconds; return whether it can.
 
-    In the main thread, a signal that asks this process to end also ends the wait, and Ended is raised.
+    In the main thread, a signal that asks this process to end also ends the wait, and EndedBySignal is raised.
     """
     check()
     main = threading.current_thread() is threading.main_thread()
@@ -87,7 +87,8 @@ def ignore(numbers: tuple[signal.Signals, ...] = ENDING) -> None:
 def held() -> Iterator[None]:
     """Block the signals of `ENDING` while this process starts another one, which must call `release` to unblock them.
 
-    No signal is then delivered before the new process has its handlers, or before this process can end the new one.
+    The new process thus receives no signal before it has installed its handlers. This process receives no signal before
+    the `with` block ends, at which time it can end the new process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:

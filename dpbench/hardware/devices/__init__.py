@@ -42,7 +42,7 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
     """Return one device per id; None means all GPUs, so the list is empty on a machine without a GPU.
 
     An id is the index of a GPU, a torch.device, or the name of a device. If a GPU is listed several times, its replicas
-    are colocated. Each "cpu" is one logical CPU device. "emulated:1" is the emulated device whose tensors report the
+    are colocated. Each "cpu" is one logical CPU device. "emulated:1" is an emulated device; its tensors report the
     device "lazy:1". Raises ValueError for ids of an unknown kind, ids of different kinds, and GPUs that do not exist.
     """
     if isinstance(device_ids, DeviceId):

@@ -54,7 +54,7 @@ class EmulatedTensor(torch.Tensor):
     ) -> Any:
         """Run an op on the wrapped tensors.
 
-        In inference mode, torch passes composite ops to this method too; they are decomposed into other ops first.
+        In inference mode, torch passes composite ops to this method too; the method decomposes them into other ops.
         """
         if torch.is_inference_mode_enabled():
             result = func.decompose(*args, **(kwargs or {}))
@@ -132,7 +132,7 @@ class EmulatedTensor(torch.Tensor):
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
-    """Return an emulated tensor on `device` that wraps `inner`; the bytes of `inner` then count for `device`."""
+    """Return an emulated tensor on `device` that wraps `inner`, and count the bytes of `inner` as bytes of `device`."""
     if inner.is_conj() or inner.is_neg():  # torch cannot see these two flags of a wrapped tensor
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
@@ -296,7 +296,7 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Raise RuntimeError if the lists of a multi-tensor op have, at one index, tensors on different devices."""
+    """Raise RuntimeError if tensors at the same index in the lists of a multi-tensor op are on different devices."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)

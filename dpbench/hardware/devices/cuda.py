@@ -38,15 +38,16 @@ class CudaDevice:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Return this replica's own stream; if it has none, the held stream, or else this thread's current stream."""
+        """Return the replica's own stream, else the stream that `hold` has set, else this thread's current stream."""
         return self._own or self._held or torch.cuda.current_stream(self.ordinal)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Make the calling thread's current stream on this GPU the stream of this device in all threads.
+        """Inside the context, all threads use the calling thread's current stream on this GPU for this device.
 
-        Otherwise, each thread would use its own current stream: the default stream in the threads in which autograd
-        runs backward, and another replica's stream in a thread that has entered the guard of a replica on the same GPU.
+        Outside the context, each thread uses its own current stream. In the threads in which autograd runs backward,
+        this is the default stream. In a thread that has entered the guard of another replica on the same GPU, it is the
+        stream of that replica. A replica with its own stream always uses its own stream.
         """
         before, self._held = self._held, self.stream
         try:
@@ -190,7 +191,7 @@ class CudaDevice:
             return Nccl(devices) if nccl.is_available(probe) else None
 
     def recorder(self) -> WorkRecorder | None:
-        """Return a new recorder of CUDA graphs, which has a separate memory pool."""
+        """Return a new recorder that records work as CUDA graphs and has a separate memory pool."""
         return GraphRecorder(self)
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -229,7 +230,7 @@ class Nccl:
         nccl.all_reduce(tensors, streams=self._streams)
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the sum of the parts i of all tensors to part i of `tensors[i]`, for each device i.
+        """For each device i, add up part i of all tensors, and write the sum into part i of `tensors[i]`.
 
         Each tensor consists of one equal part per device. NCCL accepts a part of the input as the output, so no other
         memory is needed.
@@ -237,7 +238,7 @@ class Nccl:
         nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy part i of `tensors[i]` to part i of every other tensor, for each device i.
+        """For each device i, copy part i of `tensors[i]` into part i of every other tensor.
 
         Each tensor consists of one equal part per device. NCCL accepts a part of the output as the input, so no other
         memory is needed.
@@ -253,7 +254,7 @@ class Nccl:
 
 
 class GraphRecorder:
-    """A recorder of the CUDA graphs of one replica, which captures the work on a side stream.
+    """A recorder that captures the work of one replica as CUDA graphs, on a side stream.
 
     The graphs of the replica share one memory pool. All graphs are replayed on the current stream, never two at the
     same time; they may therefore reuse the same memory.

@@ -1,14 +1,14 @@
-"""Devices on the host, where work is done when its call returns: logical CPU devices and emulated devices.
+"""Devices on the host: logical CPU devices and emulated devices; each operation is done when its call returns.
 
 Logical CPU devices have separate tensors, so that every schedule can run and be tested without a GPU. Emulated devices
 also raise an error if tensors of different devices are combined, as GPUs do, and count the bytes on each device
 exactly.
 
-After an emulated device has been created, or `install` has been called, `module.to("lazy:0")`, `x.to("lazy:1")`,
-`torch.zeros(3, device="lazy:0")` and `.cpu()` work in every thread. Values are computed on the host. They are bitwise
-equal to those of logical CPU devices, except for attention and RNNs, whose results are equal within rounding. For
-attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on both). For RNNs on
-emulated devices, torch multiplies the input step by step, as on a GPU.
+After an emulated device has been created, or this module's `install` has been called, `module.to("lazy:0")`,
+`x.to("lazy:1")`, `torch.zeros(3, device="lazy:0")` and `.cpu()` work in every thread. Values are computed on the host.
+They are bitwise equal to those of logical CPU devices, except for attention and RNNs, whose results are equal within
+rounding. For attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on
+both). For RNNs on emulated devices, torch multiplies the input step by step, as on a GPU.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ class SampleFile:
     def _read(self) -> list[Sample]:
         """Return the samples in the complete lines that have been added to the file since the last read.
 
-        If these lines have more than `MOST_BYTES`, return the samples of a part of the seconds, which are spread evenly
-        and have samples of all metrics.
+        If these lines have more than `MOST_BYTES`, return only the samples that were taken in some of the seconds.
+        These seconds are spread evenly over the time, and all metrics are kept.
         """
         samples = []
         with suppress(OSError), self._output.open("rb") as file:  # no file if no samples have been written
