@@ -120,8 +120,8 @@ def test_each_rank_has_its_own_loader(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"loader": (-2,)}, "off or a number of workers from 0"),
-        ({"loader": (2,), "inputs": ("device",)}, "a DataLoader gives batches on the host"),
+        ({"loader": (-2,)}, "off or a number of workers, 0 or more"),
+        ({"loader": (2,), "inputs": ("device",)}, "a DataLoader puts batches in the host's memory"),
     ],
 )
 def test_a_loader_that_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:

@@ -238,7 +238,7 @@ def test_own_without_an_optimizer_says_what_to_add(offer: Any) -> None:
     model = models.load(offer(), "small", 0)
     with pytest.raises(LookupError, match=r"no function optimizer\(parameters\): add it to the model.s object"):
         Updates(Case(model="mine:net", strategy="single", batch_size=4, optimizer="own"), model, [])
-    with pytest.raises(ValueError, match="--optimizer own is the optimizer of your model's file"):
+    with pytest.raises(ValueError, match="--optimizer own takes the optimizer of your model's file"):
         Options(optimizer="own")
 
 

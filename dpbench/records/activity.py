@@ -127,9 +127,9 @@ class Busy:
     """The seconds in which a device computed, copied, communicated and was idle; 0 without activities.
 
     `span_s` is the time from the device's first to its last activity. `compute_s`, `copies_s` and `communication_s` are
-    the times with at least one activity of that kind; these times may overlap. During the exposed times, the device ran
-    no compute kernel. `kernels_s` is the time with at least one compute kernel or copy, and `idle_s` the time without
-    any activity.
+    the times with at least one activity of that kind; these times may overlap. `exposed_copies_s` and
+    `exposed_communication_s` are the parts of these times in which the device ran no compute kernel. `kernels_s` is the
+    time with at least one compute kernel or copy, and `idle_s` the time without any activity.
     """
 
     span_s: float = 0.0

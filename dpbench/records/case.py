@@ -109,7 +109,7 @@ class Case:
     If a strategy has one process per device, "device" puts the whole batch on each device, and memory peaks include it.
     """
     hosts: int = 1
-    """The number of machines on which the ranks run, which torchrun or srun started; 1 for a strategy without ranks."""
+    """The number of machines on which torchrun or srun started the ranks; 1 for a strategy without ranks."""
     read_loss: int = 0
     """The loop reads the loss as a number in step 0 and every `read_loss` steps after it; 0 means never."""
     zero_grad: str = "none"
@@ -192,7 +192,8 @@ class Case:
     def working(self) -> int:
         """Return the number of devices that do work; a replica without samples does none.
 
-        All devices count if the batch size is unknown, or if the parallelism is LAYERS: each then has some layers.
+        If the batch size is unknown, all devices count. They also count if the parallelism is LAYERS, because each
+        device has some of the layers.
         """
         if self.traits.parallelism is Parallelism.LAYERS or not self.batch_size:
             return self.devices
@@ -205,7 +206,7 @@ class Case:
 
     @cached_property
     def habits(self) -> tuple[str, ...]:
-        """Return a short text for each of `HABITS` that differs from its default."""
+        """Return a short text for each habit, a field in `HABITS`, whose value is not the default."""
         return tuple(filter(None, map(self.habit, HABITS)))
 
     def habit(self, name: str) -> str:
@@ -227,7 +228,8 @@ class Case:
     def without(self, habit: str) -> Case:
         """Return the case with the field `habit`, one of `HABITS`, set to its default.
 
-        In a forward alone, the field `mode` is set to "forward" (with autograd), because training does other work.
+        If the case runs a forward alone, the habit `mode` is set to "forward" (with autograd). Its default, training,
+        would be different work.
         """
         if habit == "mode" and not self.trains:
             return replace(self, mode="forward")

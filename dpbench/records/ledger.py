@@ -1,8 +1,9 @@
-"""Ledger: the split of a step's time into phases, which sum to the whole step.
+"""Ledger: the split of a step's time into phases, so that the parts sum to the whole step.
 
-The algorithm goes back in time from the end of the step. It charges one span for the time back to the start of this
-span, and continues from there; `walk` explains how it chooses the span. The charged stretches are the critical path of
-the step. Time that no span covers is charged as `unattributed`; no difference is computed, so it is never negative.
+The algorithm goes back in time from the end of the step. It chooses a span, charges it for the time since the start of
+this span, and continues from that start; `walk` explains the choice. The charged stretches are the critical path of the
+step. Time that no span covers is charged as `unattributed`; it is not computed as a difference, so it is never
+negative.
 """
 
 from __future__ import annotations
@@ -146,8 +147,8 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
 
     The algorithm charges one span after the other, each back to its start. If several spans are open at the time that
     it has reached, it charges the one that ends first, or among equal ends the one that began last. A device may open a
-    phase of `_NEEDS` and then wait for other devices. Such a span is charged back to the time at which the last of
-    their results arrived; the wait before is charged only where no other span is open.
+    phase that needs results of other devices (a key of `_NEEDS`), and then wait for them. Such a span is charged back
+    to the time at which the last of these results arrived; its wait is charged only where no other span is open.
     """
     inside = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
     tie_s = 0.0 if all(span.clock == "host" for span in inside) else TIE_S
@@ -169,7 +170,7 @@ GPU clocks round their times, and their relation to the host's clock is known on
 
 
 def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> Iterator[Part]:
-    """Yield the critical path from `end_s` back to `start_s`, as `walk` does; `parts` are the parts of spans to charge.
+    """Yield the critical path from `end_s` back to `start_s`, as `walk` does, over the stretches of spans in `parts`.
 
     Ends that differ by at most `tie_s` seconds count as equal.
     """
@@ -199,8 +200,8 @@ def _began(span: Span, spans: Iterable[Span], tie_s: float) -> float:
     """Return the time in seconds from which `span` works; before, its device waits for other devices.
 
     If `span` needs a phase of other devices (see `_NEEDS`), this is the latest end of that phase on another device, or
-    the start of `span` if that is later. Ends less than `tie_s` seconds before the end of `span`, or after it, do not
-    count. If `span` needs no phase of another device, this is its start.
+    the start of `span` if that is later. Only ends more than `tie_s` seconds before the end of `span` count. If `span`
+    needs no phase of another device, this is its start.
     """
     if (needed := _NEEDS.get(span.phase)) is None:
         return span.start_s
@@ -270,10 +271,10 @@ def of_trial(trial: Trial) -> list[dict[str, float]]:
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
     """Return the steps and the spans of all ranks, merged as if they came from one process.
 
-    `parts` are the trials of the ranks. Each step is that of the rank which finished it last. A reduction starts only
-    when the last rank arrives, so each rank's reduce span is cut to begin at that time. The time that other ranks wait
-    for the last rank thus counts as the phase in which the last rank still is. For the same reason, a rank's backward
-    span that contains the beginning of the rank's reduction is cut to end there.
+    `parts` are the trials of the ranks. Each step of the result is that of the rank that finished it last. A reduction
+    starts only when the last rank arrives. Each rank's reduce span is therefore cut to begin at that time. A rank's
+    backward span that contains the beginning of the rank's last reduce span is cut to end there. The time in which
+    ranks wait for the last rank is thus charged to the last rank's spans.
     """
     steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
     spans = [span for part in parts for span in part.spans]

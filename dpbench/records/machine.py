@@ -33,7 +33,7 @@ MOST_GPUS = 256
 Number = Annotated[float, msgspec.Meta(ge=-1e24, le=1e24)]
 """A finite number of a description."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e24)]
-"""A number from 0."""
+"""A number of 0 or more."""
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
 """A number above 0."""
 
@@ -70,7 +70,8 @@ class Host:
     The predictor has a constant for the duration of each operation, which was measured on another machine. On this
     host, an operation takes `factor` times as long. A field such as `launch_s` is the duration of one operation, as
     measured on this host; it replaces the operation's constant. `hand_off` is the fraction by which each additional
-    thread slows down the interpreter. A value is unknown if it is None, or 0 for `cores` and rates.
+    thread slows down the interpreter. None means that a value is unknown; for `cores` and the
+    rates, 0 means this.
     """
 
     factor: Positive = 1.0
@@ -87,9 +88,9 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The measured duration of an all-reduce over all devices: start_s + w + root_s * sqrt(w) seconds.
+    """The constants of an all-reduce over all devices, which takes start_s + w + root_s * sqrt(w) seconds.
 
-    w is the number of bytes that each device sends, divided by `bytes_per_s`.
+    w is the number of bytes that each device sends, divided by `bytes_per_s`. `root_s` is in square roots of seconds.
     """
 
     bytes_per_s: Positive
@@ -303,7 +304,7 @@ def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return the message for an unknown name, which lists the known names and suggests the most similar one."""
+    """Return a message that reports an unknown name, lists the known names and suggests the most similar one."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
 

@@ -25,8 +25,8 @@ OBSERVED = "observed"
 class Unknown:
     """A part of a loop that dpbench did not understand: `problem` describes it, and it affects `steps` steps.
 
-    A fact that is unknown but changes no phase, such as the number of workers in a trace, affects 0 steps. The same
-    holds for a definition that dpbench had to choose, such as that of the phase `data` without a DataLoader.
+    `steps` is 0 for an unknown fact that changes no phase, such as the number of workers in a trace. It is also 0 for a
+    note on how dpbench has defined a phase, such as `data` in a loop without a DataLoader.
     """
 
     problem: str
@@ -39,7 +39,7 @@ class Unknown:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The memory of one GPU that a rank's process holds at the end of its loop: NVML reports `held_bytes` bytes.
+    """The memory that a rank's process holds on one GPU at the end of its loop: `held_bytes` bytes, as NVML reports.
 
     `gpu` is the GPU's number in nvidia-smi on the machine of the rank. `uuid` is the GPU's UUID, which is unique over
     all machines. `own` is whether the rank trains on this GPU.

@@ -43,7 +43,8 @@ class Options:
     """The options that select the cases and the measurements of a run.
 
     Each field has the name and the default of an option of `dpbench run`, whose --help explains it. An empty value
-    means the default on this machine, which `measure.selection` inserts. `model` and `strategy` are the user's own.
+    means the default on this machine, which `measure.selection` inserts. `model` and `strategy` name the user's own
+    models and strategies.
     """
 
     models: tuple[str, ...] = ()
@@ -102,7 +103,7 @@ class Options:
     def __post_init__(self) -> None:
         """Raise ValueError for a number out of its range, an unknown word, or optimizer "own" for dpbench's models."""
         if self.optimizer == "own" and (self.models or not self.model):
-            raise ValueError("--optimizer own is the optimizer of your model's file: give --model, and no --models")
+            raise ValueError("--optimizer own takes the optimizer of your model's file: give --model, and no --models")
         if self.rounds != AUTO and (isinstance(self.rounds, str) or not 1 <= self.rounds <= MOST_ROUNDS):
             raise ValueError(
                 f"--rounds: {self.rounds!r} is neither a number of rounds from 1 to {MOST_ROUNDS} nor auto"
@@ -259,9 +260,9 @@ def check_precision(precision: str, kind: str) -> None:
 
 
 def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if a value of a habit is unknown, or is not possible with this kind of device or another habit.
+    """Raise ValueError if a value of a habit is unknown, or cannot be used with this kind of device or another habit.
 
-    `habits` maps each name in `HABITS` to the values of that axis.
+    Habits are the axes in `HABITS`. `habits` maps each of these names to the values of that axis.
     """
     for name, axis, known in HABIT_VALUES:
         for value in habits[name]:
@@ -277,7 +278,7 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
     if (every := min(habits["read_loss"])) < 0:
         raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
     if (workers := min(habits["loader"])) < -1:
-        raise ValueError(f"--loader must be off or a number of workers from 0, got {workers}")
+        raise ValueError(f"--loader must be off or a number of workers, 0 or more, got {workers}")
     if any(habits["compile"]) and kind == "emulated":
         raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
     if any(habits["neighbour"]) and kind == "emulated":
@@ -293,7 +294,10 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
 def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
     """Raise ValueError if the value of one habit has no effect because of the value of another habit."""
     if max(habits["loader"]) >= 0 and "device" in habits["inputs"]:
-        raise ValueError("a DataLoader gives batches on the host: leave out --loader, or --inputs device")
+        raise ValueError(
+            "a DataLoader puts batches in the host's memory, so --inputs device has no effect: leave out --loader or "
+            "--inputs"
+        )
     for name, option in (("read_loss", "--read-loss"), ("zero_grad", "--zero-grad")):
         if {*habits["mode"]} - {TRAIN} and {*habits[name]} - {getattr(Case, name)}:
             raise ValueError(

@@ -38,12 +38,12 @@ def sweep(
     device_memory_bytes: int = 0,
     **habits: Sequence[Any],
 ) -> list[Case]:
-    """Return a case for each combination of values of the axes, which are the arguments with several values.
+    """Return a case for each combination of values of the axes; an axis is an argument that takes several values.
 
     Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global batch sizes (strong
     scaling), and those in `batch_per_device` are multiplied by the number of devices (weak scaling).
     `device_memory_bytes` limits the memory of each emulated device. `habits` are further axes, named as in `HABITS`.
-    Raises LookupError for unknown names, and ValueError for other values that cannot be run.
+    Raises LookupError for unknown names, and ValueError for other values with which no case can run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
@@ -96,10 +96,11 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
     """Return the cases of common situations in multi-GPU training, with two replicas on devices of `device_kind`.
 
-    The situations are: every strategy; each place of the batch before a step (GPUs and emulated devices); loss read in
-    every step or every tenth; gradients filled with zeros; bf16, fp16 and torch.compile; the forward alone, with
-    autograd and under no_grad; batches from a DataLoader without and with workers; each model concurrent with itself.
-    For a CPU, strategies of one process also run on emulated devices. `axes` are further axes of `sweep`.
+    The situations are: every strategy; the batch in each kind of memory before a step (only on GPUs and emulated
+    devices); loss read in every step or every tenth; gradients filled with zeros; bf16, fp16 and torch.compile; the
+    forward alone, with autograd and under no_grad; batches from a DataLoader without and with workers; each model
+    concurrent with itself. For a CPU, strategies of one process also run on emulated devices. `axes` are further axes
+    of `sweep`.
     """
     found = []
     for name in registry.names("strategies"):
@@ -186,7 +187,7 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def groups(cases: Sequence[Case], number: int, *, paired: bool) -> list[tuple[Case, ...]]:
-    """Return the cases of round `number` in groups, each of which one worker measures with alternating blocks of steps.
+    """Return the cases of round `number` in groups; one worker measures a group, with alternating blocks of steps.
 
     If `paired` is True, the groups are those of `side_by_side`. If it is False, each case is a group by itself, except
     on emulated devices: there, the engine's `reference` and torch.nn.DataParallel on equal work form a group, whose
@@ -285,7 +286,7 @@ def _together(switches: Sequence[str]) -> str:
 
 
 def conditions(device_kind: str) -> tuple[str, ...]:
-    """Return the `conditions` of `Schedule.needs` that a kind of device meets: TRAIN_STEP, and on GPUs also CUDA."""
+    """Return the `conditions` to give to `Schedule.needs` for a kind of device: TRAIN_STEP, and on GPUs also CUDA."""
     return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
 
 

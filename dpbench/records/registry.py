@@ -1,9 +1,9 @@
 """Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy declares.
 
-A model or sampler of dpbench is a file in one of its packages, and is named after this file. A file of strategies has
-several by name. An external strategy comes from a
-file (`file.py:name`), from an importable module (`package.module:name`), or from an installed distribution that has an
-entry point in the group `dpbench.strategies`.
+A model or sampler of dpbench is a file in one of its packages, and is named after this file. A file of strategies may
+define several strategies, each with its own name. An external strategy comes from a file (`file.py:name`), from an
+importable module (`package.module:name`), or from an installed distribution that has an entry point in the group
+`dpbench.strategies`.
 
 Plans, predictions and reports depend on the traits of a strategy, never on the strategy's name.
 """
@@ -36,7 +36,7 @@ class Role(StrEnum):
     BASELINE = "baseline"
     """Training on one device without a wrapper; speed-ups are relative to this strategy."""
     ALL_CORES = "all cores"
-    """Training on one CPU device that uses all cores, which shows the gain from more cores without data parallelism."""
+    """Training on one CPU device that uses all cores; it shows the gain from more cores without data parallelism."""
     WRAPPER = "wrapper"
     """torch.nn.DataParallel itself."""
     ENGINE = "engine"
@@ -337,7 +337,7 @@ def check_module(name: str, option: str = "--model") -> None:
 
 
 def _check_visible(kind: str, name: str) -> None:
-    """Raise LookupError if a name has characters that a stored case would escape; `kind` names it in the message."""
+    """Raise LookupError if `name` has characters that a stored case would escape; the message begins with `kind`."""
     if visible(name) != name:
         raise LookupError(
             f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8; rename the file"
@@ -345,7 +345,7 @@ def _check_visible(kind: str, name: str) -> None:
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return the message for an unknown name, which lists the known names and suggests the most similar one.
+    """Return a message that reports an unknown name, lists the known names and suggests the most similar one.
 
     `kind` is the kind of the named thing in words, such as "model".
     """

@@ -151,9 +151,9 @@ class Schedule:
 def _climb() -> dict[str, Schedule]:
     """Return the schedule of every rung, by name; each rung changes one more switch than the rung below.
 
-    The rung `graphs` is an exception. Most machines cannot run it, so the rung above `graphs` changes a switch of the
-    rung below `graphs`. A CUDA graph contains a whole backward, so a reduction cannot overlap with a part of backward.
-    Therefore `graphs` also sets reduce=after.
+    The rung `graphs` is an exception in two ways. It also sets reduce=after: a CUDA graph contains a whole backward, so
+    no reduction can overlap with a part of backward. The next rung starts from the rung below `graphs`, not from
+    `graphs`, which most machines cannot run.
     """
     below = Schedule()
     rungs = {REFERENCE: below}

@@ -73,7 +73,7 @@ HOSTS = "hosts"
 FAILED_HOSTS = "failed_hosts"
 """The key of a baseline's provenance for the reasons, by machine, why other machines could not run the baseline."""
 ALONE = "step_alone_s"
-"""The metric for the seconds of a baseline step; all machines of a launch run the baseline at once, each alone."""
+"""The metric for the seconds of a baseline step, which all machines of a launch run at once, without communication."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Failure:
     failed first, or None if it is unknown. `rank` is the rank that failed. `verified` is NO if the gradients were
     wrong. `at_s` is the time at which the rank raised an exception, or at which its process was found dead, in seconds
     on the clock of `time.perf_counter`. `exception` is the name of the exception's class, and `traceback` is Python's
-    traceback; both are empty if the process ended without an exception. `exit_status` is then the exit status of the
+    traceback. If the process ended without an exception, both are empty, and `exit_status` is the exit status of the
     process, which is negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory:
     torch raises this type also in a rank whose peer has died.
     """

@@ -16,9 +16,10 @@ _HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    r"""Return the text with an escape, such as \x1b or \u202e, in place of each invisible or controlling character.
+    r"""Return `text` with an escape, such as \x1b or \u202e, in place of each character that `_HIDDEN` matches.
 
-    With `lines`, line feeds are kept.
+    These are control characters, direction marks, line separators and lone surrogates. With `lines`, line feeds are
+    kept.
     """
     if text.isprintable():
         return text
@@ -39,9 +40,9 @@ def everywhere(data: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values of a column; if they are texts, return a list of the texts that `visible` has converted.
+    """Return the values of a column; if they are texts, return a list of them, each converted by `visible`.
 
-    A column has either texts only or no texts. Each distinct text is converted once, because a long column has few.
+    A column has either texts only or no texts. A text that occurs several times is converted once.
     """
     if not values or not isinstance(values[0], str):
         return values

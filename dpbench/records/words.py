@@ -92,7 +92,7 @@ def time_unit(value: float) -> tuple[float, str]:
 
 
 def size(number_of_bytes: float) -> str:
-    """Return a number of bytes as text in a binary unit, such as "1.50 MiB"; numbers of B have no decimals."""
+    """Return a number of bytes as text in a binary unit, such as "1.50 MiB"; below 1 KiB, it has no decimals."""
     unit, scale = binary(number_of_bytes)
     return f"{number_of_bytes:,.0f} B" if scale == 1 else f"{number(number_of_bytes / scale)} {unit}"
 

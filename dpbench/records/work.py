@@ -226,7 +226,7 @@ class CopyTimes:
 
     @classmethod
     def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
-        """Return the links that a worker stored in a trial's provenance; empty if it timed none."""
+        """Return the copy times that a worker stored in a trial's provenance; empty if it timed no copies."""
         return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in provenance.get(LINKS, ()))
 
 
@@ -238,6 +238,6 @@ Draw i uses the same random numbers in all predictions, so errors that two steps
 
 
 def middle_draws(draws: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest value of the middle 80 % of the draws."""
+    """Return the lowest and the highest of the middle 80 % of `draws`, which are random draws of one value."""
     ordered = sorted(draws)
     return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]
