@@ -242,8 +242,8 @@ NEARLY_ALL = 0.8
 def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> str:
     """Return the likely cause of a process's end and the remedy, as a clause to append to `ending`.
 
-    The clause is empty for an end without SIGKILL. `killed_before` is the result of `killed_for_memory` before the
-    process began, and `peak_bytes` is the peak of the process's resident set. Lack of memory is named only if
+    The clause is empty if SIGKILL did not end the process. `killed_before` is the result of `killed_for_memory` before
+    the process began, and `peak_bytes` is the peak of the process's resident set. Lack of memory is named only if
     `killed_for_memory` has increased, or if the resident set reached the fraction `NEARLY_ALL` of the memory limit.
     """
     if exit_status != -signal.SIGKILL:

@@ -111,7 +111,8 @@ class Source(StrEnum):
 class Status(StrEnum):
     """The status of a trial that ended.
 
-    A resumed run measures `killed` trials again, and a trial with another status only if `--retry` lists that status.
+    A resumed run repeats every trial with the status `killed`. It repeats trials with another status only if `--retry`
+    lists that status.
     """
 
     OK = "ok"
@@ -215,7 +216,7 @@ class Trial:
         return replace(self, spans=()).with_ledger(self.ledger.close())
 
     def with_ledger(self, ledger: Ledger) -> Trial:
-        """Set the ledger of this trial, which has no spans from which it could be computed; return the trial."""
+        """Set the ledger of this trial, because the trial has no spans from which to compute it; return the trial."""
         self.__dict__["ledger"] = ledger
         return self
 

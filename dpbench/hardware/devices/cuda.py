@@ -93,8 +93,8 @@ class CudaDevice:
     def guard(self) -> AbstractContextManager[Any]:
         """Return a context manager that makes this GPU and this device's stream current in the thread that enters it.
 
-        The stream is looked up in the thread that calls `guard`: in a new thread, the current stream is the default
-        stream, not the stream of the thread that started the new one.
+        The stream is that of the thread that calls `guard`, and not of the thread that enters the context: the current
+        stream of a new thread is the default stream.
         """
         stack = ExitStack()
         device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
