@@ -46,9 +46,9 @@ class Member:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the member from `data`, a dictionary of its fields, as `asdict` makes it.
+        """Return the member that `asdict` converted to `data`.
 
-        Fields may be missing or unknown, because another version of dpbench may have sent the dictionary.
+        Another version of dpbench may have sent `data`: fields may be missing from it, and unknown ones are ignored.
         """
         known = {field.name: data.get(field.name) for field in fields(cls)}
         return cls(**known | {"cores": tuple(known["cores"] or ()), "version": known["version"] or "an older version"})
@@ -75,11 +75,11 @@ def _machine() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A request from rank 0 to an agent, with its number `turn` and its time limit `limit_s` in seconds.
+    """A request from rank 0 to an agent; `turn` is its number, and `limit_s` is its time limit in seconds.
 
     `sample` lists the ordinals of the GPUs to sample during the work, together with the host; None means no sampling.
     `roots` has process ids of agents on this machine. The foreign load is the load of all processes outside the process
-    trees of these agents; if `roots` is empty, it is not measured.
+    trees of these agents; if `roots` is empty, this load is not measured.
     """
 
     request: Request
@@ -200,7 +200,7 @@ class Agent:
             self._server.end_worker()
 
     def _answer(self, rank_0: Channel, turn: int, do: Callable[[], Reply]) -> None:
-        """Call `do`, and send its answer to rank 0 under the request's number `turn`; an error becomes a failure."""
+        """Call `do`, and send its answer to the request `turn` to rank 0; if `do` raises, the answer is a failure."""
         try:
             answer = do()
         except Exception as error:
@@ -209,7 +209,7 @@ class Agent:
             rank_0.send("answer", **replace(answer, turn=turn).to_dict())
 
     def _renew(self) -> Reply:
-        """Start a new server in place of the previous one, and return an empty answer when it is ready."""
+        """Start a new server of workers in place of the previous one; return an empty answer when it is ready."""
         if self._server is None:
             self._scratch = self._stack.enter_context(folder())
             self._server = self._stack.enter_context(Server(self._scratch))

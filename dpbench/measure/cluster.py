@@ -110,7 +110,7 @@ class Cluster:
         return replace(case, hosts=max(1, hosts))
 
     def counts(self) -> tuple[int, ...]:
-        """Return default device counts: 1, and the numbers of ranks on the first 1, 2, 4, ... machines and on all."""
+        """Return default device counts: 1, and the total of ranks on the first 1, 2, 4, ... machines and on all."""
         sizes = [len(host.ranks) for host in self.hosts()]
         machines = [number for number in (1, 2, 4, 8, 16, 32, 64) if number < len(sizes)]
         return tuple(dict.fromkeys([1, *(sum(sizes[:number]) for number in machines), sum(sizes)]))
@@ -227,7 +227,7 @@ class Cluster:
         return f"the case needs {count(size, 'rank')}, but {'; '.join(gone)}" if gone else ""
 
     def _place(self, number: int) -> tuple[int, list[int]]:
-        """Return a rank's position among the ranks that see the same cores and GPUs, and the numbers of these ranks."""
+        """Return the position of rank `number` among the ranks that see the same cores and GPUs, and their list."""
         mine = self._peers[number].member
         peers = [
             rank.number for rank in self._peers if (rank.member.machine, rank.member.sees) == (mine.machine, mine.sees)
@@ -235,9 +235,9 @@ class Cluster:
         return peers.index(number), peers
 
     def _roots(self, number: int) -> tuple[int, ...]:
-        """Return the process ids of all agents that see the same cores and GPUs as a rank.
+        """Return the process ids of the agents of all ranks that see the same cores and GPUs as rank `number`.
 
-        The result is empty unless the rank is the first of them, so that only one agent measures the foreign load.
+        Return an empty tuple unless `number` is the lowest of these ranks: only its agent measures the foreign load.
         """
         place, peers = self._place(number)
         return tuple(self._peers[peer].member.pid for peer in peers) if place == 0 else ()
@@ -259,8 +259,8 @@ class Cluster:
         """Yield the samples that a rank's agent took during the rank's timed steps.
 
         `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs to the case's device
-        indices. Samples of the first machine's host are left out, because the run itself takes them. Samples of GPUs
-        that the case does not use are left out too.
+        indices. Samples of the host's counters on rank 0's machine are left out, because the run itself takes them.
+        Samples of GPUs that the case does not use are left out too.
         """
         timed = [step for step in part.steps if not step.warmup]
         devices = {HOST: host_device(host)} if host else {}
@@ -273,7 +273,10 @@ class Cluster:
     def _described(
         self, trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Reply], worst: Offset
     ) -> Trial:
-        """Return the trial with more provenance: its machines, their largest clock error, the highest foreign load."""
+        """Add three facts to the trial's provenance, and return the trial.
+
+        They are its machines, the largest error of the offsets between their clocks, and the highest foreign load.
+        """
         loads = [answer.load for answer in answers.values() if answer.load]
         load = max(loads, key=lambda one: one.taken, default=None)
         facts: dict[str, Any] = {HOSTS: [asdict(host) for host in hosts], "clock_error_s": worst.error_s}

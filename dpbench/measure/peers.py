@@ -91,7 +91,7 @@ class Offset:
     error_s: float = 0.0
 
     def between(self, later: Offset) -> Offset:
-        """Return the mean of this offset and a later one; the drift between them adds to the error."""
+        """Return the mean of this offset and a later one; half of their difference adds to the error."""
         mean = statistics.mean([self.seconds, later.seconds])
         return Offset(mean, max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2)
 
@@ -173,11 +173,12 @@ class Peers(Sequence[Peer]):
         self._collect(self, START_LIMIT_S)
 
     def ask(self, work: Mapping[int, Work], *, timeout_s: float | None = None) -> dict[int, Reply]:
-        """Send each rank its work, and return each rank's answer, both by the number of the rank.
+        """Send each rank its work, and return the ranks' answers; the keys of both dictionaries are ranks.
 
         `timeout_s` is the time in seconds for which a rank waits for its peers; None if the ranks work independently.
-        If ranks wait for each other and one fails, the work of the others is ended. If `timeout_s` has passed by then,
-        and another rank may have caused every failure so far, the ranks without an answer are reported as late.
+        If ranks wait for each other and one fails, rank 0 ends the work of all ranks that have not answered. They
+        are reported as late if at least `timeout_s` seconds have passed since the start, and if each failed rank may
+        have failed because of another rank.
         """
         self.turn += 1
         began_s, limit_s = time.perf_counter(), max(one.limit_s for one in work.values())
@@ -235,7 +236,7 @@ class Peers(Sequence[Peer]):
                     answers[peer.number] = _received(peer, data)
 
     def offset(self, peer: Peer) -> Offset:
-        """Return the offset of a rank's clock, as the message with the shortest delay shows it.
+        """Return the offset of a rank's clock from this process's clock, computed from the fastest of several pings.
 
         If the rank is lost, the error of the offset is infinite.
         """
@@ -256,7 +257,11 @@ def _secondary(failures: Sequence[Failure]) -> bool:
 
 
 def _received(peer: Peer, data: Mapping[str, Any]) -> Reply:
-    """Return the answer in a message; its failure gets the time of arrival, because the clocks of machines differ."""
+    """Return the answer that the message `data` contains.
+
+    If it is a failure, its time is replaced by the time at which rank 0 received the message, because the clocks of the
+    ranks' machines differ.
+    """
     answer = Reply.from_dict(data)
     if answer.failure is None:
         return answer
