@@ -1,6 +1,6 @@
 """Clocks: time the steps of a training loop and the phases of each step, on one time base.
 
-A mark is a context manager around one phase on one device. Its record is a span, with the times of both ends:
+A mark is a context manager around one phase on one device. It records a span, which has the times of both ends:
 
     with clock.block():                      back-to-back steps
         for ...:
@@ -56,7 +56,7 @@ class Clock(Protocol):
         """Return the spans that have been recorded so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the samples that this clock provides: of the metric `BUSY` per step, or of `OUTLASTING` per block."""
+        """Return this clock's samples: each device's busy seconds by step, or work that outlasts a block's steps."""
 
 
 class HostClock:
@@ -232,8 +232,8 @@ class CudaClock:
     the last block, map the device's events to the host's time base. Long times are sums of the differences between
     neighbouring events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
 
-    The events of marks are read at the end of their block, and later marks reuse them. If a later block has the same
-    length, its marks record events, but create none.
+    The events of marks are read at the end of their block, and later marks reuse them. A later block with as many
+    marks on each device therefore usually creates no events for its marks.
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
@@ -248,7 +248,7 @@ class CudaClock:
         self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span with CUDA events, or with the host's clock for `HOST`."""
+        """Return a context manager that records a span: with CUDA events or, for `HOST`, with the host's clock."""
         return self._host_mark(phase) if device == HOST else _CudaMark(self, phase, device)
 
     @contextmanager
@@ -319,7 +319,7 @@ class CudaClock:
         return tuple(found)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, for each block, the host times in seconds at which it began and its steps ended, on each device."""
+        """Return, for each block, the host times of its beginning, and those of the end of each step, by device."""
         if not self._blocks:
             return []
         rows = map(list, zip(*(self._chain(i) for i in range(len(self._devices))), strict=True))
@@ -359,9 +359,9 @@ class CudaClock:
         return {device.index: device.event() for device in self._devices}
 
     def placing(self) -> Callable[[int, int, Any], float]:
-        """Return a function of a step, the index of a device and an event of this device in the step.
+        """Return a function that converts a CUDA event to the host's time in seconds at which the device reached it.
 
-        The function returns the host's time in seconds at which the device reached the event.
+        Its arguments are the index of the step in which the event was recorded, the index of the device, and the event.
         """
         begins = self._begins()
 
@@ -372,7 +372,7 @@ class CudaClock:
         return place
 
     def _begins(self) -> list[tuple[list[Any], list[float]]]:
-        """Return, for each step, the events of its beginning and their host times in seconds, both by device."""
+        """Return, for each step, two lists by device: the events at its beginning, and their host times in seconds."""
         found: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             found.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
@@ -381,8 +381,9 @@ class CudaClock:
     def samples(self) -> tuple[Sample, ...]:
         """Return one sample of `OUTLASTING` per block, stored for the clock's first device.
 
-        Its value is a fraction of the block's duration: the time from the end of the last step until all devices were
-        idle, minus the duration of this step. It is above 0 if the devices have work for which the steps do not wait.
+        To get its value, the duration of the block's last step is subtracted from the time between the end of this step
+        and the moment when all devices were idle; the rest is divided by the block's duration. The value is above 0 if
+        the devices have work for which the steps do not wait.
         """
         found = list[Sample]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):

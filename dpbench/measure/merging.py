@@ -42,8 +42,8 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
     """Return the parts without the time that their profiled reductions spend waiting for other ranks.
 
     In each profiled step, the rank that arrives last has the shortest reduction, because it does not wait. The median
-    of these shortest reductions over all steps is the longest duration that a reduction keeps; longer ones are cut at
-    the start.
+    of these shortest durations over all profiled steps serves as the duration of a reduction without waiting. Each
+    longer reduction is shortened to this duration by a later start.
     """
     each = [values for part in parts for values in part.readings(EXPOSED_REDUCTION).values() if any(values)]
     if not each:
