@@ -96,7 +96,7 @@ def test_jobs_measure_a_plan_and_the_same_command_measures_what_a_cancelled_job_
     last = folder.err.split("dp[reference]")[1].split("job ")[1].split()[0]
     slurm.call("scancel", last)
     assert process.wait(100) == 2, folder.err
-    assert "ended before all rounds" in folder.err
+    assert "ended before it had measured all rounds" in folder.err
     kept = folder.final()
     assert {json.loads(case)["strategy"] for _, case in cases(folder)} >= {"single"}
     assert "incomplete" in folder.err, "the report says what is missing"

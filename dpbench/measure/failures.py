@@ -70,8 +70,9 @@ def of_end(
     """Return the failure record of a rank whose process ended without a result.
 
     `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
-    seconds, at which the parent detected the end. `killed_before` is the result of `processes.killed_for_memory` before
-    the process started, and `peak_bytes` is the peak of the process's resident set; both are None if not known.
+    seconds, at which the parent detected the end. `killed_before` is the number of processes that the kernel had
+    killed for lack of memory before this process started, and `peak_bytes` is the peak of the process's resident set;
+    both are None if not known.
     """
     advice = processes.advice(exit_status, killed_before, peak_bytes)
     reason = f"ended without a result ({processes.ending(exit_status)}){advice}"
@@ -81,8 +82,8 @@ def of_end(
 def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}".format) -> str:
     """Return the reason of a case whose ranks failed: the reason of the first of `failures`, the likely cause.
 
-    If the first rank ended without a result, the other ranks that ended without a result follow. Ranks that raised an
-    error are left out, because the end of a peer may have caused it. `name` returns the name of a rank.
+    If the first rank ended without a result, the text also lists the other ranks that ended without a result. Ranks
+    that raised an error are left out, because the end of a peer may have caused it. `name` returns the name of a rank.
     """
     first, *others = failures
     ends = [
@@ -121,7 +122,7 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return the device that ran out of memory as text, such as "device cuda:0".
+    """Return the name of the device whose memory ran out, such as "device cuda:0".
 
     Without `ordinal`, the text is "device cuda" or "device cpu".
     """

@@ -205,7 +205,8 @@ class _Jobs:
         self._absorb(job)
         if not (job.folder / DONE).exists():
             logs = job.folder / "submitit"
-            self._listen(Note(f"{job.case.label}: job {job.job.job_id} ended before all rounds; its log is in {logs}"))
+            text = f"job {job.job.job_id} ended before it had measured all rounds; its log is in {logs}"
+            self._listen(Note(f"{job.case.label}: {text}"))
         return True
 
     def _absorb(self, job: _Submitted) -> None:
@@ -256,7 +257,7 @@ PART, DONE, REQUEST = "part.db", "done.json", "request.json"
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """The work of one job: a case, its number of rounds, and the limits of `measure.run.run` in seconds."""
+    """The work of one job: a case, its number of rounds, and the arguments `limit_s` and `patience_s` of `run.run`."""
 
     case: Case
     rounds: int

@@ -162,9 +162,11 @@ def leader_address(launch: Launch, interface: str) -> str:
     # rank 0's own name often resolves to its loopback interface; the other ranks resolve it to another address
     if launch.rank == 0 and address != own and not address.startswith("127."):
         fits = [name for name, one in addresses().items() if one == address]
-        way = f"give --interface {fits[0]}" if fits else f"start {launch.by} with an address of {interface}"
+        other = f"let {launch.leader} resolve to {own}, or start torchrun with --master-addr {own}"
+        way = f"give --interface {fits[0]}" if fits else other
         raise LaunchError(
-            f"the other ranks look for rank 0 at {launch.leader} ({address}), but {interface} has {own}: {way}"
+            f"the other ranks look for rank 0 at {launch.leader} ({address}), but the network interface {interface} of "
+            f"rank 0's machine has the address {own}: {way}"
         )
     return own if launch.rank == 0 else address
 
@@ -220,8 +222,8 @@ class Channel:
     def receive(self) -> tuple[str, dict[str, Any]]:
         """Wait for a message; return its kind and its data.
 
-        Raises EOFError or OSError if the connection is closed, if the rest of a message does not arrive, or if the
-        message is not from the other end.
+        Raises EOFError or OSError if no complete message arrives, because the connection is closed or the rest of the
+        message is late. Raises OSError if a message is too long, or if its code shows that another sender made it.
         """
         size, code = struct.unpack(">Q32s", self._read(40))
         if size > LARGEST_BYTES:
@@ -261,9 +263,10 @@ class Channel:
 
 
 def key() -> bytes:
-    """Return the key of this user: from the environment, else from a file that only this user can read.
+    """Return the key of this user: the environment variable DPBENCH_KEY or, if it is not set, the content of a file.
 
-    The file is created if it does not exist. Raises LaunchError if the file cannot be written or read.
+    Only this user can read the file. It is created if it does not exist. Raises LaunchError if it cannot be written or
+    read.
     """
     if given := os.environ.get(KEY):
         return given.encode()
@@ -347,5 +350,6 @@ def connect(launch: Launch, interface: str) -> Channel:
         time.sleep(RETRY_S)
     raise LaunchError(
         f"{launch} could not reach rank 0 at {address} within {JOIN_S:.0f} s: {seen}. "
-        "Without --interface, the ranks use the loopback interface, so all ranks must be on one machine"
+        "Without --interface, the ranks use the loopback interface, so all ranks must be on one machine: give "
+        "--interface if they are on several machines"
     )

@@ -138,7 +138,7 @@ class RankGroup:
         return cls(backend=backend, size=seat.size, meeting=meeting, interface=seat.interface, timeout=wait)
 
     def environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """Return the environment variables of a rank: its ranks, the group's size, and the interface to use."""
+        """Return the environment variables of a rank: its rank and local rank, the group's size, and the interface."""
         together = {"LOCAL_WORLD_SIZE": str(self.size)} if isinstance(self.meeting, FolderMeeting) else {}
         return together | {
             "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size),

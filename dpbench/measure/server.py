@@ -118,8 +118,8 @@ class Server:
     ) -> list[Trial] | Failure:
         """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
 
-        `cancelled` is called when the worker has started. If it returns True, the worker is killed, because
-        `end_worker` was called before the worker existed.
+        `cancelled` is called when the worker has started; if it returns True, the worker is killed. This is needed if
+        `end_worker` was called before the worker existed, and therefore had no effect.
         """
         self._cancelled = cancelled
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
@@ -291,7 +291,7 @@ def ended(exit_status: int | None, limit_s: float, folder: Path, killed_before: 
 
     If `exit_status` is None, the worker exceeded its limit of `limit_s` seconds, and the message has its Python stacks.
     Otherwise, the message has the end of its output. `folder` has the files that the worker wrote. `killed_before` is
-    the result of `processes.killed_for_memory` before the worker started, or None.
+    the number of processes that the kernel had killed for lack of memory before the worker started; None if unknown.
     """
     stacks, log = _stacks(folder), _tail(folder / "log")
     if exit_status is None:
