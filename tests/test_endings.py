@@ -182,10 +182,10 @@ class Loop(Strategy):
 @pytest.mark.parametrize(
     ("loop", "said"),
     [
-        (Loop({7: math.nan}), "the loss of step 7 has NaN; the first step was correct"),
-        (Loop({7: math.inf, 8: math.nan}), "the loss of step 7 has infinity"),
-        (Loop(dict.fromkeys(range(4, 99), math.nan), shared=True), "the loss of step 6 has NaN"),  # the block's last
-        (Loop({}, weights=12), "after the timed steps, the weight fc1.weight has NaN"),
+        (Loop({7: math.nan}), "the loss of step 7 contains NaN; the first step was correct"),
+        (Loop({7: math.inf, 8: math.nan}), "the loss of step 7 contains infinity"),
+        (Loop(dict.fromkeys(range(4, 99), math.nan), shared=True), "the loss of step 6 contains NaN"),  # the last one
+        (Loop({}, weights=12), "after the timed steps, the weight fc1.weight contains NaN"),
     ],
     ids=["NaN", "infinity", "shared", "weights"],
 )  # fmt: skip
@@ -215,12 +215,12 @@ def test_a_trial_whose_training_diverges_fails(tmp_path: Path, strategy: str) ->
     case = Case(model=f"{path}:net", strategy=strategy, batch_size=4, optimizer="own")
     found = worker.run(case, Effort(), tmp_path)
     assert found.status is Status.FAILED
-    assert re.search(r"the loss of step [2-9] has (NaN|infinity)", found.reason), found.reason
+    assert re.search(r"the loss of step [2-9] contains (NaN|infinity)", found.reason), found.reason
 
 
 @pytest.mark.parametrize(("output", "fails"), [(math.nan, True), (-math.inf, False)])
 def test_outputs_may_be_infinite_but_not_nan(output: float, fails: bool) -> None:
-    with pytest.raises(ValueError, match="the output of step 9 has NaN") if fails else nullcontext():
+    with pytest.raises(ValueError, match="the output of step 9 contains NaN") if fails else nullcontext():
         check_results([{"scores": torch.tensor([1.0, output])}], 9, trains=False)
 
 

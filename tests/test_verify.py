@@ -217,8 +217,8 @@ def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda loss: loss * float("nan"), r"the gradient of \w+ has NaN in the first step"),
-        (lambda loss: loss * 1e38 * 1e38, r"the gradient of \w+ has (NaN|infinity) in the first step"),
+        (lambda loss: loss * float("nan"), r"the gradient of \w+ contains NaN in the first step"),
+        (lambda loss: loss * 1e38 * 1e38, r"the gradient of \w+ contains (NaN|infinity) in the first step"),
         (lambda loss: loss.detach().requires_grad_(), "no parameter has a gradient after backward in the first step"),
     ],
     ids=["nan", "infinite", "detached"],
@@ -232,7 +232,7 @@ def test_outputs_that_are_nan_are_named() -> None:
     model, case = own(nn.Linear(4, 3), (4,)), Case(model="own", strategy="dp", devices=2, batch_size=9, mode="no_grad")
     nn.init.constant_(model.module.bias, float("nan"))
     devices = resolve(["cpu"] * 2)
-    with pytest.raises(ValueError, match="output has NaN, also without data parallelism"):
+    with pytest.raises(ValueError, match="output contains NaN, also without data parallelism"):
         verification.check_outputs(partial(begin, dp.ENGINE), case, model, devices, precision_of, split=dp.ENGINE.split)
 
 

@@ -113,10 +113,10 @@ def block_chunked(
     module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
     *, scale: float = 1.0,
 ) -> nn.Module:  # fmt: skip
-    """Return `module` with the reference's gradients and buffers, for a step that splits the inputs of one block only.
+    """Return `module` with the reference's gradients and buffers, for a step that splits only one block's inputs.
 
-    `split` has the name of the block and the numbers of samples in its chunks. The other arguments are those of
-    `chunked`.
+    The block is a submodule. `split` has its name, and the number of samples of each chunk. The other arguments are
+    those of `chunked`.
     """
     block = module.get_submodule(split.block)
     block.to(device)
@@ -129,7 +129,7 @@ def block_chunked(
 
 
 class _Chunked(nn.Module):
-    """A module that runs copies of a block, one on each chunk of its inputs, and concatenates their outputs."""
+    """A replacement of a submodule: it runs one copy on each chunk of the inputs, and concatenates the outputs."""
 
     def __init__(self, copies: Sequence[nn.Module], rows: Sequence[int], device: torch.device) -> None:
         super().__init__()
@@ -172,8 +172,8 @@ def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Ten
 def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
     """Return the tensor without its autograd history, and append the returned tensor to `into`.
 
-    The returned tensor requires gradients if `tensor` does. The caller finds it in `into`, because a container that is
-    made from it, such as a cache, may have a copy of it instead.
+    The returned tensor requires gradients if `tensor` does. The caller reads it from `into`, because the container
+    into which it is put, such as a cache, may store a copy of it.
     """
     end = tensor.detach().requires_grad_(tensor.requires_grad)
     into.append(end)

@@ -5,7 +5,7 @@ If the steps of a case do not train, the outputs of a forward are compared inste
 The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
 pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
 computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks. If the
-strategy splits the inputs of one block only, the copies are those of the block.
+strategy splits only the inputs of one submodule, called the block, the copies are those of the block.
 
 Replicas of one process draw random numbers from one generator, in an order that depends on the threads. Verification
 therefore seeds the generator before each forward with a number that it computes from the inputs of the forward. The
@@ -67,14 +67,14 @@ class Verification:
 
     def __str__(self) -> str:
         if math.isnan(self.error):
-            return f"{self.worst} minus its value in the chunked reference is NaN: one of the two has NaN or infinity"
+            return f"{self.worst} cannot be compared with the chunked reference: one of them contains NaN or infinity"
         text = f"{self.worst} differs from the chunked reference by {self.error:.2g} times the norm of the reference"
         if not self.random:
             return text
         return (
-            f"{text}, but two runs of the reference also differ from each other; the model uses random numbers: "
-            "draw them in forward, not in the loss, with torch from its default generator, or disable the model's "
-            "randomness (for example dropout); compiled code and layers spread over GPUs cannot replay random numbers"
+            f"{text}, but two runs of the reference also differ from each other: the model draws random numbers that "
+            "dpbench cannot repeat. Let the model draw them in forward, not in the loss, from torch's default "
+            "generator, without compilation or layers spread over GPUs; or turn them off (for example dropout)"
         )
 
 
@@ -129,20 +129,21 @@ def _check_gradients(module: nn.Module) -> None:
     for name, gradient in found.items():
         if kind := _not_finite(gradient):
             raise ValueError(
-                f"the gradient of {name} has {kind} in the first step, also without data parallelism: correct the "
+                f"the gradient of {name} contains {kind} in the first step, also without data parallelism: correct the "
                 "model, its batch or its loss; a division by zero, log(0) or a too large input gives such numbers"
             )
 
 
 DIVERGES = (
-    "the first step was correct, so the training diverges: correct the model or its batches, or give a smaller "
-    "learning rate by --optimizer own; or give --unverified, which labels every figure UNVERIFIED"
+    "the first step was correct, so the training diverges: correct the model or its batches, or give "
+    "--optimizer own with a smaller learning rate in the model's optimizer; or give --unverified, which labels every "
+    "figure UNVERIFIED"
 )
 """The cause of steps that give NaN or infinity only after verification, and the remedy."""
 
 
 def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
-    """Raise ValueError if an element of a result is NaN or, with `trains`, infinite.
+    """Raise ValueError if a result contains NaN; if the steps train (`trains`), also if it contains infinity.
 
     `results` has the losses (without training, the outputs) of consecutive steps. `last` is the number of the last of
     these steps, counted from 1. If a strategy writes all losses to the same memory, the error names that last step.
@@ -152,14 +153,14 @@ def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
         found |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
     for step, tensor in sorted(found.values(), key=lambda one: one[0]):
         if (has := _not_finite(tensor)) == "NaN" or (has and trains):
-            raise ValueError(f"the {'loss' if trains else 'output'} of step {step} has {has}; {DIVERGES}")
+            raise ValueError(f"the {'loss' if trains else 'output'} of step {step} contains {has}; {DIVERGES}")
 
 
 def check_weights(module: nn.Module) -> None:
-    """Raise ValueError if a trained weight is not finite; the losses do not show the effect of the last update."""
+    """Raise ValueError if a trained weight contains NaN or infinity; no loss shows the effect of the last update."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and (has := _not_finite(parameter.detach().cpu())):  # a device may be full
-            raise ValueError(f"after the timed steps, the weight {name} has {has}; {DIVERGES}")
+            raise ValueError(f"after the timed steps, the weight {name} contains {has}; {DIVERGES}")
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
@@ -223,7 +224,7 @@ def check_outputs(
     before, after = pristine.state_dict(), model.module.state_dict()
     kept = [(name, after[name], before[name]) for name in before]
     if with_nan := next((name for name, tensor in wanted.items() if tensor.isnan().any()), ""):
-        raise ValueError(f"{with_nan} has NaN, also without data parallelism: correct the model or its batch")
+        raise ValueError(f"{with_nan} contains NaN, also without data parallelism: correct the model or its batch")
     outputs = [(name, given[name], wanted[name]) for name in wanted]
     verdict = replace(_verdict(outputs, kept, tolerance), steps_s=steps_s)
     if verdict.verified is Verified.NO:
@@ -236,10 +237,10 @@ def check_outputs(
 def _trained(
     start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[nn.Module, int, float]:
-    """Train; return the trained module, the number of steps of the last attempt, and the seconds of all steps.
+    """Train; return the trained module, the number of steps of the last attempt, and the seconds of all attempts.
 
-    An attempt takes one step. In fp16, further attempts take one step more each, until the gradients are finite: all
-    but the last step of the last attempt have overflowed. The first attempt trains `model`, the others copies of it.
+    The first attempt takes one step of `model`. In fp16, as long as the gradients of the last step overflow,
+    another attempt follows, which starts from a fresh copy of the model and takes one step more.
     """
     pristine, steps_s = copy.deepcopy(model.module), 0.0
     for steps in range(1, len(SCALES) + 1):
@@ -287,7 +288,7 @@ def _finite(module: nn.Module) -> bool:
 
 
 def _small(case: Case, split: Callable[[Case], Split]) -> Case:
-    """Return the case with a smaller batch, the same numbers of replicas and passes, and unequal chunks if possible."""
+    """Return the case with a smaller batch (if possible in unequal chunks), but with all its replicas and passes."""
     counts: Callable[[Case], tuple[int, int]] = lambda one: (len(one.rows), len(split(one).rows))  # noqa: E731
     expected = counts(case)
     most = max(4 * case.devices - 1 if case.devices > 1 else 4, 3 * expected[1] - 1)
@@ -296,7 +297,7 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
 
 
 def _replays(case: Case, parts: Split) -> bool:
-    """Return whether each forward pass of a step can draw random numbers that its inputs determine.
+    """Return whether each forward pass of a step can draw random numbers from a seed that is computed from its inputs.
 
     This is impossible in compiled code and in CUDA graphs, which draw their own numbers.
     """
@@ -305,7 +306,7 @@ def _replays(case: Case, parts: Split) -> bool:
 
 
 def replay(module: nn.Module, *, alone: bool) -> bool:
-    """Let each forward of `module` draw random numbers that its inputs determine, and then restore the generators.
+    """Let each forward of `module` seed the random generators from its inputs, and restore the generators at its end.
 
     With `alone`, only one thread at a time runs a forward, because all threads share the generator of the host. The
     copies and replicas of the module replay too. Return whether the module can replay; see `with_forward`.
@@ -338,8 +339,8 @@ def _seed(tensors: list[torch.Tensor]) -> int:
 def _replay(module: nn.Module, parts: Split) -> bool:
     """Apply `replay` to `module` and, if a step splits the inputs of one block only, also to this block.
 
-    The module's forward waits for the block's replicas, and must therefore not exclude them from running. Return
-    whether `replay` was possible everywhere.
+    The module's forward waits for the block's replicas, so it must not hold the lock for which their forwards wait.
+    Return whether `replay` was possible for both.
     """
     if parts.block and not replay(module.get_submodule(parts.block), alone=True):
         return False
@@ -356,7 +357,7 @@ def _without_dropout(module: nn.Module) -> None:
 
 
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verification:
-    """Compare the gradients of two modules, and with `buffers` also their buffers; return the verdict of `_verdict`."""
+    """Compare a module's gradients, and with `buffers` its buffers, with those of `reference`; see `_verdict`."""
     gradients = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
     kept = [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()] if buffers else []
     return _verdict(gradients, kept, tolerance)
@@ -370,8 +371,8 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
     """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are buffers or weights.
 
     The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
-    reference's tensor. So that rounding does not decide, the divisor of a result is at least 1e-4 of the largest norm
-    of all results; that of a kept tensor is at least the norm of a tensor of the same shape with all elements 1e-4.
+    reference's tensor. To ignore rounding errors of tiny tensors, the divisor has a lower limit: for a result, 1e-4 of
+    the largest norm of all results; for a kept tensor, the norm of a tensor of its shape with all elements 1e-4.
     The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     # the reference is on one device, and the module's layers may be on several
