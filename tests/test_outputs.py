@@ -180,7 +180,7 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(dpbenc
     assert found["seconds"] == 3 * (3.5 + selection.ASSUMED_S)
     assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, 300.0)
     out = dpbench(*CASES, "--dry-run")[1]
-    assert "1 case as measured earlier on this machine; 1 case without" in out
+    assert "1 case with earlier trials on this machine; 1 case without" in out
     assert path.read_bytes() == before
 
 

@@ -172,8 +172,8 @@ def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) ->
     """Return two neighbouring multiples of `unit`: a batch size that fits (0 if none fits), and the next, which fails.
 
     `fits` returns whether a batch size fits. The second value is None if every tried batch size fits. The search starts
-    at `start`, rounded up to a multiple of `unit`. It tries no batch size above `most`, except possibly the first. If
-    memory is fragmented, a batch size can fail although a larger one fits; the first value is then not always the
+    at `start`, rounded up to a multiple of `unit`. Only the batch size that is tried first can be above `most`.
+    If memory is fragmented, a batch size can fail although a larger one fits; the first value is then not always the
     largest that fits.
     """
     good, bad, at = 0, None, -(-start // unit)

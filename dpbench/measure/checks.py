@@ -116,7 +116,7 @@ class MeasuringCost:
     step time divided by that of torch.nn.DataParallel. `cost_s` is the difference of the two step times in seconds. For
     `marks` on CPU or emulated devices, `cost_s` is a difference of CPU time, which other processes do not affect.
     `share` is the cost as a fraction: of a 10 ms step for `marks`, of the throughput for `samplers`, and None for
-    `engine`, whose cost has no limit. `detail` is additional text. `reason` says why the numbers are missing; it is
+    `engine`, for which no goal is set. `detail` is additional text. `reason` says why the numbers are missing; it is
     empty if they are known.
     """
 

@@ -1,8 +1,8 @@
 """Loaders: sweep the arguments of a DataLoader, and time the step that it feeds. This module does not import torch.
 
 Each measurement has a fresh process, so that a dataset that raises, hangs or ends the process fails only one
-measurement. Each round measures all settings, and the step, once in random order under a new server. A setting that
-failed once is not measured again.
+measurement. Each round starts a new server, and measures all settings and the step once, in random order. A setting
+that failed once is not measured again.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ class Sweep:
     """The measurements of a plan, with at least `examples` examples each.
 
     `step_s` has the seconds of each step by round; it is empty if dpbench timed no step, or if the step failed.
-    `step_reason` says why the step failed, and `noisy` describes the foreign load if it was too high; else, both are
-    empty.
+    `step_reason` says why the step failed; it is empty if the step did not fail. `noisy` describes the foreign load if
+    it was too high, and is empty otherwise.
     """
 
     plan: LoaderPlan
@@ -211,8 +211,8 @@ def _trial(plan: LoaderPlan, server: Server, scratch: Path) -> LoaderReading:
 def _examples(plan: LoaderPlan, trial: LoaderReading, say: Callable[[str], None]) -> int:
     """Return the number of examples of each measurement.
 
-    By default, a measurement takes about a second without workers, or `TURNS` batches of each worker if that is longer.
-    Raises Unfit if the dataset has too few examples.
+    By default, a measurement has as many examples as are loaded in about a second without workers, but at least
+    `TURNS` batches per worker, and not more than the dataset has. Raises Unfit if the dataset has too few examples.
     """
     rate = plan.batch_size * len(trial.waits_s) / sum(trial.waits_s)
     widest = max(plan.settings, key=lambda one: one.fill + one.ahead)

@@ -38,10 +38,10 @@ class Arm(StrEnum):
 class SelfCheck:
     """The settings of a self-check of the component `arm`.
 
-    `block_s` is the duration in seconds of one part of the measurement: for marks, of a block of steps with or without
-    marks; for the sampler, of a series of steps that has several readings. `step_s` applies only to marks: the clock
-    reads CPU time as rarely as it would if each step took `step_s` seconds. `sampler_pid` is the process id of the
-    sampler; 0 for marks.
+    `block_s` is the duration in seconds of one part of the measurement. For marks, a part is a block of steps, with or
+    without marks. For the sampler, it is a series of steps during which the sampler reads several times. `step_s`
+    applies only to marks: the clock reads CPU time as rarely as it would if each step took `step_s` seconds.
+    `sampler_pid` is the process id of the sampler; 0 for marks.
     """
 
     arm: Arm
@@ -54,8 +54,8 @@ class SelfCheck:
 class RemoteRank:
     """One rank of a trial whose ranks have different parents, on one or several machines.
 
-    The ranks meet at `address` and `port`, and `key` separates the trial from others there; the collectives use the
-    network interface `interface`. `place` is the position of the rank among the ranks that see the same cores and GPUs:
+    The ranks meet at `address` and `port`, and `key` identifies the trial there; the collectives use the network
+    interface `interface`. `place` is the position of the rank among the ranks that see the same cores and GPUs:
     it selects the rank's core or GPU. `timeout_s` is the longest time in seconds that the rank waits for its peers.
     """
 
@@ -88,8 +88,9 @@ class Loading:
     """One measurement of a DataLoader.
 
     `dataset` is `file.py:name` or `package.module:name`, or the costs of the synthetic dataset. `setting` has the
-    arguments of the DataLoader. `examples` is the least number of examples in the steady part. If `examples` is 0, the
-    measurement is a short trial, which takes about half a second and loads at least one batch.
+    arguments of the DataLoader. `examples` is the least number of examples to load after the workers' queues have
+    filled. If `examples` is 0, the measurement is a short trial, which takes about half a second and loads at least one
+    batch.
     """
 
     dataset: str | Synthetic
@@ -109,9 +110,9 @@ class Loading:
 class Request:
     """The work for one worker process, which is one rank of a trial if the request has a `seat`.
 
-    The worker writes its trials, log and stacks to `folder`, which its server sets. `self_check` has the settings of a
-    self-check, and `loading` the measurement of a DataLoader; both are None for other jobs. `requested_s` is the time
-    of the request in seconds on the clock of `time.perf_counter`.
+    The worker writes its trials, log and stacks to `folder`; the server fills in this field. `self_check` has the
+    settings of a self-check, and `loading` describes the measurement of a DataLoader; both are None for other jobs.
+    `requested_s` is the time of the request in seconds on the clock of `time.perf_counter`.
     """
 
     cases: tuple[Case, ...]

@@ -167,7 +167,7 @@ def identity(cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, 
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY, by time (`before` or `during` the trials); empty if there are none.
+    """Return the reasons for labelling a run NOISY; the keys are `before` and `during`, for the time of the load.
 
     `load` is the foreign load before the run. `trials` has the pairs (case, round) measured under too much load.
     """
@@ -282,7 +282,7 @@ class _Session:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
 
     def _repeatable(self) -> list[Slot]:
-        """Return the pairs (case, round) in `noisy` that have only one trusted trial; empty if the budget is spent."""
+        """Return the pairs (case, round) in `noisy` that were not repeated yet; empty if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:

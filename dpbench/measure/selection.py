@@ -1,4 +1,4 @@
-"""Selection: the cases that the options of a run select on this machine, the forecast of their time, and their run."""
+"""Selection: select the cases of a run from its options, forecast how long the run takes, and measure the cases."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class RunForecast:
             return f"it depends on the queue of {self.launcher}"
         known = sum(one.trial_s is not None for one in self.cases)
         new = len(self.cases) - known
-        parts = [f"{words.count(known, 'case')} as measured earlier on this machine"] if known else []
+        parts = [f"{words.count(known, 'case')} with earlier trials on this machine"] if known else []
         if new:
             assumed = f"the planner assumes {words.time(ASSUMED_S)} per trial"
             parts.append(f"{words.count(new, 'case')} without an earlier trial, for which {assumed}")

@@ -50,9 +50,9 @@ class Stopping:
     A series ends when its median is precise, when its noise is known, or when the timed steps reach the total duration
     `budget_s` (in seconds) or the number `max_steps`. Before `min_steps` timed steps, only `max_steps` ends the series.
     The median is precise if half the width of its 95 % interval is at most the fraction `precision` of the median. The
-    noise, which is the relative interquartile range, is known if it stays nearly constant. Further steps then add less
-    information than further rounds in other processes. At least `least_warmup` steps count as warm-up. `reason` says
-    why the series ended; it is empty until then.
+    noise, which is the relative interquartile range, is known if it stays nearly constant; from then on, further
+    steps add less information than further rounds in other processes. At least `least_warmup` steps count as warm-up.
+    `reason` says why the series ended; it is empty until then.
     """
 
     budget_s: float
@@ -167,9 +167,9 @@ class UntilPrecise:
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
         """Return a dictionary from the label of each judged case to a text that says why the case got no more rounds.
 
-        A case is judged if it has a baseline, or if no case has one. The text begins with the reason, which is
-        `precise`, `rounds` (the case had the maximum number of rounds) or `budget`. The precision that was reached
-        follows.
+        The judged cases are those with a baseline or, if no case has a baseline, all measured cases. The text begins
+        with the reason, which is `precise`, `rounds` (the case had the maximum number of rounds) or `budget`. The
+        precision that was reached follows.
         """
         found = {}
         for case, base, estimate in self._judged(cases):
