@@ -1,8 +1,8 @@
 """Loaders: the rate of a DataLoader over its number of workers, its knee, and whether the step or loading is slower.
 
-The knee is the least number of workers whose rate is at most 5 % below the best rate of the curve. Ratios are taken
-within rounds. The interval of the knee has all numbers of workers that the 95 % intervals of these ratios do not
-exclude.
+The knee is the least number of workers whose rate is at most 5 % below the best rate of the curve. The ratio of two
+rates is computed in each round. The interval of the knee lists every number of workers that may be the true knee,
+judged by the 95 % intervals of these ratios.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Setting:
 
     @property
     def fill(self) -> int:
-        """Return the number of batches before the steady part: the first turn, and those loaded ahead in the meantime.
+        """Return the number of batches before the steady part, from which the rate is computed.
 
-        The first turn ends when the last worker has started. Until then, the other workers have loaded batches ahead,
-        which arrive at once.
+        They are the first turn and the batches loaded ahead in the meantime. The first turn ends when the last worker
+        has started. Until then, the other workers have loaded batches ahead, which arrive at once.
         """
         return self.turn + self.ahead
 
@@ -99,7 +99,7 @@ class LoaderReading:
 
     @property
     def batch_s(self) -> float:
-        """Return the mean seconds per batch of the steady part."""
+        """Return the mean seconds per batch of the steady part, which begins after `Setting.fill` batches."""
         steady = self.waits_s[self.setting.fill :]
         return sum(steady) / len(steady)
 
@@ -125,7 +125,8 @@ class Bound(StrEnum):
 class Least:
     """The least number of workers that is enough; `workers` is None if no measured number is enough.
 
-    `possible` are the numbers that the intervals do not exclude. `open` is True if even the largest may be too small.
+    `possible` has every measured number that may be the true least one, judged by intervals. `open` is True if even the
+    largest measured number may not be enough.
     """
 
     workers: int | None
@@ -223,10 +224,10 @@ def _series(readings: Iterable[LoaderReading]) -> dict[int, list[float]]:
 
 
 def _of_best(series: Mapping[Setting, Rounds]) -> dict[Setting, Estimate]:
-    """Return the ratio of each rate to the best rate.
+    """Return, for each setting, the ratio of its rate to the best rate.
 
-    Each rate is compared with every rate; the smallest value and the smallest ends of all these ratios are returned.
-    The rate that was measured as the best is not necessarily the true best.
+    The best rate of the measurement is not necessarily the true best. Each rate is therefore divided by every rate. The
+    result is the smallest of these ratios, and each end of its interval is the smallest such end of their intervals.
     """
     from dpbench.analysis import stats
 
@@ -275,8 +276,9 @@ def step_time(step: Rounds | float | None) -> Estimate | None:
 def least(ratios: Mapping[int, Estimate], threshold: float) -> Least:
     """Return the least number of workers whose ratio is at least the threshold.
 
-    A number is possible if its interval reaches the threshold and no smaller number is surely enough. A ratio
-    from fewer than three rounds excludes no number.
+    A number may be the true least one (`Least.possible`) if the upper end of its ratio's interval reaches the
+    threshold. Numbers above the first one whose whole interval reaches the threshold may not. A ratio from fewer than
+    three rounds proves nothing: its number may be the least one, and no larger number is excluded because of it.
     """
     counts = sorted(ratios)
     unsure = {count for count in counts if ratios[count].doubt is Doubt.ROUNDS}
@@ -300,7 +302,7 @@ def _shape(knee: Least, counts: Sequence[int]) -> Shape:
 
 
 def said(curves: Sequence[Curve], step: Estimate | None = None) -> list[str]:
-    """Return lines of text: the verdicts on all curves and, if one is decided, the DataLoader call to use."""
+    """Return lines of text: the verdicts on all curves, and the DataLoader call to use if `advice` recommends one."""
     lines = []
     for one in curves:
         prefix = f"{one.family}: " if one.family else ""
@@ -324,7 +326,7 @@ def _knee_said(one: Curve) -> str:
     if one.shape is Shape.KNEE:
         return f"knee: {workers_said([one.knee.workers or 0])} (95 %: {among(one.knee.possible)})"
     possible = workers_said(one.knee.possible)
-    return f"cannot tell where the knee is: {possible} are possible; {words.REMEDY} would help"
+    return f"cannot tell where the knee is: it may be at {possible}; {words.REMEDY} would help"
 
 
 def workers_said(counts: Sequence[int]) -> str:
@@ -338,7 +340,7 @@ def among(counts: Sequence[int]) -> str:
 
 
 def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
-    """Return whether the DataLoader or the step is slower, by number of workers, and which number is enough."""
+    """Return, as text, with which numbers of workers loading is slower than the step, and which number is enough."""
     by_bound = {bound: [p.setting.workers for p in one.points if p.batch and p.bound is bound] for bound in Bound}
     parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
     verdict = f"against the step ({_ms(step)}): {'; '.join(parts)}"
@@ -346,7 +348,7 @@ def _bound_said(one: Curve, enough: Least, step: Estimate) -> str:
         return f"{verdict}; not enough with up to {workers_said([one.counts[-1]])}: loading is slower than the step"
     more = " or more" if enough.open else ""
     if enough.workers is None:
-        return f"{verdict}; cannot tell which number is enough: {workers_said(enough.possible)}{more}"
+        return f"{verdict}; cannot tell which number is enough: it may be {workers_said(enough.possible)}{more}"
     return f"{verdict}; enough: {workers_said([enough.workers])} (95 %: {among(enough.possible)}{more})"
 
 
@@ -355,10 +357,11 @@ def _ms(step: Estimate) -> str:
 
 
 def advice(curves: Sequence[Curve]) -> str:
-    """Return the arguments to use: the least number of workers that is enough for the step, else that of the knee.
+    """Return the DataLoader arguments to use, as text; "" if no curve recommends a number of workers.
 
-    The arguments are those of the first decided curve, unless the best rate of another curve is certainly higher. If no
-    curve is decided, return "".
+    A curve recommends the least number that is surely enough for the step. If no number is, it recommends the knee, or
+    nothing if the form of the curve is undecided. The first curve with a recommendation is used, unless the best rate
+    of a later one is certainly higher.
     """
     decided = [(one, count) for one in curves if (count := _advised(one)) is not None]
     if not decided:
