@@ -36,7 +36,7 @@ class Answer:
     """The answer to one question, in words.
 
     `subject` names the model and, if a run has several, the settings. `headline` is the choice with its speed-up.
-    `reason` is a clause with the result of DataParallel and the phase in which it loses most. `certainty` is a clause
+    `reason` is a clause with DataParallel's speed-up and the phase in which it loses most time. `certainty` is a clause
     on how sure the answer is and on missing measurements, `memory` a clause on the memory of the recommended case.
     `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the case on one device
     with which the cases in `compared` are compared. `baseline` is the row of `home`, None if it was not measured. `row`
@@ -85,7 +85,7 @@ class Answer:
 
 
 def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
-    """Return the answers of a run, one for each question; questions at the usual settings come first.
+    """Return the answers of a run, one for each question; questions without unusual settings come first.
 
     `machine` has the resources of the run's machine.
     """
@@ -194,7 +194,10 @@ def _failure(row: Row) -> str:
 
 
 def _reason(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return a clause with DataParallel's result and the phase in which it loses most; "" if it was not measured."""
+    """Return a clause on DataParallel: that it ran out of memory, or its speed-up and where it loses most time.
+
+    Return "" if DataParallel was not measured, if its speed-up is unknown, or if the run can show no speed-up at all.
+    """
     dp = _data_parallel(question, decision.row)
     if dp is None or decision.basis in _OBSTACLES:
         return ""
@@ -209,7 +212,10 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 def _added(row: Row, question: Question) -> str:
-    """Return a clause on the speed-up of `row` over the same case on fewer devices, but at least two; "" if unknown."""
+    """Return a clause on the speed-up of `row` over the same case on fewer devices; "" if unknown.
+
+    The number of these devices is the next smaller one that was measured, and at least two.
+    """
     same = [
         one for one in question.candidates
         if 1 < one.case.devices < row.case.devices
@@ -246,7 +252,7 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
 
 
 def _loses(row: Row, question: Question) -> str:
-    """Return a clause on the time that a step loses against perfect scaling, and on the phase that loses most."""
+    """Return a clause on the time that a step loses against perfect scaling, and on the phase that adds most to it."""
     base = question.baseline
     assert row.step
     if base is None or base.step is None:
@@ -285,7 +291,9 @@ def _certainty(question: Question, decision: Decision) -> str:
         said += _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
-        said.append(f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster")
+        said.append(
+            f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster than this choice"
+        )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         said.append(f"other processes used the cores ({foreign_load.NOISY})")
     if question.home.device_kind == "cpu":

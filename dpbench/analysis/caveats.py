@@ -96,7 +96,7 @@ def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
 
 
 def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
-    """Yield a caveat if rows of the store could not be read, with the numbers of the rows."""
+    """Yield a caveat if rows of the store could not be read; its text gives the row numbers."""
     numbers: dict[str, set[int]] = {}
     for one in unreadable:
         numbers.setdefault(one.table, set()).add(one.row)
@@ -164,7 +164,7 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
 
 
 def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
-    """Yield the caveats on observed loops: dependent rounds, a profiler's cost, and parts that were not understood."""
+    """Yield the caveats on observed loops: one execution, a profiler's cost, parts that dpbench does not understand."""
     seen = tuple((row.case, "") for row in rows if row.case.traits.observed and row.step)
     if seen:
         yield Caveat(kind="parts", text=PARTS, cases=seen, every=len(seen) > 1)

@@ -1,4 +1,7 @@
-"""Commands: write `dpbench` commands for a shell, which measure or predict given cases, or follow a decision."""
+"""Commands: write the shell commands `dpbench run`, which measures cases, and `dpbench predict`, which predicts one.
+
+`following` returns the command that the user should run next, after a decision.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +60,9 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
 def predict(case: Case, described: str = "") -> str:
     """Return the `dpbench predict` command for the work of `case` on one or several GPUs of a described machine.
 
-    `described` is the name or the file of the machine; if it is empty, the machine is `GPUS`.
-    Return "" if `dpbench predict` does not know the precision, and for a loop with habits or the model's own optimizer.
+    `described` is the name or the file of the machine. If it is empty, the command predicts 1, 2, 4 and 8 GPUs of the
+    machine `GPUS`. Return "" for a case that `dpbench predict` does not support: a precision not in `PREDICTABLE`, a
+    training loop with a habit that is not the default, or a model that brings its own optimizer.
     """
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
@@ -80,7 +84,7 @@ def at_batch(cases: Iterable[Case], factor: float) -> list[Case]:
 def following(question: Question, decision: Decision, machine: Resources, measured: Collection[int]) -> str:
     """Return the command to run next: the measurement that the answer lacks, or the most useful further one.
 
-    `measured` has the one-device batch sizes of all questions of the run about the same model.
+    `measured` has the batch sizes of the baselines in all questions of the run about the same model.
     """
     if decision.choice is Choice.UNKNOWN:
         return _lacking(question, decision, machine)
@@ -128,7 +132,7 @@ ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
 
 
 def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
-    """Return the options with which more rounds should decide the speed-ups of `rows`."""
+    """Return the options of a run whose rounds should be enough for a verdict on each speed-up in `rows`."""
     needed = rounds_needed(rows, question)
     if needed <= ROUNDS_MOST:
         return {"rounds": needed}
@@ -137,9 +141,9 @@ def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
 
 
 def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str:
-    """Return the command for cases without a result: half the batch if memory ran out, or the failed cases again.
+    """Return the command that tries cases without a result again, with half the batch size if memory ran out.
 
-    Return "" if neither would help, as for wrong gradients.
+    Return "" if another try would not help, as after wrong gradients.
     """
     if any(row.status is Status.OOM and not row.step for row in question.several) and question.home.batch_size > 1:
         return measure(at_batch(cases, 0.5), machine=machine)
@@ -154,9 +158,9 @@ def has_control(question: Question) -> bool:
 
 
 def rounds_needed(rows: Sequence[Row], question: Question) -> int:
-    """Return the number of rounds, larger than that of `rows`, that should decide the speed-ups of `rows`.
+    """Return the number of rounds that should be enough for a verdict on each speed-up in `rows`: more than they have.
 
-    All candidates of the question are judged together, so that each is judged at a stricter level.
+    The 5 % level is divided by the number of candidates, because the question judges all its candidates together.
     """
     alpha = (1 - stats.CONFIDENCE) / max(1, len(question.candidates))
     known = [row.speedup for row in rows if row.speedup and row.speedup.n >= Estimate.ROUNDS]
@@ -178,7 +182,7 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return `names` by option: the option `known` gets dpbench's models or strategies, the option `own` the user's."""
+    """Return the values of two options: `known` gets the names that dpbench has, `own` the names of the user's code."""
     return {
         known: tuple(name for name in names if ":" not in name), own: tuple(name for name in names if ":" in name)
     }  # fmt: skip

@@ -3,7 +3,7 @@
 `decide` is the rule. A question is one model at one setting: the cases that are compared with one baseline, which is
 the strategy `single` on one device. The rule recommends a case on several devices only if it is decidedly faster than
 the baseline, and its speed-up is at least `WORTH`. The rule never recommends emulated devices, or replicas that share a
-GPU. It states a result on a CPU for this CPU alone.
+GPU. A result on a CPU holds for this CPU alone.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Question:
 class Decision:
     """The decision on a question.
 
-    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the undecided candidates: they may be faster
-    than the recommended case or, if there is none, they may have a worthwhile gain.
+    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the candidates that may be faster than the
+    recommended case or, if no case is recommended, may have a worthwhile gain: the measurements do not decide this.
     """
 
     choice: Choice
@@ -125,10 +125,10 @@ def decide(question: Question) -> Decision:
     """Return the decision on a question.
 
     All speed-ups of the question are judged together at the 95 % level (Holm's method). Of the candidates that are
-    decidedly faster than the baseline, with a speed-up of at least `WORTH`, the fastest wins. A candidate with fewer
-    devices, or with a better-known strategy, wins instead if the fastest is faster by less than `WORTH`. Stay with one
-    device if no case on several devices failed, and none can gain `WORTH`: each is decidedly not faster, or its whole
-    interval is below `WORTH`.
+    decidedly faster than the baseline, with a speed-up of at least `WORTH`, the fastest wins. If another
+    of them is slower by a factor of less than `WORTH`, and has fewer devices or a better-known strategy, it wins
+    instead. Stay with one device if no case on several devices failed, and none can gain `WORTH`: each is decidedly not
+    faster, or its whole interval is below `WORTH`.
     """
     candidates, obstacle = question.candidates, _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
@@ -223,7 +223,7 @@ def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def ratio_of(one: Row, other: Row) -> Estimate:
-    """Return the speed of `one` relative to that of `other`, from common rounds or else from their speed-ups."""
+    """Return the speed of `one` over that of `other`, from their timed steps or, without them, from their speed-ups."""
     if one.series and other.series:
         found = stats.ratio(other.series, one.series)
         work = one.case.batch_size / other.case.batch_size
@@ -234,12 +234,12 @@ def ratio_of(one: Row, other: Row) -> Estimate:
 
 
 def questions(rows: Iterable[Row]) -> list[Question]:
-    """Return the questions of a run, those at the usual settings first.
+    """Return the questions of a run, those without unusual settings first.
 
     Cases of strong and of weak scaling that have the same baseline belong to two questions. The questions leave out
     observed loops, cases that share the machine with another model, and emulated devices for models that were also
-    measured on other devices. A batch size with one-device cases only is left out for models that have cases on several
-    devices.
+    measured on other devices. If a model has cases on several devices, its batch sizes that ran on one device only
+    are left out.
     """
     asks = (
         row for row in rows if row.case.options != plan.LIMIT and not (row.case.neighbour or row.case.traits.observed)
