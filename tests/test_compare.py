@@ -116,9 +116,9 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
             0,
             of(1.05, 0.2),
             "undecided",
-            r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds per run should decide",
+            r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds per run should be enough for a",
         ),
-        (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly decide"),
+        (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly lead to a verdict"),
         (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03 is above the limit of 0.01$"),
         (4, of(1.1, 0.045), "undecided", r"p = 0.0042 is above the limit of 0.002 for one of 5 cases judged together"),
         (0, of(1.5, 0.01, 2), "undecided", "not enough rounds: 2 rounds, but at least 3 are needed"),
@@ -148,7 +148,7 @@ def test_after_a_case_that_stays_undecided_no_case_is_decided_and_the_reason_say
     lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
     assert [line.verdict for line in lines] == ["undecided", "undecided"]
     assert "for one of 2 cases judged together (Holm's method)" in lines[0].reason
-    assert "is larger than that of another undecided case (Holm's method)" in lines[1].reason
+    assert "is undecided, so this case is too (Holm's method)" in lines[1].reason
 
 
 # -- what may be compared

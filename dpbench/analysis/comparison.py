@@ -32,7 +32,7 @@ class Comparison:
 
     `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run is faster. `reason`
     explains the verdict. `phase` is the phase that changed most. `phase_s` is its change in seconds per step, negative
-    if the phase became shorter. `share` is the absolute change as a fraction of the total over all phases.
+    if the phase became shorter. `share` is its absolute change over the sum of the absolute changes of all phases.
     `other` is the case in the second run; it differs from `case` only if unlike machines are compared. `labels` has the
     labels of both cases.
     """
@@ -112,7 +112,7 @@ def between(before: Report, after: Report, *, margin: float = stats.MARGIN, unli
 
 
 def unlikes(before: Report, after: Report) -> list[Unlike]:
-    """Return the facts in which the machines or the software of two runs differ, and which change the step time."""
+    """Return the facts about machine and software that step times depend on and in which two runs differ."""
     first, second = _facts(before), _facts(after)
     return [Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]]
 
@@ -139,8 +139,8 @@ def compare(
     """Return the comparison of every case with results in both runs; a ratio above 1 means that `after` is faster.
 
     `margin` is the relative difference up to which two cases count as the same. The verdicts are corrected for multiple
-    comparisons. With `unlike`, cases that differ only in the kind of device are the same case; emulated devices, whose
-    time is host time only, are never compared with others.
+    comparisons. With `unlike`, a case on one kind of device is compared with the same case on another kind. Emulated
+    devices, whose time is host time only, are never compared with others.
     """
     sides = [_by_case(side, unlike=unlike) for side in (before, after)]
     pairs = [(one, sides[1][key]) for key, one in sides[0].items() if key in sides[1]]
@@ -165,7 +165,11 @@ def compare(
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
-    """Return the trials of each case that has a result; if `unlike`, the key has "cpu" as the kind of real devices."""
+    """Return, by case, the trials of each case that has a result.
+
+    If `unlike`, all keys have the same kind of device, so that a case on GPUs finds its counterpart on CPUs. Cases on
+    emulated devices keep theirs.
+    """
     groups: dict[Case, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.case, []).append(trial)
@@ -179,7 +183,10 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
 
 
 def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: float) -> str:
-    """Return a clause that explains the verdict on one of `count` ratios; `most` is the largest p-value permitted."""
+    """Return a clause that explains the verdict on one of `count` ratios.
+
+    `most` is the largest p-value with which this ratio is called "faster" or "slower" (see `stats.thresholds`).
+    """
     if ratio.doubt:
         return f"{words.NOT_ENOUGH}: {words.doubt(ratio)}; {words.REMEDY} would help"
     p, excludes = stats.p_value(ratio), not ratio.low <= 1 <= ratio.high
@@ -189,15 +196,15 @@ def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: floa
     if verdict != "undecided":
         return f"p = {p:.2g}, within the limit of {most:.2g}"
     if excludes and not most:
-        return f"the interval excludes 1, but p = {p:.2g} is larger than that of another undecided case (Holm's method)"
+        smaller = f"a case with a smaller p-value than this one's {p:.2g} is undecided"
+        return f"the interval excludes 1, but {smaller}, so this case is too (Holm's method)"
     if excludes:
         cases = f" for one of {count} cases judged together (Holm's method)" if count > 1 else ""
         return f"the interval excludes 1, but p = {p:.2g} is above the limit of {most:.2g}{cases}"
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
-    more = (
-        "more rounds will hardly decide" if hopeless else f"about {words.count(rounds, 'round')} per run should decide"
-    )
+    enough = f"about {words.count(rounds, 'round')} per run should be enough for a verdict"
+    more = "more rounds will hardly lead to a verdict" if hopeless else enough
     return f"the interval includes 1 and extends beyond the margin of {words.percent(margin)}; {more}"
 
 
