@@ -286,7 +286,7 @@ def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
     ]  # fmt: skip
     said = " ".join(Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes)
     assert said.endswith(
-        "Settings of the loop, as the ratio to the same step without the setting: "
+        "Loop settings, as the step time with the setting divided by the step time without it: "
         "compiled: 0.600× (0.597–0.603) in mlp single x1 batch 8, "
         "0.750× (0.747–0.753) in mlp single x1 batch 8 loss read; "
         "loss read: 1.20× (1.19–1.21) in mlp single x1 batch 8, "

@@ -192,6 +192,6 @@ def test_interference_is_the_ratio_to_the_step_alone() -> None:
             trials.append(Trial(case=case, verified=Verified.BITWISE, steps=steps, round=number))
     said = " ".join(Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes)
     assert (
-        "Interference, as the ratio to the same step alone: concurrent with lstm: 1.30× (1.29–1.31) in mlp single x1"
-        in said
+        "Interference, as the step time beside another model divided by the step time alone: "
+        "concurrent with lstm: 1.30× (1.29–1.31) in mlp single x1" in said
     )

@@ -119,8 +119,8 @@ class Tile:
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     """Return sentences on the effects of loop settings (habits), a concurrent model, and compilation; empty if none.
 
-    An effect is the ratio of the step times of two cases that differ in one habit only. Of more than three cases with
-    a habit, the sentence gives the smallest and the largest effect.
+    An effect is the ratio of the step times of two cases that differ in one habit only. If more than three
+    pairs of cases show the effect of a habit, the sentence gives only the smallest and the largest effect.
     """
     table = {(row.case, row.source): row for row in rows if row.series}
     found: dict[str, list[tuple[Case, Estimate]]] = {}
@@ -136,9 +136,10 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
     compiled = f"Compilation, which no step includes, took at most {words.time(longest_s)}." if longest_s else ""
-    settings = "Settings of the loop, as the ratio to the same step without the setting"
+    settings = "Loop settings, as the step time with the setting divided by the step time without it"
     compared = f"{settings}: {'; '.join(clauses)}." if clauses else ""
-    disturbed = f"Interference, as the ratio to the same step alone: {'; '.join(concurrent)}." if concurrent else ""
+    beside = "Interference, as the step time beside another model divided by the step time alone"
+    disturbed = f"{beside}: {'; '.join(concurrent)}." if concurrent else ""
     return [sentence for sentence in (compared, disturbed, compiled) if sentence]
 
 
