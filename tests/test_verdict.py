@@ -229,7 +229,8 @@ def test_ranks_that_hold_memory_on_the_gpu_of_another_rank_are_found_with_their_
 
 def test_memory_of_other_ranks_is_no_finding_without_the_processes_of_the_ranks() -> None:
     ranks = made.case(devices=2, device_kind="cuda", parallelism=Parallelism.RANKS)
-    rule, silent = "memory of other ranks", "whether ranks hold memory of other GPUs: NVML did not list 1 of 2 ranks"
+    rule = "memory of other ranks"
+    silent = "whether ranks hold memory on GPUs other than their own: NVML did not list 1 of 2 ranks"
 
     def judged(*found: Held, **changes: Any) -> tuple[bool, bool]:
         _, diagnosis, _ = read(made.loop(held=found, **{"of": ranks, **changes}), made.GPU_FACTS)

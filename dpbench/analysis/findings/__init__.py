@@ -64,9 +64,10 @@ def diagnose(
 ) -> list[Diagnosis]:
     """Return the diagnoses of a run.
 
-    There is one for each observed loop, and one for each setting and each batch size that ran on the setting's largest
-    number of devices. A setting is a case without its strategy, schedule, number of devices and batch size. `machine`
-    has the resources of the run's machine, and `alternatives` the predictions for observed loops.
+    Each observed loop has a diagnosis. Other cases are grouped by setting, which is a case without its strategy,
+    schedule, number of devices and batch size. In each setting, only cases on the largest number of devices are
+    diagnosed, one for each batch size. `machine` has the resources of the run's machine, and `alternatives` the
+    predictions for observed loops.
     """
     return [_diagnosis(context) for context in contexts(rows, trials, machine, alternatives)]
 
@@ -124,8 +125,8 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
     """Return the line of code that applies the remedy of `finding`; "" if there is none.
 
-    It applies the schedule of the evidence, or else the fastest cure that was measured as faster, or else the first
-    case in `tried` that was not measured as slower.
+    It applies the first of these that exists: the schedule of the evidence; the fastest cure that is decidedly faster;
+    the first case in `tried` that is not decidedly slower.
     """
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
     slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}

@@ -150,9 +150,9 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
 
 
 def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return the predicted gain of one process per device as evidence.
+    """Return evidence on the predicted gain from training with DistributedDataParallel, one process per device.
 
-    Without a prediction, return `Missing` with the reason, or None if no reason is given.
+    Without a prediction, return `Missing` with the reason why there is none, or None if the reason is unknown.
     """
     other, step = context.alternative, context.row.step
     if isinstance(other, str) or step is None:
@@ -173,7 +173,8 @@ def _ddp(context: CaseContext, loop: Observed) -> Judgement:
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
-    Return `Missing` if no such memory is known, and NVML did not list every rank on the GPU on which the rank trains.
+    If no such memory was found, but NVML did not list every rank on the rank's own GPU, return `Missing`: a rank that
+    is not listed may hold such memory.
     """
     if not context.case.traits.ranks or context.case.device_kind != "cuda" or context.row.source is Source.IMPORTED:
         return None
@@ -182,7 +183,8 @@ def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     if not stray:
         silent = context.case.devices - len(homes)
         ranks = f"{silent} of {count(context.case.devices, 'rank')}"
-        return Missing(f"whether ranks hold memory of other GPUs: NVML did not list {ranks}") if silent > 0 else None
+        question = f"whether ranks hold memory on GPUs other than their own: NVML did not list {ranks}"
+        return Missing(question) if silent > 0 else None
     gpus = {one.uuid: [other for other in stray if other.uuid == one.uuid] for one in stray}
     most = sorted(gpus.values(), key=lambda held: -sum(one.held_bytes for one in held))
     others = f", and on {count(len(most) - 1, 'more GPU')}" if len(most) > 1 else ""

@@ -102,8 +102,8 @@ class CaseContext:
     def single(self, batch: int = 0) -> Row | None:
         """Return the row of `single` (one device without a wrapper) at batch size `batch`; None if it was not measured.
 
-        A `batch` of 0 means the batch size of the diagnosed case. If `single` was measured at this batch size only as
-        the limit of a ladder, which is one device's share of the ladder's batch, return the row of the limit.
+        A `batch` of 0 means the batch size of the diagnosed case. A ladder's limit is `single` too, on one device's
+        share of the ladder's batch. Its row is returned if `single` was not measured otherwise at this batch size.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
@@ -114,9 +114,9 @@ class CaseContext:
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return a one-device row and a divisor: with perfect scaling, a step takes the row's step time / divisor.
+        """Return a one-device row and a divisor; the row's step time over the divisor is the time with perfect scaling.
 
-        If one device was measured on the whole batch, that is the row, and the divisor is the number of devices, or 1
+        If one device was measured on the whole batch, this is the row. The divisor is then the number of devices, or 1
         for replicas that share a GPU. Otherwise the row is that of one device on its share of the batch, and the
         divisor is 1. Return None if neither was measured, and for emulated devices, which show host cost only.
         """
@@ -146,11 +146,11 @@ class CaseContext:
         return self._ratios[other.case]
 
     def fewer(self) -> Row | None:
-        """Return the row with the next smaller measured number of devices, at least two; other fields do not change.
+        """Return the row of the same case on the next smaller measured number of devices, which is at least two.
 
-        If the row with the same global batch size was not measured, return the row with the same batch size per device.
-        Return None if there is neither. Also return None for emulated devices and for replicas that share a GPU:
-        more of them cannot make a step faster.
+        The row has the same global batch size or, if this was not measured, the same batch size per device. Return None
+        if there is no such row. Also return None for emulated devices and for replicas that share a GPU: more of them
+        cannot make a step faster.
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
@@ -205,7 +205,7 @@ def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
 def around(value: float, rough: Estimate) -> Estimate:
     """Return an estimate of `value` with the interval of `rough`, extended if it does not contain `value`.
 
-    The values may differ slightly, because `value` comes from a row's phases, and `rough` from medians over rounds.
+    `value` comes from a row's phases, and `rough` from medians over rounds, so the two may differ slightly.
     """
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
@@ -235,11 +235,11 @@ def contexts(
 ) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose.
 
-    There is one for each setting and each batch size that ran on the setting's largest number of devices. A setting is
-    a case without its strategy, schedule, number of devices and batch size. Of the cases with the same batch size, that
-    of torch.nn.DataParallel is preferred, then that of the engine with the lowest rung. Each observed loop is
-    diagnosed. Only training steps are diagnosed, because the remedies are changes of training. `machine` has the
-    resources of the run's machine, `alternatives` the predictions for observed loops.
+    Cases are grouped by setting, which is a case without its strategy, schedule, number of devices and batch size. In
+    each setting, only cases on the largest number of devices are diagnosed, one for each batch size: preferably that of
+    torch.nn.DataParallel, or else that of the engine with the lowest rung. Each observed loop is diagnosed too. Only
+    training steps are diagnosed, because the remedies are changes of training. `machine` has the resources of the run's
+    machine, `alternatives` the predictions for observed loops.
     """
     measured = [row for row in rows if row.step and row.series and row.source.timed and row.case.trains]
     # if other devices were measured too, the emulated ones only compare the engine with torch's DataParallel
@@ -291,9 +291,9 @@ class Evidence:
 
     `says` is a clause that states the problem, `numbers` a text with the figures behind it. `size_s` is the cost of the
     problem in seconds per step, None if it costs only memory or time outside the steps. If `measured`, the cost is the
-    measured gain of another case, and `schedule` is the schedule of this case or "". If `predicted`, the cost is the
+    measured gain of another case, and `schedule` is that case's schedule or "". If `predicted`, the cost is the
     predicted gain of another strategy. Otherwise it is an upper bound of the time that a remedy can save. `aside` is
-    the time outside the steps as a fraction of this time and the steps together; it is 0 for problems within the steps.
+    the problem's time outside the steps over the sum of this time and all steps; 0 for problems within the steps.
     `share` is the cost as a fraction of the step; None if `size_s` determines it. `code` and `command` apply the remedy
     to an observed loop.
     """
@@ -328,8 +328,8 @@ class FindingRule:
     `switches` maps a switch of a schedule to the positions that are the remedy. `roles` has the roles of the strategies
     that are the remedy, such as `Role.CONTROL` for ddp. A case applies the remedy if a switch of its schedule has such
     a position, or if its strategy has such a role. If such cases were measured on the same work, a finding shows their
-    gain. `others` returns further cases that apply the remedy to a case, on other work or devices. `alone` is whether
-    the rule also judges observed loops, because it does not compare the case with others.
+    gain. `others` returns further cases that apply the remedy to a case, on other work or devices. If `alone`, the rule
+    compares the case with no other case, and therefore also judges observed loops.
     """
 
     name: str

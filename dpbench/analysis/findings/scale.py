@@ -58,9 +58,9 @@ def _busy(context: CaseContext) -> Judgement:
 def _slow_device(context: CaseContext) -> Judgement:
     """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
 
-    Where one process runs all devices, device 0 has additional work: it never counts as slow, and another device is
-    compared with it only if there are just two. Devices that share out the layers or the update are not compared,
-    because their parts may differ. Return `Missing` if there are not enough rounds.
+    Where one process runs all devices, device 0 has additional work: it is never called slow. Another device is
+    compared with it only if no third one has as many rows. Return None if each device has its own layers or its own
+    part of the update, because these parts may differ. Return `Missing` if there are not enough rounds.
     """
     row, case, chosen = context.row, context.case, context.schedule
     shared = chosen.update == "sharded" if chosen else case.traits.scheduled  # `fastest` may share out the update
@@ -91,7 +91,7 @@ def _slow_device(context: CaseContext) -> Judgement:
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
     """Return a `FindingRule.when` whose evidence is that copies over a link take longer than over the others.
 
-    `to_host` selects the links from the host. The cost is the time by which the slowest link can lengthen `phases`.
+    If `to_host`, copies from the host are compared. The cost is the time that the slowest link can add to `phases`.
     """
 
     def when(context: CaseContext) -> Judgement:
@@ -106,7 +106,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
         more = [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
         return Evidence(
             says="; ".join([*map(str, shown), *more]),
-            numbers=f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over the others; "
+            numbers=f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over other links; "
             f"{', '.join(phases)} {verb(len(phases), 'takes', 'take')} {time(moving.value)} of the step",
             size_s=share_of(moving, 1 - 1 / slow[0].slower.value),
         )

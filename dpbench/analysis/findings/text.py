@@ -152,8 +152,8 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
 def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return sentences on the fastest measured cases of the same work, and on the speed-up of the best of them.
 
-    If none of them is faster than the diagnosed case, recommend the remedy of the largest finding instead. A last
-    sentence follows if one device is faster.
+    If none of them is faster than the diagnosed case, recommend the remedy of the largest finding instead. If one
+    device without data parallelism is faster than the diagnosed case, a last sentence says so.
     """
     better = _faster(context, context.rivals)
     if not better:
@@ -168,8 +168,8 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
 def _alone(context: CaseContext) -> str:
     """Return a sentence on the speed of one device if it is decidedly faster than the diagnosed case, else "".
 
-    One device means `single`, or one CPU device that uses all cores, whichever is faster. The sentence also says if it
-    is faster than every measured case of the same work on several devices.
+    One device means `single`, or one CPU device that uses all cores, whichever is faster. If this device is also faster
+    than every measured case of the same work on several devices, the sentence says so.
     """
     if context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return ""
@@ -205,7 +205,7 @@ def _name(row: Row) -> str:
 def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return sentences for a run in which no other case of the same work is decidedly faster.
 
-    The sentences name the other cases, and recommend the remedy of the largest finding whose gain was not measured.
+    The sentences name the other cases, and recommend the remedy of the largest finding (see `_change_of`).
     """
     tried = context.rivals
     nothing = (
@@ -217,7 +217,10 @@ def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
 
 
 def _change_of(findings: Sequence[Finding]) -> str:
-    """Return a sentence with the remedy of the largest finding whose gain was not measured; "" if there is none."""
+    """Return a sentence with the remedy of the largest finding; "" if there is none.
+
+    A finding whose cost is the measured gain of another case is not used.
+    """
     bounds = [one for one in findings if one.evidence.size_s and not one.evidence.measured]
     if not bounds:
         return ""
@@ -233,7 +236,7 @@ WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of a finding's command: the first if the command applies the remedy, the second if it measures it."""
+"""The titles of a finding's command: one for a command that applies the remedy, one for a command that measures it."""
 NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
 NOTE = (
@@ -248,7 +251,7 @@ def explain(
 ) -> str:
     """Return the answers as text, each with three bullets, followed by the cases in `rows` that have no result.
 
-    `samples` is the number of samples of an epoch, for which each answer states the time; 0 means that it is unknown.
+    If `samples`, the number of samples in an epoch, is not 0, each answer also states the time of an epoch.
     """
     said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers] or [NOTHING]
     return "\n\n".join([*said, *_without_result(rows)])
