@@ -42,8 +42,8 @@ def forecasts(rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[
     """Return the predictions of the measured cases among `rows`, in the order of the rows.
 
     `provenance` has the facts of the run. Predictions are taken from `rows`, and from the runs of `past` that describe
-    the same hardware. Of several predictions of one case for one machine, the newest counts. Step times that must not
-    be shown are left out.
+    the same hardware. If a case has several predictions for one machine, the newest is used. Cases whose measured
+    step time must not be shown (`Estimate.doubt`) are left out.
     """
     measured = {row.case: row for row in rows if row.source is Source.MEASURED and row.step and not row.step.doubt}
     found: dict[tuple[Case, str], Forecast] = {}

@@ -1,7 +1,7 @@
 """Hosts: find machines of a launch that differ from the first, hosts that share a machine, and slow machines.
 
-In every round, each machine runs the baseline's step alone, at the same time as the others. A machine whose step takes
-longer delays every rank at each collective.
+In every round, each machine runs the step of the baseline (`single`) by itself, without communication; all machines do
+so at the same time. A machine whose step takes longer delays every rank at each collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALIKE = 0.05
 
 @dataclass(frozen=True)
 class Pace:
-    """The ratio of a machine's median step time to that of the fastest machine, for one case."""
+    """The pace of a machine: its median step time over that of the fastest machine, both for the same case."""
 
     case: Case
     host: str
@@ -44,7 +44,7 @@ class Pace:
 
 
 def paces(trials: Sequence[Trial]) -> list[Pace]:
-    """Return the pace of each machine except the fastest, for each case that several machines ran alone."""
+    """Return the pace of each machine except the fastest, for each baseline that several machines of a launch ran."""
     found: dict[Case, dict[str, dict[int, list[float]]]] = {}
     for trial in trials:
         for name, seconds in _alone(trial).items():
@@ -53,7 +53,10 @@ def paces(trials: Sequence[Trial]) -> list[Pace]:
 
 
 def _alone(trial: Trial) -> dict[str, list[float]]:
-    """Return the seconds of each machine's steps in a trial of the baseline; empty if no launch measured the trial."""
+    """Return each machine's step times in seconds in the trial of a launch's baseline, which every machine runs.
+
+    For other trials, the result is empty.
+    """
     readings = trial.readings(ALONE) if trial.trusted else {}
     steps = {host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)}
     return {name: seconds for name, seconds in steps.items() if seconds}

@@ -1,4 +1,4 @@
-"""Ladder: compute the gain of each rung over the rung below, and of each switch over the same schedule without it.
+"""Ladder: compute the gain of each rung over the rung below, and the gain from each switch of a schedule.
 
 Each comparison changes one switch of a schedule; only the rung `graphs` also resets the switch `reduce`. A comparison
 uses the rounds in which both schedules were measured.
@@ -206,10 +206,10 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
 
 
 def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
-    """Return the rows for a short overview, which leaves out limits and most schedules of each ladder.
+    """Return the rows for a short overview, without most schedules of each ladder and without the ladders' limits.
 
-    Of each ladder in `found`, only the reference, the fastest rung and the schedule that TrainStep chose are kept. A
-    limit is the row of `single` on one device's share of the batch.
+    Of each ladder in `found`, only the reference, the fastest rung and the schedule that TrainStep chose are kept. The
+    limit of a ladder is the row of `single` on one device's share of the batch.
     """
     kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}

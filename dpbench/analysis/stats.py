@@ -117,8 +117,8 @@ def quotient(
 ) -> Estimate:
     """Return `numerator` divided by `denominator`.
 
-    `above` and `below` are draws of the logarithm of the errors of the numerator and the denominator. Draws with the
-    same index are paired, so that common errors cancel in the interval. Without draws, the interval combines the
+    `above` and `below` are random draws of the errors of the numerator and the denominator, as logarithms. Draws with
+    the same index are paired, so that common errors cancel in the interval. Without draws, the interval combines the
     intervals of the numerator and the denominator, assuming independent errors.
     """
     value = numerator.value / denominator.value
@@ -360,7 +360,7 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 
 
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts on ratios that are read together, each with the largest p-value that `thresholds` permits."""
+    """Return the verdicts on ratios that are read together; `thresholds` gives the largest p-value for each of them."""
     permitted = thresholds(estimates, alpha=alpha)
     return [verdict(one, margin=margin, alpha=most) for one, most in zip(estimates, permitted, strict=True)]
 

@@ -141,12 +141,12 @@ def order(case: Case) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return, by round, the durations in seconds of the timed steps; of a round's trusted trials, the last counts."""
+    """Return, by round, the seconds of the timed steps of the last trial whose numbers may be shown (`trusted`)."""
     return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return the rounds for estimates of a case: `series` or, for an observed loop with few rounds, one per step."""
+    """Return the rounds for estimates: `series`; for an observed loop with few rounds, each step as its own round."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))

@@ -87,7 +87,7 @@ class Counted:
 
 
 def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
-    """Return one flow for each case and each phase that moves bytes, in the order of the trials."""
+    """Return the traffic of each case in each phase that moves bytes, in the order of the trials."""
     found = []
     for (case, source), group in _grouped(trials).items():
         moves = _moves(case, group)
@@ -174,8 +174,9 @@ class SlowLink:
     """A slow link between two devices, or between the host (-1) and a device.
 
     `ends` are the source and the target of the copies in the slower direction. If `one_way`, copies in the other
-    direction are not slow. `rate` is in bytes per second in the slower direction, and `others` is the median of the
-    other links. `slower` is the time of a copy in this direction divided by the median time on the other links.
+    direction are not slow. `rate` is the rate in the slower direction, and `others` the median rate of the other
+    links, both in bytes per second. `slower` is the time of a copy in the slower direction divided by the median time
+    on the other links.
     """
 
     ends: tuple[int, int]
@@ -197,7 +198,7 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
     """Return the slow links between two GPUs or, if `to_host`, those from the host to a GPU; empty for a single link.
 
     A link is slow if, in one direction, its median copy takes more than `SLOW_LINK` times as long as that of the other
-    links. The list also has links for which the interval of this ratio is in doubt or contains `SLOW_LINK`.
+    links. The interval of this ratio is not judged here: it may contain `SLOW_LINK` or be in doubt.
     """
     every = {ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host}
     rates = {ends: 1 / stats.median(copies).value for ends, copies in every.items()}
@@ -231,7 +232,10 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
 
 
 def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:
-    """Return, for each round that all links have, the median over the links of the first copy, of the second, ..."""
+    """Return the copy times of a typical link in each round that all links have.
+
+    Its first copy takes the median time of the links' first copies, its second that of their second copies, and so on.
+    """
     common = set(links[0]).intersection(*links)
     return {
         number: [statistics.median(copies) for copies in zip(*(link[number] for link in links), strict=True)]

@@ -246,9 +246,9 @@ def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _clocks(trial: Trial, cores: int) -> Deviation | None:
-    """Return the largest error of another machine's clock as a fraction of the median step.
+    """Return the largest error of the offset between two machines' clocks, as a fraction of the median step.
 
-    Return None if one machine ran the trial.
+    Return None if a single machine ran the trial.
     """
     error_s = trial.provenance.get("clock_error_s")
     return (error_s / statistics.median(trial.timed), {}) if error_s and trial.timed else None
@@ -362,7 +362,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="clock_error", limit=0.05, measure=_clocks,
-        headline="the clocks of the machines are compared with an error of more than 5% of the step, so phases are "
+        headline="the offset between the machines' clocks may be wrong by more than 5% of the step, so phases are "
         "uncertain",
         item=_percent,
     ),
