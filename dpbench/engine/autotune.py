@@ -81,7 +81,10 @@ class Autotuner:
         self._counts, self._update_s, self._work_s = False, 0.0, 0.0
 
     def _ratios(self) -> list[float]:
-        """Return log(seconds with the pool / seconds without threads) for each complete pair of blocks."""
+        """Return, for each complete pair of blocks, the logarithm of (seconds with the pool / seconds without threads).
+
+        The seconds of a block are the median over its timed updates.
+        """
         pairs = [dict(self._blocks[i : i + 2]) for i in range(0, len(self._blocks) - 1, 2)]
         return [
             math.log(statistics.median(pair[0]) / statistics.median(pair[1])) for pair in pairs if pair[0] and pair[1]
@@ -145,5 +148,5 @@ class Autotuner:
 
 
 def _half(ratios: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean of `ratios`."""
+    """Return half the width of the 95 % confidence interval of the mean of `ratios`, which are log ratios."""
     return T95[len(ratios)] * statistics.stdev(ratios) / math.sqrt(len(ratios))

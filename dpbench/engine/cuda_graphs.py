@@ -1,10 +1,11 @@
 """CUDA graphs: a replica's forward and loss as one graph, and its backward as another, recorded once per batch shape.
 
-There are two graphs because the divisor of the loss is summed over the replicas between forward and backward. Backward
-starts from a gradient of the loss sum. This gradient is computed without a graph, so that the divisor, gradient
-accumulation and gradient scaling have bitwise the same effect as without graphs. A graph always reads and writes the
-memory with which it was recorded: each step copies its batch into that memory, and reads the gradients from it.
-Dropout draws new random numbers in every replay.
+There are two graphs because the divisor of the loss is summed over the replicas between forward and backward. The
+backward graph starts from the derivative of the step's loss with respect to the replica's sum of the loss. This
+derivative is computed outside the graphs. The divisor, gradient accumulation and gradient scaling therefore have
+bitwise the same effect as without graphs. A graph always reads and writes the memory with which it was recorded: each
+step copies its batch into that memory, and reads the gradients from it. Dropout draws new random numbers in every
+replay.
 
 A replay repeats the recorded kernels and runs no Python code. All graphs are therefore discarded when the module, the
 memory of a weight or buffer, an autocast setting or a setting of the loss has changed.

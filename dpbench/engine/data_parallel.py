@@ -226,7 +226,7 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), self._mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Return a function that replicates the wrapped module in its present form.
+        """Store the wrapped module's parameters as the schedule requires; return a function that replicates the module.
 
         Raises RuntimeError if the module is not on the first device, and Refused if its parameters cannot be stored as
         the schedule requires.
@@ -329,7 +329,10 @@ def load_state_dict(
 
 
 def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
-    """Return whether given names may lack the prefix "module.": an expected name has it and ends with a given one."""
+    """Return whether the given names may match if the prefix "module." is put before them.
+
+    This is the case if an expected name starts with the prefix, and the rest of it ends with one of the given names.
+    """
     return any(name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given)) for name in expected)
 
 

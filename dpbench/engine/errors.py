@@ -1,4 +1,4 @@
-"""Errors: the exception `Refused`, and the exception that the caller gets if a replica fails."""
+"""Errors: the exception `Refused`, and the exception that is raised in the caller if a replica fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
 
 
 def call_on(device: Device, module: Any, arguments: Iterable[Any], keywords: Mapping[str, Any]) -> Any:
-    """Call a replica on `device`, and return its output; a RuntimeError gets the hints of `_left_behind` as notes."""
+    """Call a replica on `device`, and return its output; add the hints of `_left_behind` to a RuntimeError as notes."""
     try:
         return module(*arguments, **keywords)
     except RuntimeError as error:

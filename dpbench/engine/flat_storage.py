@@ -40,7 +40,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plans of all flat buffers, which are the same on every device.
+    """The plans of the flat buffers; every device has one buffer per plan.
 
     Frozen parameters are in no flat buffer and have no slot.
     """
@@ -173,7 +173,7 @@ def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tens
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a parameter in memory order, which are stored in a shard from element `at` onwards.
+    """Elements [start, stop) of a parameter in memory order; the shard stores them from its element `at` onwards.
 
     `parameter` is the parameter's index.
     """
@@ -184,7 +184,10 @@ class Segment:
     at: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this segment's elements as a vector view of `whole`, a tensor with the layout of the whole shard."""
+        """Return the segment's elements of `whole`, a dense tensor with one element per element of the shard.
+
+        The returned vector is a view.
+        """
         return line(whole)[self.at : self.at + self.stop - self.start]
 
 
@@ -230,8 +233,9 @@ class Sum:
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
     """Yield, for each segment of a shard, the memory to which the segment's summed gradient is written.
 
-    For a whole parameter, this memory is a view with the shape of that tensor in `parameters`; otherwise it is a vector
-    view. Callers should keep the views for all steps, because creating a view takes longer than an addition.
+    If the segment is a whole parameter, this memory has the shape of that parameter, which is taken from `parameters`;
+    if not, it is a vector. Callers should keep the yielded objects for all steps, because creating a view takes longer
+    than an addition.
     """
     for segment in shard.segments:
         like, gradient = parameters[segment.parameter], shard.gradient
@@ -278,7 +282,10 @@ def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Se
 
 
 def cut(given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]) -> State:
-    """Return the optimizer state by shard weight, cut from `given`, which is the optimizer state by parameter."""
+    """Return the optimizer state of the shards, cut from `given`, the optimizer state of the parameters.
+
+    The keys of `given` are parameters; the keys of the returned state are the weights of the shards.
+    """
     found: State = State(dict)
     with torch.no_grad():
         for shard in shards:

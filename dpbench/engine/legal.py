@@ -1,4 +1,4 @@
-"""Legal: find the switches of a schedule that the module, loss, optimizer or devices forbid, and the reasons.
+"""Legal: find out which switches of a schedule are forbidden by the module, loss, optimizer or devices, and why.
 
 A schedule that the user has named runs unchanged or is refused. `fastest` sets the forbidden switches to other values,
 and reports the reasons.
@@ -72,8 +72,8 @@ def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
 def is_watched(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has a hook, or a replaced `step` or `zero_grad`.
 
-    A hook or replaced method expects the module's own parameters and gradients. A `step` that one of torch's learning
-    rate schedulers has wrapped does not count, because the wrapper only counts calls.
+    A hook or replaced method expects the module's own parameters and gradients. A `step` that is only wrapped by one of
+    torch's learning rate schedulers is not a replaced one, because the wrapper does nothing but count the calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(
@@ -92,10 +92,10 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class Muted:
-    """Hooks of parameters, removed while a backward may reach the parameters directly, not through the replicas.
+    """The hooks of some parameters. The constructor removes them from the parameters; `restore` puts them back.
 
-    This backward computes only a part of the whole gradient, but hooks must be called once, with the whole gradient.
-    The constructor removes the hooks.
+    The hooks are absent during a backward that may reach the parameters directly, without passing through the replicas.
+    In such a backward a parameter gets only a part of its gradient, but hooks must be called once, with all of it.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ class Muted:
             hooks.clear()  # in place: the handles that remove hooks reference these dicts
 
     def restore(self) -> None:
-        """Put the hooks back, ahead of those that were added in the meantime."""
+        """Put the hooks back, ahead of the hooks that were added in the meantime."""
         while self._hooks:
             hooks, taken = self._hooks.pop()
             hooks.update({**taken, **hooks})

@@ -133,8 +133,8 @@ class Summed:
     def weight_of(self, target: Any) -> int | None:
         """Return the divisor for all rows if the host can compute it before the outputs exist; otherwise None.
 
-        Only a count of class indices can be computed in advance. No check of the rows is needed in this case: these
-        losses themselves raise an error if the rows of output and target do not correspond.
+        Only a count of class indices can be computed in advance. The caller need not check that the rows of output and
+        target correspond, because torch's classification losses raise an error if they do not.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -273,13 +273,14 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
 class LocalLoss:
     """The loss of one step; each replica computes its part, the loss over its own rows.
 
-    Call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once for all. `weight` is
-    the number by which the loss summed over all rows is divided. If `weight` is given, call `alone` for each replica,
-    then `add` once, instead of these methods. The result is in `loss`.
+    Without `weight`, call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once.
+    With `weight`, the number by which the loss summed over all rows is divided, call `alone` for each replica, then
+    `add` once. In both cases the attribute `loss` is then the loss of the batch.
 
-    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If `recorded` graphs
-    are given, they are replayed instead of running the replicas. If rows of output and target do not correspond one to
-    one, `split` is False after `meet`, and `outputs` are kept for a loss over the gathered batch.
+    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. `recorded` are the
+    replicas' CUDA graphs, which are replayed; None means that the replicas run without graphs. If the rows of a
+    replica's output and target do not correspond one to one, `meet` sets `split` to False. The loss must then be
+    computed over the gathered `outputs`.
     """
 
     def __init__(
@@ -318,7 +319,10 @@ class LocalLoss:
             self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
-        """Add the replicas' parts of the loss on the first device; set `split` to False if a replica has no part."""
+        """Add the replicas' parts of the loss on the first device; the result is `loss`.
+
+        If `forward` has computed no part for a replica, because its rows do not correspond, only set `split` to False.
+        """
         self.split = all(total is not None for total in self._totals)
         if not self.split:
             return

@@ -266,7 +266,7 @@ def _plain(value: Any) -> Hashable:
 def mirror(optimizer: Optimizer) -> Optimizer:
     """Return a new optimizer of the same type and options, without parameters and state.
 
-    It is created as by unpickling, without a call of the constructor.
+    As pickle does when it restores an object, this function does not call the optimizer's constructor.
     """
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))

@@ -30,10 +30,10 @@ def run_on_devices(
 ) -> list[Result]:
     """Call `work(i)` for each device i, with that device current, and return the results in the order of the devices.
 
-    The calling thread starts the workers inside the context `starting`, for example a mark that records this time for
-    the host. If calls fail, the error of the failed device with the lowest index is raised after all calls have ended;
-    `errors.in_replica` describes this error. With `compat`, the workers get only those of the caller's settings that
-    torch forwards.
+    The calling thread passes the calls to the workers' threads inside the context `starting`. This can be a mark, which
+    then records the time that the host needs for this. If calls fail, the error of the failed device with the lowest
+    index is raised after all calls have ended; `errors.in_replica` describes this error. With `compat`, the workers get
+    only those of the caller's settings that torch forwards.
     """
     results: dict[int, Result] = {}
 
@@ -55,7 +55,8 @@ def in_stages(
 
     Threads, settings and errors are as in `run_on_devices`. Concurrent threads meet at a barrier between the two stages
     and do not return to the caller. The last thread to arrive calls `between`, so that only the other threads must be
-    woken. After an error, no later function is called. If `between` is None, only the two stages run.
+    woken. After an error in `first`, neither `between` nor `second` is called; after an error in `between`, `second` is
+    not called. If `between` is None, only the two stages run.
     """
     _run([first, second], between, devices, workers)
 

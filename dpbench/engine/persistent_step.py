@@ -27,9 +27,9 @@ from dpbench.records.schedule import Schedule
 class PersistentReplicas:
     """Replicas whose weights stay on their devices between steps, and whose gradients are reduced explicitly.
 
-    In some cases the gradients are summed into the `.grad` of the module's own parameters before the optimizer steps:
-    for gradient accumulation, clipping or a scaler, if a parameter or the optimizer has hooks, or if the optimizer does
-    not step all trained parameters.
+    The gradients are summed into the `.grad` of the module's own parameters before the optimizer steps if the step uses
+    gradient accumulation, clipping or a scaler, if a parameter or the optimizer has hooks, or if the optimizer does not
+    step all trained parameters.
     """
 
     def __init__(

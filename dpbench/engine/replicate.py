@@ -1,8 +1,8 @@
-"""Replicate: one copy of the module per device, joined to the original by autograd, and copies kept between steps.
+"""Replicate: copy the module to each device; autograd joins the copies to the original; a cache can keep the copies.
 
 Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies need preparation
 override that method; RNNs do so for their flat weights. Building the copies is most of the host time of replicate.
-Cached replicas keep the copies of the module tree, and bind new tensors to them in each step, which takes tens of
+Cached replicas keep the copies of the module tree. Each step only binds new tensors to these copies; this takes tens of
 nanoseconds per tensor.
 """
 
@@ -241,9 +241,9 @@ def _is_library(module: nn.Module) -> bool:
 class _CachedReplica:
     """One replica: its root module, and every place in the module tree that refers to a tensor of the replica.
 
-    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica stores the values that
-    `written` compares. Only modules with hooks and modules from outside torch need this, because all other modules set
-    no attributes in forward.
+    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica keeps a record of its
+    attributes, in which `written` finds changes. A record is needed only for modules with hooks and for modules from
+    outside torch, because all other modules set no attributes in forward.
     """
 
     def __init__(
@@ -318,9 +318,9 @@ def _is_mutable(value: Any) -> bool:
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
-    """Yield, for each module of a tree, its attribute dict, its attributes that are lists, and the dicts in `_HOLDERS`.
+    """Yield, for each module of a tree, its attribute dict, and the lists and dicts in it that may contain tensors.
 
-    The lists include those in which some modules keep tensors, such as the `_flat_weights` of RNNs.
+    `_HOLDERS` has the names of these dicts. All lists are included, such as the `_flat_weights` of RNNs.
     """
     for module in root.modules():
         yield module.__dict__

@@ -240,7 +240,7 @@ class TrainStep:
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
         """Run the replicas, compute the loss over the gathered batch, and run backward; return the loss.
 
-        Persistent replicas keep their gradients; autograd sums the gradients of other replicas into the module's.
+        Persistent replicas keep their gradients. Autograd sums those of other replicas in the `.grad` of the module.
         """
         with ExitStack() as running:  # the `backward` phase ends when autograd starts the reduction
             pieces = self._scatter(arguments, mark)
@@ -275,11 +275,14 @@ class TrainStep:
         """
         summed = self._loss.summed()
         if summed is None:
-            reason = "loss=local: the divisor of the loss is unknown; the loss has hooks, or its settings have changed"
+            reason = "loss=local: loss_fn now has hooks, another forward or reduction, and thus no known divisor"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
         elif self._has_history(arguments, target):
-            reason = "loss=local: an input or the target has an autograd history, which allows only one backward"
+            reason = (
+                "loss=local: an input or the target has an autograd history (detach it if you need no gradient of it); "
+                "each replica would run its own backward through this history, but autograd allows only one"
+            )
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
             reason = (
                 "the loss is computed over the gathered batch, because summing the replicas' losses could change the "
@@ -291,10 +294,7 @@ class TrainStep:
         return None
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
-        """Return whether the target requires gradients, or an input results from operations that autograd has recorded.
-
-        The replicas' separate backwards would share this history, but it allows only one backward.
-        """
+        """Return whether the target requires gradients, or an input is the result of a recorded operation."""
         if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
             return target.requires_grad or any(one.grad_fn is not None for one in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(

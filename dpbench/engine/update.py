@@ -208,9 +208,9 @@ class Update:
                     self._sum(device, one, [(other, gradients[one.segment.parameter]) for other, gradients in sources])
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
-        """Sum the small gradients of device i's shards in one call, if possible.
+        """Sum the small gradients of device i's shards in one call; return the sums that are still to be computed.
 
-        Return the sums that remain to be computed one by one.
+        If one call cannot compute the sums of the small gradients, return all sums.
         """
         small = self._small[i]
         if not small:
@@ -367,7 +367,7 @@ class Update:
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Set the state of each device's shards, cut from `state`, which is the optimizer state by parameter."""
+        """Set the state of each device's shards to its part of `state`, the optimizer state by parameter."""
         for i in self.owners:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
@@ -395,6 +395,6 @@ class Update:
 
 
 def _small(each: Sequence[Sum]) -> list[Sum]:
-    """Return the sums of small gradients, to compute in one call; an empty list if there are fewer than `FEW`."""
+    """Return the sums of small gradients that one call can compute; none if there are fewer than `FEW` such sums."""
     found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
     return found if len(found) >= FEW else []

@@ -193,7 +193,10 @@ class Workers(Protocol):
     concurrent: bool
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Call `job(i)` for each i below `count` and wait for all of them; threads are started inside `starting`."""
+        """Call `job(i)` for each i below `count`, and wait for all of these calls to end.
+
+        If other threads run jobs, the calling thread passes the jobs to them inside the context `starting`.
+        """
 
     def close(self) -> None:
         """End the threads that persist between calls, if there are any; a later `run` starts new ones."""
@@ -205,7 +208,10 @@ class Spawn:
     concurrent = True
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Start one thread per job and wait for all of them to end; a single job runs in the calling thread."""
+        """Start one thread for each of `count` jobs inside the context `starting`, and wait for all threads to end.
+
+        If `count` is 1, the job runs in the calling thread, and `starting` is not used.
+        """
         if count == 1:
             return job(0)
         with starting:
@@ -225,7 +231,7 @@ class Serial:
     concurrent = False
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Call `job(i)` for each i below `count`, in order, in the calling thread."""
+        """Call `job(i)` for each i below `count`, in order, in the calling thread; `starting` is not used."""
         for i in range(count):
             job(i)
 
@@ -248,7 +254,11 @@ class Pool:
         self._owner = os.getpid()
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Pass job i to thread i, run job 0 in the calling thread, and wait for all jobs to end."""
+        """Run job 0 in the calling thread, and job i in thread i of the pool, for i below `count`; wait for all jobs.
+
+        The jobs are passed to the threads inside the context `starting`. If there are too few threads, more are started
+        before that.
+        """
         if os.getpid() != self._owner:
             self._inboxes, self._owner = [], os.getpid()
         while len(self._inboxes) < count - 1:
@@ -284,7 +294,7 @@ class Pool:
         self._inboxes = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a call that creates a new pool, for copying and unpickling, because threads cannot be copied."""
+        """Make `copy` and `pickle` create a new pool without threads, because threads cannot be copied."""
         return Pool, ()
 
 
