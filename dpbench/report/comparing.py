@@ -80,7 +80,7 @@ def facts(before: Report, after: Report, found: Comparisons) -> list[tuple[str, 
 
 
 def note(found: Comparisons) -> str:
-    """Return the note below a comparison: how to read a ratio, and for observed loops the limit of their intervals."""
+    """Return the note below a comparison: how to read a ratio, and what the intervals of observed loops leave out."""
     observed = any(one.case.traits.observed for one in found.lines)
     return f"{NOTE} {caveats.PARTS[0].upper()}{caveats.PARTS[1:]}." if observed else NOTE
 
@@ -144,9 +144,10 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
 
 
 def numbers(found: Comparisons) -> list[dict[str, object]]:
-    """Return one record per case in the order of the table: the case, its verdict, its numbers in seconds or as ratios.
+    """Return one record per case, in the order of the table, with the case's settings, verdict and numbers.
 
-    As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show a number, or None.
+    Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show a
+    number, or None.
     """
     return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
 
@@ -166,7 +167,7 @@ def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
 
 
 def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswer]:
-    """Return the answers of both runs by question; an answer that is the same in both runs occurs once."""
+    """Return the answers of both runs, grouped by subject; an answer that is the same in both runs is returned once."""
     # the page identifies a case by its id in the first run, even if the second run has other devices
     known = {naming.case_id(line.other): naming.case_id(line.case) for line in found.lines}
     sides = []
@@ -227,9 +228,9 @@ def _title(line: Comparison) -> str:
 def _part(
     name: str, title: str, lead: str, panels: Sequence[tuple[Case, Panel]], drawable: int, styles: Styles
 ) -> PageSection | None:  # fmt: skip
-    """Return a section of the page, with a panel for each pair of a case and a panel; None without panels.
+    """Return a section of the page with the given panels, each of which comes with its case; None without panels.
 
-    `drawable` is the number of cases that could be drawn, from which a note on the cases left out follows.
+    `drawable` is the number of cases that could be drawn. If it exceeds the number of panels, a note says by how much.
     """
     from dpbench.report import page as report_page
 

@@ -67,10 +67,10 @@ def parts(report: Report) -> list[TableSection]:
 
 
 LATENCY = (
-    "The durations of steps that run the forward alone; each step waits for the output. p50 is the median over rounds "
-    "of each round's median, with its interval over rounds. The other percentiles come from all timed steps of all "
-    "rounds; their 95% intervals come from order statistics, which take the steps as independent. A percentile of too "
-    "few steps for this interval is not shown."
+    "The durations of steps that run the forward alone; each step waits for the output. p50 is the median of the "
+    "rounds' medians, and its 95% interval covers the variation between rounds. The other percentiles are those of all "
+    "timed steps of all rounds together. Their 95% intervals are computed from order statistics, as if the steps were "
+    "independent. A percentile is not shown if there are too few steps for such an interval."
 )
 IMBALANCE = (
     "Each quantity has two ratios: device 0 to the mean of the other devices, and the largest amount to the mean of "
@@ -192,7 +192,7 @@ def _phase(held: Mapping[int, int]) -> Cell:
 
 
 def _forecast_section(found: Sequence[Forecast]) -> list[TableSection]:
-    """Return the section that compares predictions with measurements, as the only element; none without predictions."""
+    """Return a list with the section that compares predictions with measurements; it is empty without predictions."""
     if not found:
         return []
     lines = tuple(
@@ -237,7 +237,7 @@ def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
 
 
 def _ways(flow: PhaseTraffic) -> str:
-    """Return the direction in which a flow's bytes move, such as "host → each", "0 → each" or "a ring"."""
+    """Return the direction in which bytes move in a phase, such as "host → each", "0 → each" or "a ring"."""
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
     if all(source < 0 for source in sources):
         return "host → each" if len(targets) > 1 else "host → 0"

@@ -141,17 +141,17 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether the bar of a rung can be drawn: none of the estimates that the bar needs may be in doubt.
+    """Return whether the bar of a rung can be drawn, because none of the estimates that it shows is in doubt.
 
-    These are the rung's step time and, except for the lowest rung, its change and the step time of the rung below it.
-    `steps` has the step times in milliseconds that are not in doubt, by rung.
+    It shows the rung's step time and, except for the lowest rung, its change and the step time of the rung below it.
+    `steps` has the step times in milliseconds by rung; step times that are in doubt are not in it.
     """
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Return a rung's name with the change of its step time and the verdict, so that nobody depends on the colours."""
+    """Return a rung's name with the change of its step time and the verdict, which the colours alone would not tell."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
@@ -186,7 +186,9 @@ def _colour(change: RungGain) -> str:
 
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the vertical lines for `ddp` and the limit, as (name, milliseconds, style).
+    """Return the vertical lines at the step times of `ddp` and of the limit, as (name, milliseconds, style).
+
+    The limit is the step time of `single` with one device's share of the batch.
 
     A line is left out if its step time is far longer than that of the slowest rung; see `BEYOND`.
     """
@@ -215,7 +217,7 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 
 def _caption(ladder: Ladder) -> str:
-    """Return the caption of a ladder's panel: the rounds, the limit's meaning, and the step of `ddp` if not drawn."""
+    """Return the caption of a ladder's panel: the number of rounds, and notes on what the panel shows or lacks."""
     said = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"

@@ -60,14 +60,14 @@ def _answer(one: Answer) -> str:
 
 
 def _code(text: str) -> str:
-    """Return the text as code in Markdown, between more backticks than the text has in a row."""
+    """Return the text as code in Markdown, enclosed by one backtick more than its longest series of backticks."""
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     space = " " * text.startswith("`") or " " * text.endswith("`")
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
 
 
 def _ratios(report: Report) -> str:
-    """Return two Markdown lists: the notes of a run, and its tiles, each with a value and a caption."""
+    """Return two Markdown lists: the notes of a run, and its headline numbers (tiles), each with a caption."""
     tiles = (f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles)
     notes = (f"- {_said(note, 4000)}" for note in report.notes)
     return "\n\n".join(filter(None, ("\n".join(notes), "\n".join(tiles))))

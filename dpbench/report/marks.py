@@ -55,7 +55,10 @@ def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
 
 @contextmanager
 def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
-    """Return a context in which artists that are added to `axes` get these cases, unless `explain` has marked them."""
+    """Return a context that gives `cases` to each artist that is added to `axes` inside it.
+
+    An artist to which `explain` has given a text keeps its own cases.
+    """
     before = set(axes.get_children())
     yield
     for artist in axes.get_children():

@@ -107,7 +107,7 @@ def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return a sentence on the number of rounds behind the rows, or that their numbers are predicted."""
+    """Return a sentence that gives the number of rounds behind the rows, or says that their numbers are predicted."""
     counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."

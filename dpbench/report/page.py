@@ -1,8 +1,8 @@
-"""Page: the report of a run as one HTML file that needs neither a network nor scripts to be read, and the archive.
+"""Page: the report of a run as one HTML file, and the archive with the pages of all runs.
 
-The page's script filters the cases, shows the value of a mark, and saves a section's numbers as a file. The browser
-runs this script only, and uses this style sheet only, because the page's policy has their hashes. The archive keeps the
-page of each run:
+A page can be read without a network and without scripts. Its script filters the cases, shows the value of a mark, and
+saves a section's numbers as a file. The browser runs no other script, and uses only the page's own style sheet, because
+the page's Content-Security-Policy has the hashes of these two. The archive has these files:
 
 reports/runs/RUN/index.html   the page of a run; run.json in the same folder has the facts for the list
 reports/runs/index.html       the list of the runs
@@ -77,7 +77,7 @@ class Numbers:
 class PageSection:
     """A section of the page. `labels` has the labels that all of its drawings share.
 
-    `columns` has the section's prefixes from `COLUMNS`, separated by spaces.
+    `columns` tells the page's script which numbers to save: the section's prefixes in `COLUMNS`, separated by spaces.
     """
 
     id: str
@@ -93,7 +93,7 @@ class PageSection:
 class Styles:
     """The style sheet of the drawings: each distinct style of their elements becomes a class.
 
-    The page's policy allows only the style sheet, whose hash it has; a style in an attribute would have no effect.
+    The page's Content-Security-Policy allows no other styles; a style in an attribute would have no effect.
     """
 
     def __init__(self) -> None:
@@ -207,7 +207,10 @@ def _tabled(section: devices.TableSection) -> PageSection:
 
 
 def _contents(found: Sequence[PageSection], *, findings: bool, command: bool) -> list[tuple[str, str]]:
-    """Return the id and the title of each section of the page, in order."""
+    """Return the id and the title of each section of the page, in order.
+
+    `findings` and `command` are True if the page has the section on causes and remedies, and the one on the command.
+    """
     return [
         ("answers", "Answers"),
         *((part.id, part.title) for part in found),
@@ -223,7 +226,10 @@ FACTS = "run.json"
 
 
 class Kept(NamedTuple):
-    """The file of a run's page in the archive, and the id of the newest run with a result; "" if there is none."""
+    """The result of `keep`: `page` is the file of the run's page in the archive.
+
+    `latest_run` is the id of the newest run in which a case has a result; it is "" if there is no such run.
+    """
 
     page: Path
     latest_run: str

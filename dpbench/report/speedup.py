@@ -38,7 +38,7 @@ def section(rows: Sequence[Row]) -> Section:
     return Section(
         "speedup", "Speed-up against ideal",
         "The step time on one device divided by the step time on several devices, for equal work. The dotted line is "
-        "the ideal speed-up, and bars are 95% intervals.",
+        "the ideal speed-up. Whiskers and bands are 95% intervals.",
         [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def _identity(row: Row) -> tuple[Hashable, ...]:
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, with each one-device row marked by the scaling of the lines that start at it.
+    """Return the rows; the scaling of a one-device row becomes that of the lines that start at it.
 
     On one device, strong and weak scaling are the same. A one-device row at which lines of both kinds start is
     therefore returned twice. A row at which only lines of weak scaling start is returned once, marked as weak.
@@ -79,7 +79,10 @@ def _work(row: Row) -> tuple[str, int]:
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return the rows of `levels` (one device with all cores) that belong to a panel but are not among its rows."""
+    """Return the rows of `levels` that have the setting and work of a panel but are not among its rows.
+
+    `levels` are the rows of cases on one device with all cores.
+    """
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 
@@ -142,7 +145,7 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
 
 
 def _name(case: Case, labels: Iterable[str], value: str) -> str:
-    """Return a line's name in the legend: its labels in `svg.ODD`, strategy, schedule, options, and value."""
+    """Return a line's name in the legend: those labels that are in `svg.ODD`, strategy, schedule, options, value."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
     name = " ".join(filter(None, (odd, naming.strategy(case), options)))

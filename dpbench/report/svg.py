@@ -205,10 +205,10 @@ FARTHEST = 4.0
 
 
 def extent(estimates: Iterable[Estimate]) -> float:
-    """Return the end of an axis for these estimates: the highest end of their intervals, unless it is too far away.
+    """Return the end of an axis for these estimates: the highest end of their intervals.
 
-    A single wide interval would make all other marks small. The axis therefore ends at the latest at `FARTHEST` times
-    the largest value, and `whisker` draws an arrow where an interval goes beyond the end.
+    The end is at most `FARTHEST` times the largest value, because a single wide interval would otherwise make all other
+    marks small. Where an interval goes beyond the end, `whisker` draws an arrow.
     """
     found = list(estimates)
     return min(max(one.high for one in found), FARTHEST * max(one.value for one in found))
@@ -286,8 +286,8 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> Legend:
 def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
     """Return the figure as the text of an SVG element; `key` makes the ids in it unique on the page.
 
-    The element has the id of the case and the height of each lane as `data-lanes`; `marks.hook` explains the attributes
-    of its groups.
+    The attribute `data-lanes` of the element has, for each lane, the id of the lane's case and the lane's height.
+    `marks.hook` explains the attributes of the groups in the element.
     """
     buffer = io.StringIO()
     for artist in figure.findobj():

@@ -47,8 +47,8 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     """Yield one group of rows per setting and batch size, for one panel or, if the group is large, for several.
 
-    A group has the cases on the largest number of devices, and the one-device cases with the same batch size; without
-    such one-device cases, it has those whose batch size is one device's share.
+    A group has the cases on the largest number of devices, and the one-device cases with the same batch size. If no
+    one-device case has this batch size, the group has the one-device cases whose batch size is one device's share.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
@@ -86,7 +86,7 @@ def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], k
 def _drawing(
     title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
 ) -> str:  # fmt: skip
-    """Return the timelines as one drawing with a common time axis; the page can hide those of the `cases`."""
+    """Return the timelines as one drawing with a common time axis; `cases`, if given, has the case of each timeline."""
     said = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}

@@ -140,7 +140,7 @@ def _memory(row: Row) -> Cell:
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    """Return each distinct problem of a case as a headline with the rounds in which it occurred, and the reason."""
+    """Return each distinct problem of a case as a pair: a headline that names the rounds with it, and the reason."""
     found: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
@@ -264,8 +264,9 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
 
 
 def ablation(ladder: Ladder) -> Table | None:
-    """Return the table of the gain of each switch over the same schedule with this switch set back.
+    """Return the table of what a schedule gains by each of its switches.
 
+    The schedule is compared with the same schedule in which this switch has the value that it has in `reference`.
     Return None if the ladder has no ablations.
     """
     if not ladder.ablations:
@@ -288,7 +289,7 @@ def _switch(change: RungGain) -> tuple[Cell, ...]:
 
 
 def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the tables of a ladder: first the ablations, if there are any, in a short table; then the rungs."""
+    """Return the tables of a ladder: that of the ablations, if there are any, and then that of the rungs."""
     return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 
@@ -299,7 +300,7 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
 
 
 def _saved(change: RungGain) -> Cell:
-    """Return the cell with the milliseconds that a change saves, which are negative if the change adds time."""
+    """Return the cell with the milliseconds that a change saves; the number is negative if the change adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
         return Cell(words.NOT_ENOUGH)

@@ -319,7 +319,7 @@ def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the time axis to the range from `low` to `high` with some room, and return the ends of the axis.
+    """Set the time axis to the range from `low` to `high`, with a margin at both ends; return the ends of the axis.
 
     The axis has a log scale if the range spans more than a factor of 6.
     """
