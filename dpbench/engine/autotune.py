@@ -15,9 +15,9 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.words import time as duration
 
 PAUSE, SKIP, BLOCK = 2, 1, 3
-"""Numbers of updates: PAUSE untimed ones at the start, then blocks of SKIP untimed ones and BLOCK timed ones."""
+"""Counts of updates: PAUSE untimed ones at the start; in each block, SKIP untimed ones, then BLOCK timed ones."""
 PAIRS = range(4, 9)
-"""The numbers of block pairs after which the choice can be made; after the largest number it is made in any case."""
+"""The choice can be made when the number of timed block pairs is in this range; it must be made at the last number."""
 T95 = {4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Student's t for a two-sided 95 % confidence interval, by the number of block pairs."""
 ALIKE = 0.02

@@ -258,7 +258,7 @@ Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[to
 """A function that copies tensors to all devices; it returns one list per device. The first list has the originals."""
 
 FIRST = 2**63 - 1
-"""The sequence number of autograd nodes that must run first: autograd runs the ready node with the highest number."""
+"""The sequence number for autograd nodes that must run first: autograd runs the ready node with the highest one."""
 
 
 def broadcast(

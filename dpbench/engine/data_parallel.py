@@ -41,7 +41,7 @@ def scatter_arguments(
 ) -> list[Any]:
     """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gives one pair.
 
-    `chunk_sizes` are the numbers of rows of the replicas; None means equal chunks. With `compat`, `inputs` and `kwargs`
+    `chunk_sizes` has the number of rows of each replica; None means equal chunks. With `compat`, `inputs` and `kwargs`
     are split separately, as in torch. If they give different numbers of pieces, the shorter list is padded in the cases
     in which torch pads it; in all other cases AssertionError is raised.
     """

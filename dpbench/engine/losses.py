@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # cuda_graphs imports this module
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""A function of (output, target, keywords of the loss) that returns these rows' contribution to the mean's divisor."""
+"""A function of (output, target, keywords of the loss) that returns what the given rows add to the mean's divisor."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
@@ -97,7 +97,7 @@ _RULES = {
 """The rule of each loss module. tests/test_losses.py measures `bits` on gradients of many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""Settings that make any loss `ROUNDED`: with them the divisor is not a count, or terms have different divisors."""
+"""A loss with one of these settings is `ROUNDED`: its divisor is not a count, or its terms have different divisors."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 

@@ -29,7 +29,7 @@ from dpbench.records.work import owners
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
 """For each replica that has gradients: its device, and its gradients in the order of the parameters."""
 SMALL_BYTES = 2**16
-"""Gradients of at most this size in bytes are summed in one call, which writes sums twice, but in the CPU's cache."""
+"""One call sums all gradients up to this size in bytes. It writes each sum twice, but such sums fit in the cache."""
 FEW = 8
 """The minimum number of small gradients to sum in one call; fewer gradients are summed separately."""
 HELD = 2

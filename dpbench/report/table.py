@@ -1,4 +1,4 @@
-"""Tables: the text of each table cell, the same for the page and for Markdown, and the numbers of all cases as JSON."""
+"""Tables: the text of each table cell, the same for the page and for Markdown, and the values of all cases as JSON."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """Return the numbers of all rows as JSON text that is safe inside an HTML script element."""
+    """Return the values of all rows as JSON text that is safe inside an HTML script element."""
     ordered = small_multiples.order(rows)
     numbers = zip(ordered, summary.records(ordered), strict=True)
     return embedded([{"id": naming.case_id(row.case), **record} for row, record in numbers])

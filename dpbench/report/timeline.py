@@ -258,7 +258,7 @@ ROUNDS = 5
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
 """The line style of each round."""
 CURVE = 50
-"""The height of a curve in SVG units, and the largest number of timed steps by which it is drawn."""
+"""The height of a curve in SVG units. A curve is drawn from at most this number of timed steps of a round."""
 LEFT = 46.0
 """The margin for the labels of the curves' axes, in SVG units."""
 OUTLIER = 3.0
