@@ -188,12 +188,12 @@ class Exchange:
                     self._collectives.reduce([own[bucket.flat][start:stop] for own in self.buffers], i)
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Make every device wait for the collectives queued so far; the time of the wait counts for `phase`."""
+        """Make every device wait for the collectives queued so far; record the wait as a part of `phase`."""
         with self._marked(phase):
             self.lead()
 
     def lead(self) -> None:
-        """Make every device wait for the collectives queued so far; the wait counts for no phase."""
+        """Make every device wait for the collectives queued so far; do not record the wait in a phase."""
         for i in range(len(self._devices)):
             self._collectives.lead(i)
 

@@ -234,8 +234,8 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
         )
     if not kind.__module__.startswith("torch.optim."):
         return (
-            "update=each needs an optimizer of torch.optim, which can be copied for each device, but the optimizer is "
-            f"{kind.__name__}; use update=root"
+            "update=each gives a copy of the optimizer to each device and therefore needs an optimizer of torch.optim, "
+            f"but the optimizer is {kind.__name__}; use update=root"
         )
     if _overlap(setup.trained):
         return (

@@ -369,7 +369,7 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add the replicas' parts of the loss on the first device, after backward; the time counts for no phase."""
+        """Add the replicas' parts of the loss on the first device, after backward; record no phase for this."""
         with torch.no_grad():
             self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 

@@ -316,7 +316,7 @@ class PersistentReplicas:
 class _Everywhere:
     """The optimizers of all devices, with the interface of one optimizer.
 
-    If there is a GradScaler, it calls `step`, unless a gradient is infinite or NaN.
+    A GradScaler, if there is one, calls `step` only if no gradient is infinite or NaN.
     """
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:

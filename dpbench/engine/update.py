@@ -243,8 +243,8 @@ class Update:
     def show(self) -> None:
         """Set the `.grad` of the module's parameters to the reduced gradients.
 
-        A parameter whose reduced gradient is not complete on device 0 (or, for logical CPU devices, on the host) gets
-        None.
+        If a parameter's reduced gradient is not complete in one tensor on device 0 (or, for logical CPU devices, on the
+        host), set its `.grad` to None.
         """
         # `hide` or `module.to()` may have given earlier gradients other memory
         if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):

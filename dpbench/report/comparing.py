@@ -51,7 +51,7 @@ def _cells(line: Comparison) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """Return a ratio as text with four digits, which a margin of 1 % needs."""
+    """Return a ratio as text with four digits, because two runs are compared with a margin of about 1 %."""
     return words.number(value, 4)
 
 

@@ -39,10 +39,11 @@ def over_commits(report: Report) -> Section | None:
     blind = "Changes are not detected, because asv is not installed." if drawn[0].levels is None else ""
     return Section(
         "history", "History",
-        "The step time over the commits in the store, in the order of their first runs, on this machine and version of "
-        "torch. Whiskers are 95% intervals. A horizontal line is a level: between two levels, asv detects a change, "
-        "and the intervals on both sides of it do not overlap. Runs at different times also differ in the state of the "
-        "machine. Runs with uncommitted changes, and step times of too few rounds, are left out.",
+        "The step time of each commit in the store, in the order of the commits' first runs, on this machine and with "
+        "this version of torch. Whiskers are 95% intervals. A horizontal line is a level. A new level begins at a "
+        "change that asv detects if the intervals on both sides of the change do not overlap. Runs at different times "
+        "also differ in the state of the machine. Runs with uncommitted changes, and step times of too few rounds, are "
+        "left out.",
         panels, " ".join(filter(None, (more, blind))),
     )  # fmt: skip
 

@@ -28,9 +28,9 @@ from dpbench.report import naming
 class Drawing(Figure):
     """A figure that knows what its artists show.
 
-    `hooks` maps the `gid` of an artist to a text on it, and `owners` to the cases that it shows. `bands` has the case,
-    the top edge and the bottom edge of each lane, measured from the top of the axes; it is empty without lanes. `size`
-    is in SVG units (1/72 inch).
+    `hooks` maps the `gid` of an artist to the text that explains the artist. `owners` maps the `gid` to the cases that
+    the artist shows. `bands` has the case, the top edge and the bottom edge of each lane, measured from the top of the
+    axes; it is empty without lanes. `size` is in SVG units (1/72 inch).
     """
 
     def __init__(self, size: tuple[float, float]) -> None:

@@ -73,7 +73,7 @@ def _place(row: Row) -> tuple[object, ...]:
 
 
 def _work(row: Row) -> tuple[str, int]:
-    """Return the kind of scaling and the constant batch size, which is per device for weak scaling, else global."""
+    """Return the kind of scaling and the constant batch size: per device if scaling is weak, global if it is strong."""
     weak = row.scaling == "weak"
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 

@@ -185,7 +185,7 @@ def _write(
 def _outline(
     axes: Axes, path: Sequence[PathSegment], edges: Mapping[int | None, float], whole: tuple[float, float]
 ) -> None:  # fmt: skip
-    """Draw the critical path: an outline around each of its stretches, and a line from each lane to the next.
+    """Draw the critical path: an outline around each of its stretches, and lines where it changes lanes.
 
     `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the bottom of all lanes.
     A stretch without an open phase is a dashed box across all lanes.
