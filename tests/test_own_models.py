@@ -431,11 +431,11 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     "draws from numpy": (odd(lambda forward, x: forward(x) * float(np.random.rand())), "draws from numpy.random"),
     "a sum over samples": (
         odd(lambda forward, x: forward(x).square().sum()) | {"loss": lambda out, y: out.mean()},
-        "differs from that of one device (by 0.5 of its norm)",
+        "differs from that on one device (by 0.5 of its norm)",
     ),
     "samples depend on each other": (
         odd(lambda forward, x: forward(x - x.mean(0))),
-        "differs from that of one device",
+        "differs from that on one device",
     ),
     "draws from Python": (odd(lambda forward, x: forward(x) * random.random()), "draws from Python's random"),
     "another batch for one seed": ({"batch": lambda n, *_: (torch.randn(n, 8), torch.zeros(n).long())}, "same seed"),

@@ -141,7 +141,7 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tm
 
     def wrong(case, *rest, **named):
         if case == DP:
-            raise trial.Unverified("the case was not timed, because its gradients are wrong: fc1")
+            raise trial.Unverified("the case was not timed, because its gradients or buffers are wrong: fc1")
         return verify(case, *rest, **named)
 
     monkeypatch.setattr(trial, "_verify", wrong)
@@ -159,7 +159,7 @@ def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypa
     monkeypatch.setattr(bench.CaseTimer, "block", broken)
     done = trial.run_together([SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path)
     assert [t.status for t in done] == [Status.FAILED, Status.FAILED]
-    assert all("planted" in t.reason and "in the same process, which failed too: 1" in t.reason for t in done)
+    assert all("planted" in t.reason and "other cases that failed too: 1" in t.reason for t in done)
 
 
 def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() -> None:

@@ -175,7 +175,9 @@ def test_what_a_process_takes_from_the_steps_core_comes_out() -> None:
 
 @linux
 def test_a_process_at_work_in_every_step_leaves_none_to_compare_with() -> None:
-    with pytest.raises(RuntimeError, match=r"in or just before every step of one part \(steps: \d+\)"):
+    with pytest.raises(
+        RuntimeError, match=r"in or just before every step of one part of the measurement \(steps: \d+\)"
+    ):
         beside(os.getpid(), block_s=0.05, budget_s=0.1)  # our own clock never stands still
 
 

@@ -310,7 +310,7 @@ def test_wrong_gradients_are_refused_and_never_timed(
     monkeypatch.setattr(registry, "strategy", lambda name: plug)
     done = trial.run(case, SHORT, tmp_path)
     assert (done.status, done.verified, done.steps) == (Status.FAILED, Verified.NO, ())
-    assert "gradients are wrong" in done.reason
+    assert "gradients or buffers are wrong" in done.reason
 
 
 # ---------------------------------------------------------------- training

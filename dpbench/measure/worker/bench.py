@@ -5,9 +5,9 @@ intervals (`records.activity`). The spans of a clock show how long a phase occup
 show when the device computed. Communication is counted separately, because a collective kernel that waits for other
 ranks counts as busy.
 
-Where ranks add gradients during backward, no event can mark the `reduce` phase of GPUs. The profiled steps give its
-duration: the seconds of all-reduce during which the GPU runs no compute kernel. Each timed step gets these seconds, at
-the end of its backward. On CPUs, the strategy itself reports the phase of each step.
+If ranks add their gradients during backward, no event on a GPU can mark the phase `reduce`. The profiled steps show its
+duration: the seconds of all-reduce in which the GPU runs no compute kernel. The median of these seconds is then entered
+into each timed step, as a span of `reduce` that ends with backward. On CPUs, the strategy reports this span itself.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ COMPILING_PASSES = 10
 class PreparedCase:
     """A case that is ready for timing: its strategy is verified, and its model and batches are built.
 
-    The steps use `batches`, which are pairs (inputs, target), in turn. With a DataLoader, they use `examples` instead:
-    the same batches on the host, but only the rows of this process. `setup` maps each stage of the preparation to its
-    duration in seconds. `facts` is the provenance to store with the trial.
+    `batches` are pairs (inputs, target), which the steps use in turn. If the case has a DataLoader, it loads `examples`
+    instead: of the same batches, the rows on which this process trains, in the host's memory. `setup` maps each stage of
+    the preparation to its duration in seconds. `facts` is the provenance to store with the trial.
     """
 
     case: Case
@@ -161,11 +161,12 @@ class _Marking:
 
 
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
-    """Take a step with each batch until no step of any rank compiles; return the case with the time of compilation.
+    """Take a step with each batch in each pass, until a pass in which no rank compiles; return the case with results.
 
-    The case's setup then has `compile_s`, the seconds of all steps that compiled, including the steps of verification;
-    the time is shorter if torch's cache on disk has the graphs. The case's facts have the numbers of graphs and graph
-    breaks. Raises ValueError if nothing was compiled, and RuntimeError if all `COMPILING_PASSES` passes compiled.
+    The setup of the returned case has `compile_s`: the seconds of all steps that compiled, including the steps of
+    verification. This time is shorter if torch finds graphs in its cache on disk. The facts of the returned case say
+    how many graphs and graph breaks torch.compile made. Raises ValueError if no step of these passes compiled, and
+    RuntimeError if a step compiled in each of `COMPILING_PASSES` passes.
     """
     begun, compile_s = compilations(), 0.0
     for _ in range(COMPILING_PASSES):
@@ -213,8 +214,8 @@ class CaseTimer:
     def first(self) -> None:
         """Take the first step and choose the length of the blocks.
 
-        If a block would take too long (see `SLOW`), each block has one step from then on, one warm-up step and
-        `SLOW_STEPS` timed steps are enough, and one step is profiled.
+        If a block would take too long (see `SLOW`), all further blocks have one step. The series then needs only one
+        warm-up step and `SLOW_STEPS` timed steps, and only one step is profiled.
         """
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
@@ -267,8 +268,8 @@ class CaseTimer:
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the trial of the case: all recorded measurements, with the steps of the warm-up flagged.
 
-        `memory` is added to the trial. On GPUs, additional steps are profiled, whose cost is `profile_s` in the trial's
-        setup; on emulated devices, one additional step is taken.
+        `memory` is added to the trial. On GPUs, additional steps are profiled; their seconds are `profile_s` in the
+        trial's setup. On emulated devices, one additional step is taken to count operators and copies.
         """
         of, warm = self._prepared, self._stopping.warmup
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
@@ -279,7 +280,8 @@ class CaseTimer:
         for device, each in exposed_reductions(of.case, profile).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
         return Trial(
-            case=of.case, status=Status.OK, reason=self._stopping.reason or "agreed: another rank had enough steps",
+            case=of.case, status=Status.OK,
+            reason=self._stopping.reason or "stopped with the other ranks, because one of them had enough steps",
             verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, profile)),
             samples=tuple(samples), memory=memory,
             setup={**of.setup, "steps_s": self._steps_s, **cost}, provenance={**of.facts, **self._dispatched()},
@@ -337,9 +339,9 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
 
 
 def _agreed(finished: bool) -> bool:
-    """Return whether `finished` is True in any rank, so that all ranks stop together.
+    """Return whether `finished` is True in at least one rank; every rank gets the same answer.
 
-    All ranks must call this function. Without ranks, it returns `finished`.
+    All ranks must call this function. In a process without ranks, it returns `finished`.
     """
     if not dist.is_initialized():
         return finished
@@ -354,7 +356,7 @@ def _profiled(
 ) -> list[list[Activity]]:  # fmt: skip
     """Return the activities of the GPUs in each of `count` additional profiled steps.
 
-    The list is empty for CPU devices, whose busy time the host's clock measures, and if profiling is not permitted.
+    The list is empty if the devices are not GPUs, or if profiling is not permitted.
     """
     if not isinstance(listener, clocks.CudaClock):
         return []
@@ -367,8 +369,8 @@ def _profiled(
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
     """Yield the busy seconds of the GPUs as samples: for each device and metric, one sample per profiled step.
 
-    A step without activities of a metric gives 0 seconds; a metric without activities in any step has no samples. The
-    time of each sample is 0, because profiled steps are not part of the timed series.
+    A metric has a value of 0 in a step without activities of its kind. If no profiled step has such activities, the
+    metric has no samples. The time of each sample is 0, because profiled steps are not part of the timed series.
     """
     each = [
         {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()} for step in profile

@@ -24,7 +24,7 @@ LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
 
 
 def sizes(module: nn.Module) -> dict[str, float]:
-    """Return the numbers of modules and tensors in a module, and the bytes of its parameters and buffers."""
+    """Return how many modules, parameters and buffers a module has, and the bytes of its parameters and buffers."""
     parameters, buffers = list(module.parameters()), list(module.buffers())
     return {
         "modules": sum(1 for _ in module.modules()),
@@ -37,10 +37,10 @@ def sizes(module: nn.Module) -> dict[str, float]:
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
-    """Return the numbers and bytes of a model's tensors, and the bytes of inputs, target and output per sample.
+    """Return the `sizes` of a model's module, and the bytes of inputs, target and output per sample.
 
-    A tensor that several modules share counts once, because replication copies it once. The output's bytes come from a
-    forward pass of at most two samples, and are left out if this pass fails.
+    A tensor that several modules share is counted once, because replication copies it once. The output's bytes come
+    from a forward pass of at most two samples, and are left out if this pass fails.
     """
     inputs, target = positional(batch[0]), batch[1]
     samples = rows_in(batch)
@@ -78,9 +78,9 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
 
 
 def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
-    """Return the UUIDs of the GPUs with these CUDA ordinals; empty if some are unknown.
+    """Return the UUIDs of the GPUs with these CUDA ordinals; the list is empty if a UUID is unknown.
 
-    This process may not see all of the GPUs, and versions of torch before 2.5 do not give UUIDs.
+    A UUID is unknown if this process does not see the GPU, or if the version of torch is older than 2.5.
     """
     if any(one >= torch.cuda.device_count() for one in ordinals):
         return []
@@ -111,9 +111,9 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     """Time copies over the links of the devices, and return the trial with these times.
 
-    The setup of the returned trial has `links_s`, the seconds that the timing took. The trial is returned unchanged if
-    its devices are fewer than two, not in one process, colocated or not GPUs. It is also returned unchanged if a GPU
-    has too little free memory for the copies, because the trial is valid without their times.
+    The setup of the returned trial has `links_s`, the seconds that the timing took. Copies are timed only if this
+    process drives two or more distinct GPUs; otherwise, the trial is returned unchanged. It is also returned unchanged
+    if a GPU has too little free memory for the copies, because the trial is valid without them.
     """
     case = trial.case
     if case.device_kind != "cuda" or case.placement != "spread" or case.traits.ranks or len(devices) == 1:

@@ -1,17 +1,18 @@
 """Loaders, worker side: feed a training loop from a DataLoader, and time the batches of one DataLoader.
 
-In a training loop, batch k of the loader has the rows of batch k of a loop without a loader, in the same order. A rank
-loads its own rows only, as with torch's DistributedSampler. The wait for a batch, which includes the loading itself if
-the loader has no workers, is the phase `data` of the host.
+In a training loop, the DataLoader yields the same batches in the same order as are used without a DataLoader. A rank
+loads its own rows only, as with torch's DistributedSampler. The wait for a batch is the phase `data` of the host. If
+the DataLoader has no workers, this wait includes the loading itself.
 
 A DataLoader is timed by a consumer that only waits for batches:
 
     0  1  2  3  4  5     6  7  8  9  10 11     12 13 14 15       next epoch: 0
     fill                 steady part           surplus           first batch only
 
-With n workers, batches arrive n at a time, so the number of batches in the steady part is a multiple of n. The fill has
-the first n batches, and the batches that early workers load ahead while late workers start. The surplus keeps all
-workers busy until the steady part ends. If loading fails, the error names the example.
+The numbers above are those of the batches. With n workers, batches arrive n at a time, so the number of batches in the
+steady part is a multiple of n. The fill consists of the first batch of each worker, and of the batches that the workers
+load ahead while the last worker starts. The surplus keeps all workers busy until the steady part ends. Of the next
+epoch, only the first batch is timed. If loading fails, the error names the example.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def measure(loading: Loading, folder: Path) -> LoaderReading:
 def _waits(loader: DataLoader[Any], progress: LoaderProgress, longest_s: float = float("inf")) -> Iterator[float]:
     """Yield the seconds that the consumer waits for each batch of an epoch; the first wait starts the workers.
 
-    The batch that arrives more than `longest_s` seconds after the start is the last.
+    The first batch that arrives more than `longest_s` seconds after the start is the last one.
     """
     began = before = time.perf_counter()
     for _ in loader:
@@ -375,7 +376,7 @@ class _Feed:
 def _unbind(cores: Sequence[int], worker: int) -> None:
     """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be bound to one core.
 
-    If `cores` is empty, nothing changes. `worker` is the number of the worker, which has no effect.
+    If `cores` is empty, nothing changes. The argument `worker`, the worker's number, has no effect.
     """
     if cores:
         with suppress(OSError):

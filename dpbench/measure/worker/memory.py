@@ -126,9 +126,9 @@ class Peaks:
             self._listening = False
 
     def _settle(self) -> None:
-        """Attribute the peaks since the previous call to the whole step, and to the phases that were open since then.
+        """Attribute the peaks since the previous call to the whole step, and to every phase that is open now.
 
-        If no phase was open, the peaks are attributed to `UNATTRIBUTED`.
+        If no phase is open, the peaks are attributed to `UNATTRIBUTED`. No phase opens or closes between two calls.
         """
         if not self._listening:
             return
@@ -140,7 +140,7 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the recorded peaks, sorted by device; for each device, first those of the whole step, then by phase.
+        """Return the recorded peaks, sorted by device; for each device, the whole step comes first, then each phase.
 
         `source` is stored with each peak: `allocator` (torch's statistics) or `ledger` (the byte count of emulated
         devices).

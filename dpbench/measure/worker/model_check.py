@@ -1,4 +1,4 @@
-"""Model check: take one step with a model on one device and one on two, and report the model's properties and faults.
+"""Model check: take a step with a model on one device, then on two, and report the model's properties and faults.
 
 A fault ends the check; its message names the function in the model's file that must be changed. A note describes a
 property with which some strategies do not work, or which makes results differ.
@@ -74,7 +74,7 @@ def check(case: Case) -> Trial:
     if case.devices > 1:
         facts.two_devices()
     facts.seen["memory"] = (
-        f"{in_bytes(processes.resident_peak())} at the peak of this process, of which torch is a part"
+        f"{in_bytes(processes.resident_peak())} at the peak of this process, which includes torch itself"
     )
     facts.seen["check_s"] = time.perf_counter() - at
     return Trial(case=case, provenance={"model_check": {"seen": facts.seen, "notes": facts.notes}})
@@ -134,7 +134,7 @@ class _Facts:
         if len(names) > len(found):
             self.notes.append(
                 f"build(): {len(names)} names of parameters are registered for {count(len(found), 'parameter')}; a "
-                "parameter with several names counts once, with the sum of its gradients"
+                "parameter with several names is one parameter, and its gradient is the sum over all its uses"
             )
         self.seen["dtypes"] = ", ".join(sorted({str(one.dtype) for one in found}))
 
@@ -266,9 +266,9 @@ class _Facts:
             )
 
     def loop(self) -> None:
-        """Make the model's own optimizer and scheduler, if the model has them.
+        """Create the model's own optimizer and then its scheduler, if the model has its own optimizer.
 
-        Raises ModelFault if one has a wrong type, or if the optimizer has parameters of another module.
+        Raises ModelFault if either has a wrong type, or if the optimizer has parameters that it was not given.
         """
         loop = self._model.loop
         if loop.optimizer is None:
@@ -280,7 +280,8 @@ class _Facts:
             raise self._fault("optimizer", f"returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if not held <= {*map(id, parameters)}:
-            raise self._fault("optimizer", "returned an optimizer of other parameters: use those of the argument")
+            raise self._fault("optimizer", "returned an optimizer of other parameters than those in its argument: "
+                              "create the optimizer from the argument")  # fmt: skip
         with self._inside("scheduler()", None):
             scheduler = None if loop.scheduler is None else loop.scheduler(optimizer)
         if loop.scheduler is not None and not callable(getattr(scheduler, "step", None)):
@@ -321,9 +322,9 @@ class _Facts:
         apart = verification.dependence(even, devices[0], precision_of)
         if apart > verification.TOLERANCE["fp32"]:
             self.notes.append(
-                f"the gradient of two devices differs from that of one device (by {apart:.2g} of its norm), in "
-                "dpbench as in torch: the loss is not a mean over samples, or samples depend on each other, as with "
-                "BatchNorm"
+                f"the gradient of a step on two devices differs from that on one device (by {apart:.2g} of its norm), "
+                "with dpbench and with torch alike: the loss is not a mean over samples, or samples depend on each "
+                "other, as with BatchNorm"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:

@@ -89,9 +89,9 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
 
 
 def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
-    """Take steps of the other model until the parent asks to stop, and send the number of steps twice.
+    """Take steps of the other model until the parent asks to stop; tell the parent how many steps were taken.
 
-    The first number is sent after `FIRST` steps, the second at the end. If the model fails, the reason is sent instead.
+    The count is sent after `FIRST` steps and again at the end. If the model fails, the reason is sent instead.
     """
     processes.die_with_parent(parent)
     try:

@@ -1,4 +1,7 @@
-"""Self-check, worker side: time a case's step with and without one component of measuring, alternately in one process.
+"""Self-check, worker side: time a case's step with and without marks, or with and without the sampler at work.
+
+Marks time the phases of a step. The sampler is a separate process that reads counters of the GPUs and the host. Both
+are components of measuring that may slow a step. One process takes all steps:
 
     marks      pair 0: on off   pair 1: off on   pair 2: on off ...      each word is a block of back-to-back steps
     sampler    part 0: . . . x x . . . . . . x x . . . .                 x: the sampler ran in this or the previous step
@@ -6,8 +9,8 @@
 For marks, blocks with and without marks alternate, and the two blocks of a pair are compared, so that slow drift
 cancels. The sampler is never switched off. The steps are divided into parts of equal duration, and the sampler's CPU
 clock shows in which steps it ran. In each part, the mean of all steps is compared with the mean of the steps that the
-sampler cannot have slowed down. The facts have two lists of seconds per step, with and without the component, each with
-one value per pair or part. The trial itself has no steps.
+sampler cannot have slowed down. The result is two lists of seconds per step: one with the component and one without
+it. Each list has one value per pair or part. The trial itself has no steps.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ _CPU_CLOCK = 2  # the low bits in the id of a process's CPU clock, as clock_getc
 
 
 def measure(case: Case, effort: Effort, settings: SelfCheck) -> Trial:
-    """Time the case's step with and without one component of measuring for about `effort.budget_s` seconds.
+    """Time the case's step with and without marks, or the sampler at work, for about `effort.budget_s` seconds.
 
     Return a trial without steps; its provenance has the measured facts under the key "self_check".
     """
@@ -133,8 +136,9 @@ def _parts(run: RunSteps, sampler: _Sampler, count: int, part_s: float) -> dict[
         alone = [s for (before, _), (at_work, s) in pairwise(((False, 0.0), *steps)) if not before and not at_work]
         if not alone:
             raise RuntimeError(
-                f"the sampler was running in or just before every step of one part (steps: {len(steps)}), so its cost "
-                "is unknown: there are no steps without the sampler to compare with"
+                "the sampler process ran in or just before every step of one part of the measurement (steps: "
+                f"{len(steps)}), so its cost is unknown, because there are no steps without the sampler to compare "
+                "with: repeat the self-check while the machine is idle"
             )
         on_s.append(statistics.fmean(seconds for _, seconds in steps))
         off_s.append(statistics.fmean(alone))
@@ -190,12 +194,12 @@ class _Marks:
         self._on = False
 
     def per_step(self) -> float:
-        """Return the mean number of marks per step that the clock has recorded."""
+        """Return the number of marks that the clock has recorded, divided by the number of timed steps."""
         return len(self._listener.spans()) / max(1, len(self._listener.steps()))
 
 
 class _Sampler:
-    """The CPU clock of the sampler process with the process id `pid`."""
+    """A reader of the CPU time of the process `pid`, the sampler, which reads counters of the GPUs and the host."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._clock = pid, (~pid << 3) | _CPU_CLOCK

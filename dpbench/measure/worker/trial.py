@@ -1,7 +1,7 @@
-"""Trial: run one case in the processes that its strategy needs, and merge their results into one trial.
+"""Trial: measure one case in one process, or in one process per rank, and merge the ranks' results into one trial.
 
-Each of these processes verifies and builds the case, warms up, and runs blocks of steps until the series is long
-enough.
+Each process verifies a step, builds the model and its batches, and takes blocks of steps until it has enough timed
+steps after the warm-up. The ranks of a case stop together.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
 def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
     """Verify the strategy of a case, build the case's model and batches, and return everything that timing needs.
 
-    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients, or the
-    outputs of a case that does not train, are wrong.
+    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients or
+    buffers are wrong, or the outputs of a case that does not train.
     """
     threads = threads_of(strategy)
     torch.set_num_threads(threads)
@@ -148,7 +148,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
 
 
 def threads_of(strategy: Strategy) -> int:
-    """Return the number of threads that each torch operator uses under a strategy: one, or one per usable core."""
+    """Return the number of threads of a torch operator: one per core with the trait `all_cores`, otherwise one."""
     return usable_cores() if strategy.traits.all_cores else 1
 
 
@@ -212,7 +212,7 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: Ran
             rank=rank.rank if rank else None,
         )  # fmt: skip
     if verdict.verified is Verified.NO:
-        wrong = "gradients" if case.trains else "outputs"
+        wrong = "gradients or buffers" if case.trains else "outputs"
         hint = "; or give --unverified, which labels every figure UNVERIFIED" if verdict.random else ""
         raise Unverified(f"the case was not timed, because its {wrong} are wrong: {verdict}{hint}")
     return verdict
@@ -247,7 +247,7 @@ def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any,
 
 
 def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Set this process to the precision of a neighbour's case, and return the case's placed batches."""
+    """Allow TF32 in this process if the neighbour's case `case` has this precision; return its placed batches."""
     _allow_tf32(case, device)
     return _placed_batches(case, model, device)
 
@@ -369,8 +369,8 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
         for case in (prepared.case for prepared in prepared_cases):
             failure = of_error(error, device_ids=case.device_ids)
             reason = (
-                f"{failure.reason} [other cases measured in the same process, which failed too: "
-                f"{len(prepared_cases) - 1}]"
+                f"{failure.reason} [this error ended the timing of all cases in the same process; number of other "
+                f"cases that failed too: {len(prepared_cases) - 1}]"
             )
             done[case] = _failed(case, replace(failure, reason=reason))
     return [done[case] for case in cases]
