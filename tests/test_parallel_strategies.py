@@ -308,8 +308,8 @@ def test_a_rank_with_two_devices_has_half_of_the_layers_on_each(tmp_path: Path) 
             "needs 2 devices per rank, but the number of devices is 3: give --devices 4",
         ),
         ("model_parallel_pipelined", {"batch_size": 9}, "but the batch size is 9: give --batch-sizes 12"),
-        ("model_parallel_pipelined", {"precision": "bf16"}, "would include backward: leave out --precision bf16"),
-        ("model_parallel_pipelined", {"precision": "fp16"}, "would include backward: leave out --precision fp16"),
+        ("model_parallel_pipelined", {"precision": "bf16"}, "inside autocast too: leave out --precision bf16"),
+        ("model_parallel_pipelined", {"precision": "fp16"}, "inside autocast too: leave out --precision fp16"),
         ("model_parallel_pipelined", {"compile": True}, "cannot record a compiled module: leave out --compile"),
         ("data_parallel_block", {"compile": True}, "would compile only the rest: leave out --compile"),
         ("half_cpu", {}, "needs an accelerator in addition to the host; without a GPU, give --device-kind emulated"),
@@ -372,7 +372,7 @@ class Branches(Residual):
     ("module", "fault"),
     [
         (Residual(), "stage 0 gives 2 values to later stages"),
-        (Backwards(), "the layer a of stage 0 runs in stage 1 too"),
+        (Backwards(), "the layer a of stage 0 needs an output of stage 1"),
         (Branches(), "torch.fx cannot record it: TraceError"),
     ],
 )

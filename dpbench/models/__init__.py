@@ -5,8 +5,9 @@ A model is a file of this folder, or a user's object (see `_own`). It has three 
     build(size) -> Module
     batch(n, seed, size) -> (inputs, target)      inputs: a tensor, a tuple of positional arguments, or a dict of
                                                   keyword arguments; a dict alone is a batch without a target
-    loss(output, target) -> 0-dim tensor          must be a loss function of torch if schedules use loss=local;
-                                                  None if forward returns the loss, or a structure with `loss`
+    loss(output, target) -> 0-dim tensor          for schedules with loss=local, a loss function of torch
+
+If forward returns the loss, or a structure with `loss`, the model has `loss = None` instead of this function.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ Above this limit, torch runs the code uncompiled.
 class Model:
     """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target).
 
-    `owns_loss` is True if the module returns its own loss, which `loss` then takes from the output. `loop` has the
+    `owns_loss` is True if the output contains the loss; the function `loss` then returns this loss. `loop` has the
     optimizer, the scheduler and the clip norm of the user's training loop, for cases with `--optimizer own`.
     """
 
@@ -206,7 +207,7 @@ def compile_forward(module: nn.Module) -> None:
 
 
 def compilations() -> Counter[str]:
-    """Return the numbers of graphs and of graph breaks that torch.compile has made in this process so far."""
+    """Return how many graphs and how many graph breaks torch.compile has made in this process so far."""
     from torch._dynamo.utils import counters
 
     return Counter(graphs=counters["stats"]["unique_graphs"], graph_breaks=counters["graph_break"].total())

@@ -167,7 +167,8 @@ def _imported(name: str, place: str, attribute: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         error.add_note(
-            f"while loading --model {name} from {here} or sys.path (dpbench reads it as package.module:name)"
+            f"raised while loading --model {name} as package.module:name from {here} or sys.path; "
+            "to load a model from a file, give file.py:name"
         )
         raise
     return found
@@ -201,7 +202,7 @@ def loop(plug: Any, name: str) -> LoopParts:
     if getattr(plug, "accumulate", 1) != 1:
         raise TypeError(
             f"model {name}: accumulate is not measured, because a step is one batch and one update: leave out "
-            "accumulate, and give the rows of one update in --batch-sizes"
+            "accumulate, and give the number of samples per update in --batch-sizes"
         )
     return found
 
@@ -210,9 +211,9 @@ def take_keywords(module: nn.Module) -> None:
     """Let the forward of `module` take a dict of keyword arguments as its only positional argument.
 
     A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not parameters of
-    forward is passed unchanged. A scripted module keeps its forward. A new forward costs a call in each step, and
-    torch.fx cannot record it: only models whose batches have keyword arguments get one. Raises TypeError if the module
-    cannot have another forward; see `with_forward`.
+    forward is passed unchanged. A scripted module keeps its forward. Call this function only for models whose batches
+    have keyword arguments: a new forward costs a call in each step, and torch.fx cannot record it. Raises TypeError if
+    the forward of the module cannot be replaced; see `with_forward`.
     """
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,11 +235,11 @@ def take_keywords(module: nn.Module) -> None:
 
 
 def with_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Replace the forward of `module` by `make(forward of its class)`, and return whether this is possible.
+    """Replace the forward of `module` by `make(forward of its class)`; return False if this is impossible.
 
     The module becomes an instance of a new subclass of its class. The names of its parts therefore stay, and its copies
-    and replicas have the new forward too. The replacement is impossible for scripted modules, for modules of torch.fx
-    (their copies get a separate class), and if a forward set on the instance hides the forward of the class.
+    and replicas have the new forward too. A forward cannot be replaced in a scripted module, in a module of torch.fx
+    (each copy of which has a separate class), or in an instance whose own forward hides the forward of the class.
     """
     if isinstance(module, torch.jit.ScriptModule | GraphModule) or "forward" in vars(module):
         return False

@@ -1,4 +1,4 @@
-"""A large embedding table with dense gradients: every replica gets all weights, but needs little computation.
+"""A large embedding table with dense gradients: every replica receives all weights, but computes little.
 
 A batch uses only a few rows of the table, but `replicate` copies the whole table, and `reduce` adds gradients that are
 mostly zeros.

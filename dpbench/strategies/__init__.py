@@ -1,7 +1,7 @@
 """Strategies: ways to train on one or several devices.
 
 A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend only on a
-strategy's methods and traits; no other package uses a strategy's name. Users run strategies that they have written with
+strategy's methods and traits; no other package uses a strategy's name. Users run their own strategies with
 `--strategy file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
 """
 
@@ -46,9 +46,9 @@ Forward = Callable[..., "torch.Tensor"]
 class Split:
     """The split of the batch in one step: `rows` has the number of samples of each forward pass, in order of the batch.
 
-    `block` is the name of the submodule that runs on the parts, if the rest of the module runs on the whole batch.
-    `replays` is True if each forward pass is one call of the module's forward with one generator of random numbers;
-    verification can then replay the random numbers.
+    `block` is empty if the whole module runs on each part of the batch. Otherwise, it is the name of the submodule that
+    runs on the parts, and the rest of the module runs on the whole batch. `replays` is True if each forward pass is one
+    call of the module's forward that draws from one generator; verification can then replay the random numbers.
     """
 
     rows: tuple[int, ...]
@@ -100,7 +100,7 @@ class Strategy(Protocol):
         return True
 
     def split(self, case: Case, module: nn.Module) -> Split:
-        """Return how a step splits the batch, from which verification computes the reference.
+        """Return how a step splits the batch; verification splits the batch of the reference in the same way.
 
         By default, each replica runs its samples in one forward pass.
         """
@@ -121,7 +121,7 @@ class Strategy(Protocol):
         )
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one representative rank in one step, from which a step of many ranks is predicted.
+        """Return the tasks of one typical rank in one step; the predictor predicts a step of many ranks from them.
 
         By default, return the tasks of the whole step.
         """

@@ -2,9 +2,9 @@
 
 The layers are the module's children that have parameters or buffers. A child that is an `nn.Sequential` is replaced by
 its children. The layers are divided, in order, into contiguous groups with about equal bytes of parameters, one group
-per device. Children without parameters and buffers compute where their inputs are, and parameters of the module itself
-are on the first device. A hook of each layer copies the layer's inputs to the layer's device.
-`Block` is one layer that runs on several devices.
+per device. Children without parameters and buffers compute where their inputs are. Parameters of the module that are in
+no child are on the first device. A hook of each layer copies the layer's inputs to the layer's device. `Block` is one
+layer that runs on several devices.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spread(case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Flow]:
-    """Place the layers on the devices, and yield the flow of steps through them; on exit, remove the hooks.
+    """Place the layers on the devices, and yield the `Flow` that marks phases in steps; on exit, remove the hooks.
 
     Raises ValueError if the module has fewer layers than devices.
     """

@@ -130,16 +130,19 @@ class _Tracer(fx.Tracer):
 
 
 def _numbered(graph: fx.Graph, module: nn.Module, number_of: dict[nn.Module, int]) -> dict[fx.Node, int]:
-    """Return the number of each node's stage: the stage of its layer, otherwise the last stage that computes an input.
+    """Return the number of the stage of each node in the graph.
 
-    A parameter is in the stage that uses it first. Raises _NoChainError if a layer runs after a layer of a later stage.
+    The call of a layer is in the stage of the layer, a parameter in the first stage that uses it. Any other node is in
+    the latest stage that computes one of its inputs. Raises _NoChainError if a layer needs an output of a later stage.
     """
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
         found[node] = max([number_of.get(layer, 0) if layer else 0, *(found[one] for one in node.all_input_nodes)])
         if layer in number_of and number_of[layer] < found[node]:
-            raise _NoChainError(f"the layer {node.target} of stage {number_of[layer]} runs in stage {found[node]} too")
+            raise _NoChainError(
+                f"the layer {node.target} of stage {number_of[layer]} needs an output of stage {found[node]}"
+            )
     for node in graph.nodes:
         if node.op == "get_attr":
             found[node] = min([found[user] for user in node.users], default=0)

@@ -28,7 +28,8 @@ def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
 def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
     """Yield the transfers of the inputs and the target of a batch to the devices.
 
-    If `local`, the rows of the target move to their replicas; otherwise the whole target moves to device 0.
+    If `local`, the rows of the target move to their replicas. Otherwise the whole target moves to device 0, unless the
+    devices are logical CPU devices, which read the target in the host's memory.
     """
     on_device = case.inputs == "device"
     for device, count in enumerate(case.rows):
@@ -68,7 +69,8 @@ def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]
 
     With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on GPUs by a ring
     all-reduce, unless the gradients are rounded for the transfer. With `update=sharded`, every device receives only its
-    shard. In the last two cases, devices without rows receive gradients too, but send only in collectives.
+    shard. With `update=each` or `update=sharded`, devices without rows of the batch also receive gradients, but they
+    send gradients only in the collectives of GPUs.
     """
     collective = case.device_kind == "cuda" and schedule.comm_dtype == "none"
     count, devices = len(case.rows), case.devices
@@ -168,8 +170,8 @@ def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
 class Chain:
     """A builder of the tasks of one step, for one process that drives several devices.
 
-    Without `schedule`, the schedule is `reference`. With `threads_marked`, the time to start the replicas' threads
-    counts for the host, otherwise for device 0. `reduction` is the phase in which the gradients are added.
+    The default schedule is `reference`. The time to start the replicas' threads is a task of the host if
+    `threads_marked` is True, otherwise of device 0. `reduction` is the phase in which the gradients are added.
     """
 
     def __init__(
@@ -211,9 +213,9 @@ class Chain:
         return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Append the transfers of weights and buffers to all devices, which wait for the tasks `scattered`.
+        """Append the transfers of weights and buffers to all devices; return the indices that every forward waits for.
 
-        Return the indices of the tasks that every forward waits for.
+        The transfers wait for the tasks `scattered`.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"
@@ -260,8 +262,9 @@ class Chain:
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
         """Append each replica's loss on its device; return, per device, the indices of the tasks that backward awaits.
 
-        The sum of the losses is appended on device 0, except with backward=local on CPU devices, where no backward
-        waits for the sum. With backward=local, one further host task per replica precedes the replica's backward.
+        The sum of the losses is appended on device 0, and every backward waits for it. With backward=local on CPU
+        devices, no backward waits for the sum, so no sum is appended. With backward=local, one further host task per
+        replica precedes the replica's backward.
         """
         graph, size = self._graph, self._profile.output_bytes
         own = [

@@ -2,8 +2,8 @@
 
 dpbench.DataParallel wraps the child with the most bytes of parameters, as in torch's tutorial on model parallelism. A
 child that has all parameters of the module is replaced by its own children. The rest of the module runs on device 0, on
-the whole batch. The phases `replicate`, `gather` and `reduce` belong to the block only; `scatter` has the copy of the
-batch to device 0 and the copies of the block's inputs to its replicas.
+the whole batch. The phases `replicate`, `gather` and `reduce` have only transfers of the block. The phase `scatter` has
+the copy of the batch to device 0 and the copies of the block's inputs to its replicas.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def largest(module: nn.Module) -> str:
     """Return the name of the block: the child with the most bytes of parameters.
 
     If this child has all parameters of the module, its own largest child is considered, and so on. Raises ValueError if
-    no child on this path has only a part of the parameters.
+    every child that is considered has either all parameters or none.
     """
     inside, path = module, list[str]()
     while children := dict(inside.named_children()):

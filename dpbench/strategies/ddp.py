@@ -39,8 +39,8 @@ class DistributedDataParallel(Strategy):
 
         `hook` is the name of a communication hook in `ddp_comm_hooks.default_hooks`; empty for no hook.
         `rounds_gradients` is True if the hook rounds the gradients to 16 bits for the all-reduce. `parts` is the number
-        of micro-batches of each rank; only the last of them synchronises gradients. The attribute `views` is whether
-        gradients are views of the communication buckets.
+        of micro-batches of each rank; only the last of them synchronises gradients. The attribute `views` is
+        True if gradients are views of the communication buckets.
         """
         self.traits = Traits(
             parallelism=Parallelism.RANKS, reduction=Reduction.OVERLAPPED, role=role, shared_stream=True,
@@ -140,7 +140,10 @@ Observed = tuple[Phase, int, float, float]
 
 
 class ExposedReduction:
-    """The part of the reduction that outlasts backward's compute, measured by the logger of torch's `wrapped`."""
+    """The part of the reduction after the end of backward's compute, which the DDP logger of `wrapped` reports.
+
+    `wrapped` is a module that is wrapped in torch's DistributedDataParallel.
+    """
 
     def __init__(self, wrapped: Any, device: Device) -> None:
         self._wrapped, self._device = wrapped, device

@@ -117,7 +117,10 @@ class _Training:
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the schedule of a case; for `fastest`, the highest exact rung of the ladder (see `records.schedule`)."""
+    """Return the schedule of a case; for `fastest`, the schedule of the highest rung that `best` accepts.
+
+    `best` accepts rungs without CUDA graphs under which the weights stay bitwise equal to those under `reference`.
+    """
     return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)
 
 

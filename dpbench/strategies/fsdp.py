@@ -45,8 +45,7 @@ class FullyShardedDataParallel(Strategy):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of all ranks in one step.
 
-        The collectives are all-gathers of weights and reduce-scatters of gradients, with each unit gathered in forward
-        and again in backward.
+        The collectives are all-gathers of weights, in forward and again in backward, and reduce-scatters of gradients.
         """
         return _tasks(case, profile, range(len(case.rows)))
 

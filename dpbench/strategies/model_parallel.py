@@ -91,8 +91,8 @@ class HalfCpu(Strategy):
             return "half_cpu needs an accelerator in addition to the host; without a GPU, give --device-kind emulated"
         if case.precision in AUTOCAST:
             return (
-                f"half_cpu runs without autocast, which applies to one kind of device only: leave out --precision "
-                f"{case.precision}"
+                f"half_cpu runs without autocast, because autocast applies to one kind of device only: leave out "
+                f"--precision {case.precision}"
             )
         if case.compile:
             return "half_cpu does not support torch.compile over layers on the host and a GPU: leave out --compile"
@@ -218,8 +218,8 @@ class Pipelined(Strategy):
             )
         if case.precision in AUTOCAST:
             return (
-                "model_parallel_pipelined runs without autocast, which would include backward: leave out --precision "
-                f"{case.precision}"
+                "model_parallel_pipelined runs without autocast, because torch's pipeline would run backward inside "
+                f"autocast too: leave out --precision {case.precision}"
             )
         if case.compile:
             return (

@@ -84,9 +84,10 @@ class Single(Strategy):
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
-    """Return the arguments with all tensors copied to `device`, except tensors that are already on this accelerator.
+    """Return the arguments with all tensors copied to `device`.
 
-    Tensors in nested tuples, lists, dicts and dataclass instances are copied too.
+    If `device` is an accelerator, tensors that are already on it are not copied. Tensors in nested tuples, lists, dicts
+    and dataclass instances are copied too.
     """
     from dpbench.engine.containers import mapped
 

@@ -94,7 +94,7 @@ class TorchDataParallel(Strategy):
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers of one step under the schedule `reference`; those of `reduce` count in `backward`."""
+        """Yield the transfers of one step under the schedule `reference`; the phase `backward` has the reduction."""
         for move in _tasks.scheduled(case, shapes):
             yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 
