@@ -33,7 +33,7 @@ SIZES = ("small", "full")
 _FEW = 2
 """The number of rows of the batch that shows whether a user's model takes keyword arguments."""
 RECOMPILE_LIMIT = 64
-"""The number of times that torch may compile the same code, which it does once for each device and chunk shape.
+"""The number of times that torch may compile the same code. It compiles once for each device and chunk shape.
 
 Above this limit, torch runs the code uncompiled.
 """

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from dpbench.records import registry
 
 IMAGE = 224
-"""The height and width of images in pixels, at which torchvision's and timm's models are published."""
+"""The height and width in pixels of the images for which torchvision's and timm's models were published."""
 TOKENS = {"small": 32, "full": 512}
 """The length of a sequence in tokens, by size."""
 

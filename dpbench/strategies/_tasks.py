@@ -213,9 +213,9 @@ class Chain:
         return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Append the transfers of weights and buffers to all devices; return the indices that every forward waits for.
+        """Append the transfers of weights and buffers to all devices; the transfers wait for the tasks `scattered`.
 
-        The transfers wait for the tasks `scattered`.
+        Return the indices of the tasks that every forward waits for.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"

@@ -110,7 +110,7 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
 SLOW = 10
 """The largest duration of a block of steps, as a multiple of the budget of a trial.
 
-If a case has longer blocks, its blocks are shortened to one step, and its warm-up to one step.
+If the blocks of a case would be longer, each block has one step, and so has the warm-up.
 """
 SLOW_STEPS = 3
 COMPILING_PASSES = 10
@@ -122,8 +122,8 @@ class PreparedCase:
     """A case that is ready for timing: its strategy is verified, and its model and batches are built.
 
     `batches` are pairs (inputs, target), which the steps use in turn. If the case has a DataLoader, it loads `examples`
-    instead: of the same batches, the rows on which this process trains, in the host's memory. `setup` maps each stage of
-    the preparation to its duration in seconds. `facts` is the provenance to store with the trial.
+    instead: of the same batches, the rows on which this process trains, in the host's memory. `setup` maps each stage
+    of the preparation to its duration in seconds. `facts` is the provenance to store with the trial.
     """
 
     case: Case
@@ -161,7 +161,7 @@ class _Marking:
 
 
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
-    """Take a step with each batch in each pass, until a pass in which no rank compiles; return the case with results.
+    """Make passes over the batches until no rank compiles in a pass; return the case with the time of compilation.
 
     The setup of the returned case has `compile_s`: the seconds of all steps that compiled, including the steps of
     verification. This time is shorter if torch finds graphs in its cache on disk. The facts of the returned case say

@@ -85,7 +85,7 @@ def bound(case: Case) -> Iterator[None]:
 
 
 WHOLE = ""
-"""The phase under which the peaks of the whole step are recorded."""
+"""The name under which the peaks of the whole step are recorded, in place of the name of a phase."""
 
 
 class Peaks:

@@ -35,7 +35,7 @@ It also sets the process to the case's precision.
 WAIT_S = 60.0
 """The longest wait in seconds for the neighbour: until its first steps are done, and later until it has stopped."""
 FIRST = 3
-"""The number of steps after which the neighbour counts as running."""
+"""The number of steps that the neighbour takes before it reports that it is running."""
 
 
 class NeighbourFailed(RuntimeError):
