@@ -284,7 +284,7 @@ def test_wrong_arguments_leave_no_file(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(kind):
             dp.run(**wrong)
     monkeypatch.setattr(launch, "of_environment", object)
-    with pytest.raises(RuntimeError, match="under torchrun or srun, give the command `dpbench run`"):
+    with pytest.raises(RuntimeError, match="under torchrun or srun, use the command `dpbench run` instead"):
         dp.run(models="mlp")
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
 

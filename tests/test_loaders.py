@@ -450,7 +450,7 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
         (["--dataset", "a.py:b", "--cpu-ms", "1"], "--cpu-ms: for the synthetic dataset only"),
         (["--workers", "-1,2"], "--workers must be from 0 to 1024, got -1,2"),
         (["--prefetch-factor", "0"], "--prefetch-factor must be at least 1"),
-        (["--pin-memory", "yes"], "'yes' is not a list of off and on, such as off,on"),
+        (["--pin-memory", "yes"], "'yes' is not a list of the words off and on, such as off,on"),
         (["--model", "resnet1"], "unknown model 'resnet1'"),
         (["--model", "nowhere:net"], "cannot find the module 'nowhere'"),
     ],

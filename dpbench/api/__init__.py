@@ -73,10 +73,10 @@ def run(
 
     The arguments are the options of `dpbench run`, with the same defaults; `dpbench run --help` explains them. An empty
     value means the default on this machine. Without arguments that select cases, dpbench selects cases that fit this
-    machine. Times are in seconds and sizes in bytes. `model` and `strategy` name your own objects in a file, such as
-    "package.module:name", because the measuring processes import them. `tag` has texts such as "driver=550". Progress
-    is printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials are stored, and the same
-    call resumes the run.
+    machine. Times are in seconds and sizes in bytes. `model` and `strategy` take the names of your own objects, such as
+    "package.module:name", and not the objects: the measuring processes import them by name. `tag` takes texts such as
+    "driver=550". Progress is printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials
+    are stored, and the same call resumes the run.
 
     Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under torchrun or srun,
     where only the command `dpbench run` can measure.
@@ -88,7 +88,7 @@ def run(
     asked = Options.of(**{name: value for name, value in given.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
-            "dpbench.run measures on one machine: under torchrun or srun, give the command `dpbench run`"
+            "dpbench.run measures on one machine: under torchrun or srun, use the command `dpbench run` instead"
         )
     cases, budget_s = selection.cases_of(asked)
     path = Path(store)
@@ -126,7 +126,8 @@ def open_trials(path: str | Path, run: str = "") -> Run:
 
     `run` is the beginning of the run's id, and may be empty if the file has one run. The file has the seconds of each
     step by phase, but no spans, no samples, no start time of the run and no facts on the machine; results that depend
-    on these are missing. Raises ValueError if the file is not an export, or if it has no such run or several.
+    on these are missing. Raises ValueError if the file is not an export, or if `run` matches none or
+    several of its runs.
     """
     stored, trials = export.read_run(Path(path), run)
     return Run(stored, trials, None)

@@ -49,7 +49,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Return the id of the run, whose beginning names the run in `load` and on the command line."""
+        """Return the id of the run; in `load` and on the command line, the first characters of the id name the run."""
         return self._stored.id
 
     @property
@@ -132,11 +132,12 @@ class Run:
         return Path(path)
 
     def compare(self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False) -> Compared:
-        """Return the comparison of this run with a run after a change, as `dpbench compare` makes it.
+        """Return the comparison of this run with the run `after`, as `dpbench compare` makes it.
 
-        `after` is a run, or a text that names a run as in the help of this command; names and ids are looked up in the
-        results file of this run. Relative differences below `margin` count as equal. Raises ValueError for an unknown
-        name, for runs without a measured case in common, and for unlike machines unless `unlike` is True.
+        `after` is a run, or a text that names a run; `dpbench compare --help` explains the names. Names and ids are
+        looked up in the results file of this run. Relative differences below `margin` count as equal. Raises ValueError
+        if the name is unknown, or if the runs have no measured case in common. Unless `unlike` is True, also raises
+        ValueError if the machines, the kinds of devices or the versions of torch differ.
         """
         if not isinstance(after, Run):
             try:
@@ -175,7 +176,7 @@ class Compared:
         return self._found.unlike
 
     def page(self, path: str | Path) -> Path:
-        """Write the comparison with the answers and the phases of both runs as one HTML file, and return its path."""
+        """Write one HTML file with the comparison and with the answers and phases of both runs, and return its path."""
         from dpbench.report import comparing as drawing
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two runs in the JSON of `dpbench compare`.
 
-    `project_commit` is the commit of the project in whose folder the run was measured. A run from an exported file
-    lacks the facts on machine and code, and its `started` is the epoch.
+    `project_commit` is the git commit of the folder in which the run was started. A run from an exported file lacks the
+    facts on machine and code; its `started` is the beginning of 1970, because its start time is unknown.
     """
 
     run: RunFacts
@@ -53,8 +53,8 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
     """One case in the JSON of `dpbench compare`; `analysis.comparison.Comparison` has the same values.
 
     `before_s` and `after_s` are seconds per step. `ratio` is above 1 if the second run is faster. `phase` is the phase
-    that changed most, `phase_s` its change in seconds per step, and `phase_share` the fraction of this change among the
-    changes of all phases.
+    that changed most, and `phase_s` its change in seconds per step. `phase_share` is the size of this change divided by
+    the sum of the sizes of the changes of all phases.
     """
 
     label: str
@@ -81,8 +81,9 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
-    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines differ. `lost`
-    gives, by label, the reason for each case that is in both runs but has no result in at least one of them.
+    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines or the software of
+    the runs differ. `lost` has the cases that are in both runs but cannot be compared, because they have no result in
+    one of the runs or in both. It maps the label of each such case to the reason why the result is missing.
     """
 
     before: ComparedRun
@@ -98,7 +99,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     cls=Documented, short_help="Compare two runs case by case.",
     exits={
         0: "no case became slower", EXIT_WORSE: "at least one case became slower", EXIT_FAILED: "a file cannot be read",
-        EXIT_UNDECIDED: "no case became slower, but some are undecided",
+        EXIT_UNDECIDED: "no case is known to have become slower, but for some the measurements cannot tell",
         EXIT_USAGE: "wrong usage, unlike machines, or no case in common",
     },
 )  # fmt: skip
@@ -108,7 +109,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True,
     help="Relative differences below this margin count as equal.",
 )  # fmt: skip
-@click.option("--unlike", is_flag=True, help="Compare runs on unlike machines, or with unlike versions of torch.")
+@click.option("--unlike", is_flag=True, help="Compare even if machines, kinds of devices or versions of torch differ.")
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
 @json_option
 @click.option("--page", type=click.Path(path_type=Path), help="Also write an HTML page with both runs to this file.")
@@ -119,11 +120,12 @@ def compare(
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
 
     BEFORE and AFTER each name a run. @last, @NAME and the beginning of an id name a run of the store. The beginning of
-    a commit of dpbench or of the project names the newest run of this commit. FILE:RUN names a run of another store, or
-    of a file that `dpbench export jsonl` wrote; FILE alone names its newest run.
+    a git commit names the newest run with this commit, either of dpbench or of the folder in which the run was started.
+    FILE:RUN names a run of another store, or of a file that `dpbench export jsonl` wrote. FILE alone names the newest
+    run of a store, or the only run of an exported file.
 
-    Without --unlike, two runs are refused if they differ in processor, cores, GPUs, version of torch or kind of
-    devices, or if only one of them is an imported trace.
+    Without --unlike, the command refuses two runs that differ in processor, cores, GPUs, version of torch or kind of
+    devices, and two runs of which only one is an imported trace.
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
@@ -182,7 +184,7 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
 
 
 def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
-    """Return the newest run of the commit that begins with `asked`; None if no run has such a commit.
+    """Return the newest run whose commit begins with `asked`; None if no run has such a commit.
 
     `runs` are the runs of a store, the newest first. Raises UsageError if `asked` matches several commits, or a commit
     and the id of a run.

@@ -61,7 +61,7 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
 def _text(shown: ShownRun) -> str:
     """Return the facts of a run as text with one fact per line, and then one line per case."""
     run = shown.run
-    planned = f"{words.count(run.rounds, 'round')}" if run.rounds else "as many rounds as the speed-ups need"
+    planned = f"{words.count(run.rounds, 'round')}" if run.rounds else "auto: as many as --within requires"
     facts = {
         "run": run.id, "name": run.name and f"@{run.name}", "tags": " ".join(map("=".join, run.tags.items())),
         "command": run.command, "state": run.status, "started": _minute(run), "rounds": planned,
@@ -135,10 +135,10 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
 @click.argument("other", metavar="OTHER.db", type=click.Path(path_type=Path))
 @store_option
 def merge(other: Path, store: Path) -> None:
-    """Copy the runs and trials of the store OTHER.db that the store of --store lacks.
+    """Copy all runs and trials of the store OTHER.db into the store of --store, except those that it has already.
 
-    Trials that the store has already are not copied again, so that the command can be repeated. If the two stores
-    contradict each other, the store is not changed, and the error names the runs and cases.
+    The command can be repeated, because it never copies a trial twice. If the two stores contradict each other, no
+    store is changed, and the error names the runs and cases.
     """
     from dpbench.store import Store
 

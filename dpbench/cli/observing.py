@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The times of one device of a file, in seconds.
+    """The times of one device in a trace file, in seconds.
 
-    `device` is the number in the file, and `name` its model, empty if unknown. `span_s` is the time from the start of
-    the first activity to the end of the last. `compute_s`, `copies_s` and `communication_s` are the seconds in which at
-    least one activity of the kind ran; activities of different kinds may overlap. Memory fills count as copies, and
-    copies between two devices as communication. The exposed parts are the seconds in which no compute kernel ran.
-    `kernels_s` are the seconds with compute kernels or copies. During `idle_s` the device ran nothing.
+    `device` is the device's number in the file, and `name` its model, empty if unknown. `span_s` is the time from the
+    start of its first activity to the end of its last. `compute_s`, `copies_s` and `communication_s` are the seconds in
+    which at least one activity of that kind ran; activities of different kinds may overlap. Memory fills count as
+    copies, and copies between two devices as communication. `exposed_copies_s` and `exposed_communication_s` are the
+    parts of `copies_s` and `communication_s` in which no compute kernel ran. `kernels_s` are the seconds in which a
+    compute kernel or a copy ran. During `idle_s` the device ran nothing.
     """
 
     device: int
@@ -49,9 +50,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
 
     `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
-    that the host spent in each phase, regardless of the work of the devices. Both have all phases, with 0 for a phase
-    that does not occur, and `phases` also has `unattributed`. `partial` is True if the trace may lack the beginning of
-    the step.
+    that the host spent in each phase, whatever the devices did meanwhile. Both have all phases, with 0 for a phase that
+    does not occur, and `phases` also has `unattributed`. `partial` is True if the trace may lack the beginning of the
+    step.
     """
 
     name: str
@@ -65,8 +66,9 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
     """The correction of a rank's clock to the clock of the first rank.
 
-    `shift_s` is the median time difference of `collectives` collectives, and was added to the rank's times.
-    `uncertainty_s` is the largest deviation from this median. Both are in seconds.
+    `collectives` collectives were compared. For each, dpbench took the difference between the time at which it ended on
+    the first rank and the time at which it ended on this rank. `shift_s` is the median of these differences; it was
+    added to the rank's times. `uncertainty_s` is the largest deviation from the median. Both are in seconds.
     """
 
     shift_s: float

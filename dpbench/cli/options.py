@@ -111,7 +111,7 @@ class Listed(click.ParamType[tuple[Any, ...]]):
 
 
 def _natural(text: str) -> int:
-    """Return the number of a text with digits only. Raises ValueError for any other text."""
+    """Return the integer that a text of digits states. Raises ValueError if the text has any other character."""
     if not text.isdigit():
         raise ValueError(text)
     return int(text)
@@ -119,13 +119,15 @@ def _natural(text: str) -> int:
 
 NAMES = Listed("a,b,...", str)
 NUMBERS = Listed("1,2,...", int, "a comma-separated list of integers, such as 1,2,4")
-SWITCHES = Listed("off,on", lambda text: ("off", "on").index(text) == 1, "a list of off and on, such as off,on")
+SWITCHES = Listed(
+    "off,on", lambda text: ("off", "on").index(text) == 1, "a list of the words off and on, such as off,on"
+)
 LOADERS = Listed(
     "off,0,...",
     lambda text: -1 if text == "off" else _natural(text),
-    "a list of off and numbers of workers, such as off,0,2",
+    "a list in which each entry is off or a number of workers, such as off,0,2",
 )
-"""The type of a list of numbers of workers of a DataLoader, with -1 for off: no DataLoader."""
+"""The type of a list of DataLoader settings: a number of workers, or -1 for off, which means no DataLoader."""
 DEVICE_IDS = Listed(
     "0,1,...|GPU-...",
     lambda text: text if text.startswith("GPU-") else _natural(text),
@@ -233,7 +235,7 @@ class Documented(click.Command):
 
 
 def _shown(words: Sequence[str]) -> str:
-    """Return the words that set an option, as text without the option's name; "on" or "off" for a switch."""
+    """Return the value that the words of an option set, as text; "on" or "off" for an option without a value."""
     return shlex.join(words[1:]) or ("on" if words else "off")
 
 
@@ -260,10 +262,10 @@ def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None
 
 
 def command_of(context: click.Context, repeated: str) -> str:
-    """Return `repeated` with the option --no-config; "" if no default of the current command comes from a file.
+    """Return `repeated` with the option --no-config; "" if the current command took no default from a file.
 
-    `context` is the click context of the current command. `repeated` is the command `dpbench run` with all options of
-    the measurement, so that it needs no file.
+    `context` is the click context of the current command. `repeated` is a `dpbench run` command that sets every option
+    whose value is not dpbench's own default, including those from the file. It therefore works without the file.
     """
     given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
     return _ignoring(repeated) if given else ""
@@ -315,7 +317,10 @@ def _table(path: Path, where: str) -> Mapping[str, Any] | None:
 def _entries(
     table: Mapping[str, Any], path: Path, where: str, commands: Mapping[str, click.Command]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Yield the command, the option and the value of each entry; entries for all commands come before the others."""
+    """Yield the command, the option and the value of each entry of a table of defaults.
+
+    First come the entries that apply to all commands, then those of one command, which replace them.
+    """
     for key, value in table.items():
         if key in SHARED and not isinstance(value, dict):
             yield from ((name, key, value) for name, command in commands.items() if key in _options(command))
@@ -363,7 +368,7 @@ def _text(value: str | float) -> str:
 def _checked(option: click.Option, value: Any, command: click.Command, where: str) -> Any:
     """Return the value in the form of click's `default_map`: a bool, a text, or a list of texts.
 
-    Raises UsageError, which begins with `where`, if the option does not accept the value.
+    Raises UsageError, with a message that begins with `where`, if the option does not accept the value.
     """
     if option.is_flag:
         return value

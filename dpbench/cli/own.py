@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool) -> None:
     """Build a model, take one step on one device and one verified step on two, and print the results.
 
-    Each fault names the function of the model's file that must change. `dpbench run` begins with the same check, but on
-    one device only.
+    Each fault names the function that you must change in the model's file. `dpbench run` begins with the same check,
+    but on one device only.
     """
     from dpbench.measure import checks, scratch
     from dpbench.measure.server import Server
@@ -110,7 +110,9 @@ MOST_WORKERS = 1024
     "returns one.  [default: a synthetic dataset]",
 )
 @click.option(
-    "--workers", type=NUMBERS, help="Numbers of workers.  [default: 0, and powers of two up to the number of cores]"
+    "--workers",
+    type=NUMBERS,
+    help="The numbers of workers to measure.  [default: 0, and powers of two up to the number of cores]",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
@@ -123,16 +125,20 @@ MOST_WORKERS = 1024
 @click.option("--persistent-workers", type=SWITCHES, default="off", show_default=True)
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Fresh processes per setting.")
 @click.option("--limit", type=click.FloatRange(0.1), default=60.0, show_default=True, help="Maximum seconds per batch.")
-@click.option("--model", default="", help="Compare with the step of this model on data in memory: a reference model, "
-              "or your own, package.module:name.")  # fmt: skip
-@click.option("--step-ms", type=click.FloatRange(0, min_open=True), help="Compare with a step of this duration.")
-@click.option("--cpu-ms", type=click.FloatRange(0), help="Synthetic: CPU milliseconds per example.  [default: 1]")
+@click.option("--model", default="", help="Compare the loading rate with a step of this model on data in memory: a "
+              "reference model, or your own, package.module:name.")  # fmt: skip
 @click.option(
-    "--wait-ms", type=click.FloatRange(0), help="Synthetic: milliseconds of waiting per example.  [default: 4]"
+    "--step-ms", type=click.FloatRange(0, min_open=True), help="Compare the loading rate with a step of this length."
 )
-@click.option("--example-bytes", type=Bytes(), help="Synthetic: bytes per example.  [default: 150528]")
-@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic: largest total rate "
-              "of all workers, like the rate of a disk.  [default: none]")  # fmt: skip
+@click.option(
+    "--cpu-ms", type=click.FloatRange(0), help="Synthetic dataset: CPU milliseconds per example.  [default: 1]"
+)
+@click.option(
+    "--wait-ms", type=click.FloatRange(0), help="Synthetic dataset: milliseconds of waiting per example.  [default: 4]"
+)
+@click.option("--example-bytes", type=Bytes(), help="Synthetic dataset: bytes per example.  [default: 150528]")
+@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic dataset: largest "
+              "total rate of all workers, like the rate of a disk.  [default: none]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
 @click.option(
     "--report", type=click.Path(path_type=Path), default=LOADERS_REPORT, show_default=True,

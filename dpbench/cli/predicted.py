@@ -83,8 +83,8 @@ def needs_table(found: Iterable[Need]) -> str:
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
     """Return a table of the predicted gains from changes of the schedule or of the machine.
 
-    Schedules of a model whose gains are equal in the precision of the table share one line, which describes the first
-    of these rungs.
+    Schedules of one model share a line if the table would show the same gain for each. The line names all of them, and
+    describes the effect of the lowest rung among them.
     """
     lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast", "80 % interval")]
     for _, tied in itertools.groupby(
@@ -108,14 +108,15 @@ def _between(one: WhatIf) -> str:
 
 
 def coverage_line(kind: str, found: Coverage) -> str:
-    """Return the share of steps in their 80 % intervals, this share's 95 % interval, and the interval score, as text.
+    """Return a line of text on how often measured steps lie in their predicted 80 % intervals.
 
-    `kind` names the rows of the published measurements to which the line refers, such as "hard rows".
+    The line gives this share of the steps, the 95 % interval of the share, and the interval score. `kind` names the
+    published measurements that were used: "rows" for all, "hard rows" for those that scale badly (`Scored.hard`).
     """
     return (
         f"{kind}: of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')}, "
         f"{words.percent(found.share)} (95 % interval, clustered by machine: {words.percent(found.low)} to "
-        f"{words.percent(found.high)}) are in their 80 % interval; interval score {found.score:.3f}"
+        f"{words.percent(found.high)}) lie in their predicted 80 % interval; interval score {found.score:.3f}"
     )
 
 
@@ -150,9 +151,10 @@ def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
 class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of one case; `step_s`, in seconds, and `speedup` have 80 % intervals.
 
-    `speedup` is null if no prediction for one device can serve as its baseline. `profile` is the origin of the times of
-    the model: "measured", "given", "traced" or "counted". `memory` has the results of `dpbench predict --memory`: each
-    device's peaks in bytes, and whether they fit; it is null without this option.
+    `speedup` is null if no prediction for one device can serve as its baseline. `profile` tells where the model's times
+    come from: "measured" steps, a step time that was "given", or calculation, either from the operators of the "traced"
+    model or from FLOP and bytes ("counted"). `memory` has the results of `dpbench predict --memory`: each device's
+    peaks in bytes, and whether they fit; it is null without this option.
     """
 
     label: str
@@ -168,7 +170,7 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record; its baseline is looked for among the predictions `others`."""
+        """Return a prediction as a record; `others` are the predictions among which its baseline is looked for."""
         from dpbench.analysis.summary import labels
         from dpbench.predict.cases import speedup
 
@@ -186,7 +188,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
     `what_ifs` has the predicted gains from changes of the schedule or of the machine. `measured_steps` has one sentence
-    per model with measured steps, which gives the origin of these steps.
+    for each model whose prediction starts from measured steps; the sentence says where they were measured.
     """
 
     machine: str

@@ -74,8 +74,8 @@ DEVICES = (1, 2, 4, 8)
 @click.option("--step-s", type=click.FloatRange(1e-9, 1e9), help="Measured seconds of a step on one device.")
 @click.option(
     "--from", "measured",
-    help="A results file with steps that the strategy `single` took on one device of the machine; or, without "
-    "--models, a watched or imported run: FILE, FILE:RUN, or a run of dpbench.db.",
+    help="Predict from measured steps. With --models: FILE, a results file with steps of the strategy `single` on one "
+    "device of the machine. Without --models: a watched or imported run, as FILE, FILE:RUN, or RUN of dpbench.db.",
 )  # fmt: skip
 @click.option(
     "--bus", metavar="GB/S|FILE",
@@ -169,7 +169,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
 def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any], **axes: Any) -> list[Case]:
     """Return the cases to predict; `axes` are the precision and the batch sizes.
 
-    Cases of one process that need the GPUs of several nodes are left out, and a line on stderr lists them.
+    Cases that run in one process but need the GPUs of several nodes are left out, and a line on stderr lists them.
     """
     from dpbench.predict import cases
 
@@ -215,7 +215,7 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 
     models = list(dict.fromkeys(case.model for case in asked))
     problems = {
-        "size": (all(map(counts.named, models)), "models that are known by name have only one size"),
+        "size": (all(map(counts.named, models)), "dpbench knows only one size of each well-known model"),
         "schedules": (not any(case.schedule for case in asked), "none of the strategies has schedules"),
         "bus": (all(case.devices == 1 for case in asked), "no case has several devices"),
         "step_s": (len(models) > 1, f"it is the step time of one model, and {len(models)} models are given"),
@@ -261,9 +261,9 @@ def _source(asked: str) -> tuple[Path, str | None]:
 
 
 def _loop(path: Path, run: str | None) -> ObservedLoop:
-    """Return the watched or imported loop of a run; without `run`, that of the newest run with such a loop.
+    """Return the watched or imported loop of the run `run`; without `run`, of the newest run that has such a loop.
 
-    Raises UsageError if there is none.
+    Raises UsageError if no such loop is found.
     """
     from dpbench.predict import stored
     from dpbench.store import Store
@@ -274,8 +274,8 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(
-        f"--from: {what} has no watched or imported loop: give --models or --model as well, to use the steps of "
-        "the strategy single"
+        f"--from: {what} has no watched or imported loop; to use its steps of the strategy single instead, also give "
+        "--models or --model"
     )
 
 
@@ -284,7 +284,11 @@ def _print(
     held: Sequence[Need], changes: Sequence[WhatIf],
 ) -> None:  # fmt: skip
     """Print the answers and the tables of predictions, of memory, and of what-ifs; leave out empty tables."""
-    basis = "only the steps on one device were measured" if machine.logical else "all steps below are predictions"
+    basis = (
+        "all steps below are predictions, from measured steps on one device"
+        if machine.logical
+        else "all steps below are predictions"
+    )
     click.echo(f"{machine.name}: {machine.description}; {basis}")
     click.echo("".join(f"{one.words}\n" for one in steps))
     print_answers(answered)
@@ -302,7 +306,7 @@ def _check(machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, o
         raise click.UsageError(
             f"--bus is the bandwidth within a node of {words.count(machine.gpu.count, 'GPU')}, and {nodes[0].label} "
             f"runs on {-(-nodes[0].devices // machine.gpu.count)} nodes: give fewer --devices, or a machine file with "
-            "the table [collective], which holds for all nodes"
+            "the table [collective], whose bandwidth dpbench uses for any number of nodes"
         )
     source = click.get_current_context().get_parameter_source
     given = [f"--{name}" for name in ("precision", "size", "optimizer") if source(name) is ParameterSource.COMMANDLINE]

@@ -46,7 +46,7 @@ class _Live(RichProgress):
 
 
 class RunningSpeedups:
-    """The speed-ups that follow from the trials so far, for the cases of the model of the newest trial."""
+    """The speed-ups computed from the trials so far; the table shows the cases with the newest trial's model."""
 
     MOST = 15
     """The largest number of cases that the table shows."""
@@ -167,9 +167,10 @@ class Progress:
 
 
 def brief(trial: Trial) -> str:
-    """Return the last line of a trial's reason, which has the error of a traceback; for a timeout, the first line.
+    """Return one line of a trial's reason.
 
-    The reason of a timeout continues with the stacks of the processes.
+    It is the last line, because a traceback ends with the error. For a timeout, it is the first line, because stacks of
+    the processes follow.
     """
     lines = [line for line in trial.reason.splitlines() if line.strip()] or [""]
     return lines[0 if trial.status is Status.TIMEOUT else -1].strip()
@@ -278,7 +279,7 @@ def _latency(row: Any) -> tuple[str, ...]:
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
     """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval; both empty for None.
 
-    `scale` is a factor for the numbers. An estimate in doubt is shown as `words.NOT_ENOUGH`, without an interval.
+    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are `words.NOT_ENOUGH` and empty.
     """
     if estimate is None:
         return "", ""

@@ -31,8 +31,8 @@ METRICS = {
     "kernel_busy_s": "seconds in which a GPU ran kernels and copies other than communication, in a profiled step",
     "collective_busy_s": "seconds in which a GPU ran collectives or copies to other GPUs, in a profiled step",
     "exposed_communication_s": "the part of collective_busy_s in which the GPU ran no compute kernel",
-    "exposed_reduction_s": "the part of exposed_communication_s in which the GPU of a rank reduced gradients",
-    "outlasting_ratio": "time that GPUs work after the end of a block of steps, as a fraction of the block's time",
+    "exposed_reduction_s": "the part of exposed_communication_s in collectives that reduce gradients; for a rank's GPU",
+    "outlasting_ratio": "time that GPUs need to finish after a block of steps, less one step; as a share of the block",
     "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
     "memory_used_bytes": "memory in use on a GPU, from NVML",
     "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
@@ -63,7 +63,7 @@ REMOVES = {
     "overlap": "the delay of every reduction until the whole backward has ended",
     "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
     "flat_optimizer": "the optimizer's loop over tensors",
-    "zero1": "the update of all weights on every device: each device updates only its shard",
+    "zero1": "the update of all weights on every device, because each device updates only its shard",
     "graphs": "the separate launch of each kernel",
     "bf16_comm": "half of the bytes in gradient transfers",
 }
@@ -145,8 +145,8 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
 def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as_json: bool) -> None:
     """Explain a run: for each model, whether to use several devices, why, and which change helps.
 
-    With --all, the findings follow in the order of the time at stake. Each finding has its evidence and its remedy, and
-    the measured gain of the remedy if the same run includes it.
+    With --all, the findings follow, the most costly first. Each finding has its evidence and its remedy. If the run has
+    a case with this remedy, the finding also has the measured gain.
     """
     from dpbench.analysis.findings import text
 
@@ -210,8 +210,9 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     """Export trials for other tools.
 
     jsonl: one trial per line, with the phases of each step. csv: one row per case and run. parquet: one row per step.
-    trace: a timeline of the first good trial of each case, for Perfetto or speedscope; with --split for Holistic Trace
-    Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
+    trace: a timeline of each case's first trial with usable step times, for Perfetto or speedscope; with --split, a
+    folder of timelines of one case, for Holistic Trace Analysis. pyperf: a suite of one benchmark per case, for
+    `pyperf stats` and `compare_to`.
     """
     from dpbench.analysis import frames, imbalance, summary
     from dpbench.store import Store, export

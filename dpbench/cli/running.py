@@ -229,13 +229,13 @@ class _Output:
 @click.option(
     "--self-check",
     is_flag=True,
-    help="Also measure the overhead of timing phases (marks) and of the sampler process, and compare the engine with "
+    help="Also measure the cost of timing the phases and of the sampler process, and compare the engine with "
     "torch.nn.DataParallel; takes about a minute longer.",
 )
 @click.option(
     "--launcher",
     type=click.Choice(["slurm", "local"]),
-    help="Measure each case in a job of Slurm, or in a job of this machine, and collect the trials.",
+    help="Measure each case in a job of its own, with Slurm or on this machine (local), and collect the trials.",
 )
 @click.option(
     "--job",
@@ -265,8 +265,8 @@ def run(
     """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
-    interrupted run. Under torchrun, or as several tasks of srun, every process is one rank of the cases, and rank 0
-    stores and reports.
+    interrupted run. Started by torchrun, or as several tasks by srun, the processes are the ranks of one launch, which
+    measure together; rank 0 stores the trials and prints the results.
     """
     from dpbench.measure import launch
     from dpbench.records.options import Options
@@ -301,7 +301,7 @@ def run(
 
 
 def _agent(placed: Launch, interface: str) -> int:
-    """Act as the agent of a rank other than 0 until rank 0 ends the run; return the exit code."""
+    """Measure on a rank other than 0 whatever rank 0 asks for, until rank 0 ends the run; return the exit code."""
     from dpbench.measure.agent import serve
 
     try:

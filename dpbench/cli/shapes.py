@@ -138,8 +138,8 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one case; `analysis.summary.Row` and docs/measuring.md define them.
 
-    `outcome` is "ok"; for a case without a result, it is the status or the fault, and `reason` gives the cause. Keys of
-    `busy_s` and `memory_bytes` are device indices.
+    `outcome` is "ok" if the case has a result; otherwise, it names what happened, such as "oom", "timeout" or
+    "unverified", and `reason` gives the cause. Keys of `busy_s` and `memory_bytes` are device indices.
     """
 
     label: str

@@ -96,7 +96,8 @@ def report_of(
     """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
 
     If `store`, the file of the run, is given, the report also has the earlier runs and the predictions of the same
-    cases. The report lists the rows of the file that could not be read: `unreadable` and those of the earlier runs.
+    cases. The report lists the rows of the file that could not be read: those in `unreadable`, and those of earlier
+    runs.
     """
     from dpbench.analysis.report import Report
     from dpbench.measure import checks
@@ -135,7 +136,8 @@ def write_report(path: Path | None, report: Report) -> Path:
     """Write a report as an HTML page, and return the page's file.
 
     The page is written to the file `path`, whose parent folders are created. If `path` is None, the page is kept in the
-    archive `REPORTS`; the returned file is `LATEST`, or the run's page in the archive if `LATEST` shows another run.
+    archive `REPORTS`. In this case, the function returns `LATEST` if `LATEST` shows this run, and otherwise the run's
+    page in the archive.
     """
     from dpbench.report import page
 
@@ -241,7 +243,7 @@ def expectation(planned: RunForecast) -> str:
     ]
     if planned.budget_s:
         lines.append(
-            f"time budget: {words.long_time(planned.budget_s)}; trials measure fewer steps to fit it, and trials that "
-            "have not started by its end are skipped"
+            f"time budget: {words.long_time(planned.budget_s)}; it limits the steps of each trial, and trials "
+            "that have not started by its end are skipped"
         )
     return "\n".join(lines)
