@@ -79,7 +79,7 @@ class Store:
 
     @property
     def logs(self) -> Path:
-        """Return the folder for reasons that are too long for the store, which has one folder per run."""
+        """Return the folder with the full texts of trials' reasons that are too long for the store, by run."""
         return self.path.with_name(f"{self.path.name}.logs")
 
     def __enter__(self) -> Self:
@@ -195,10 +195,10 @@ class Store:
                 rmtree(folder / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
-        """Copy the runs and trials of the store `part` that this store lacks, in one transaction (`copying.merge`).
+        """Copy into this store, in one transaction, the runs and trials of the store `part` that are not yet here.
 
-        Raises StoreError if `part` is not a store, if the stores contradict each other, or if a living process is
-        adding trials to a run of `part`, in either of the two stores.
+        Raises StoreError if `part` is not a store, if the stores contradict each other (see `copying.merge`), or if a
+        living process is adding trials to a run of `part`, in either of the two stores.
         """
         with Store.read(part) as other, file.transaction(self._db):
             if faults := file.quick_check(other._db):
@@ -229,9 +229,10 @@ class Store:
         return run_id
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
-        """Return (fingerprint of the case, round) of the trials of a run whose status is final and not in `retry`.
+        """Return (fingerprint of the case, round) of each trial of a run that need not be repeated.
 
-        When the run is resumed, these cases are not measured again in these rounds.
+        The status of such a trial is final and not in `retry`. When the run is resumed, the case is not measured again
+        in this round.
         """
         final = sorted(FINAL - set(retry))
         marks = ",".join("?" * len(final))
@@ -239,7 +240,7 @@ class Store:
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return the number of a run's trials by status; of several trials of one case and round, only one counts."""
+        """Return the number of a run's trials by status; each case and round counts once, as in `trials`."""
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
@@ -251,7 +252,7 @@ class Store:
     def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
         """Return, for each case that a run has started, the number of its trials by status.
 
-        The cases are in the order of their start. Of several trials of one case and round, only one counts.
+        The cases are in the order of their start. Trials are counted as in `counts`.
         """
         found: dict[Case, Counter[str]] = {}
         query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
@@ -261,7 +262,7 @@ class Store:
         return {case: dict(counts) for case, counts in found.items()}
 
     def durations(self, host: str) -> dict[str, list[float]]:
-        """Return the durations in seconds of the good trials of all runs on one host, by fingerprint of the case."""
+        """Return, by fingerprint of the case, the duration in seconds of each trial with the status `ok` on a host."""
         found: dict[str, list[float]] = {}
         query = "SELECT trial.id FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
         ids = self._db.execute(query, (host, Status.OK)).fetchall()
@@ -284,11 +285,11 @@ class Store:
         return cursor.lastrowid
 
     def absorb(self, run_id: str, part: Path) -> list[Trial]:
-        """Copy the trials with a final status of the store `part` into a run, and return the copied trials.
+        """Copy trials of the store `part` into the run `run_id`, and return the copied trials.
 
-        A trial is not copied if the run already has a trial of the same case and round with a final status. The host
-        and the GPUs of the trial's earlier run are added to its provenance. Raises StoreError if `part` is not a
-        readable store.
+        Only trials with a final status are copied, and only if the run has no trial with a final status for the same
+        case and round. The provenance of each copy also gets the host and the GPUs of the run in `part`. Raises
+        StoreError if `part` is not a readable store.
         """
         copied = []
         with Store.read(part) as other:
@@ -347,9 +348,9 @@ class Store:
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
         """Return the ended trials of the run `run_id` in the order in which they started; None means all runs.
 
-        Of several trials of one case and round, only the last trusted trial (see `Trial.trusted`) is returned, or the
-        last trial if none is trusted. With `superseded`, all these trials are returned. Killed trials are always left
-        out.
+        Of several trials of one case and round, only one is returned: the last with the status `ok` whose gradients or
+        outputs were not found wrong, or else the last. With `superseded`, all of them are returned. Killed trials are
+        always left out.
         """
         return [trial for _, trial in self._each(run_id, superseded=superseded)]
 
@@ -372,8 +373,9 @@ class Store:
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
         """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.
 
-        Runs on other hardware are left out unless they were predicted, and so are trials without the status `ok`. The
-        runs are in the order of their start. The run `run_id` is one of them, and `trials` are its trials.
+        A run is included if it was measured on the same hardware or if its trials were predicted, and a trial if it has
+        the status `ok`. The runs are in the order of their start. The run `run_id`, with the trials `trials`, is one of
+        them.
         """
         runs = self._db.execute(
             "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "

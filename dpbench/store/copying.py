@@ -3,10 +3,10 @@
 Every stored bit is copied. Two trials are the same if they have the same run, case, round and start time. A file of an
 older schema lacks columns, which get their defaults in the copy.
 
-Recovery never changes the damaged file. It works on a copy, in whose header the number of pages is set to match the
-length of the file. If SQLite cannot read the copy's tables, the first page, which describes the tables, is replaced by
-that of an empty store, which has its tables on the same pages. Rows are then looked up one by one by their number, so
-that a damaged page hides only the rows on it.
+Recovery never changes the damaged file. It works on a copy, whose header is changed to state the number of pages that
+the file really has. The first page says on which pages the tables begin. If SQLite cannot read the copy's tables, this
+page is replaced by the first page of an empty store; the tables of every store begin on the same pages. Rows are then
+looked up one by one by their number, because a damaged page then hides only the rows on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dpbench.store.rows import UnreadableRow
 PARTS = ("step", "span", "memory", "series")
 """The tables with the parts of trials; their column `trial_id` has the id of the trial."""
 IDENTITY = ("plan", "host", "code", "started", "rounds")
-"""The columns of a run that never change, so that two copies of the run have the same values."""
+"""The columns of a run that never change; two copies of the run that differ in one of them contradict each other."""
 SHOWN = 5
 """The largest number of conflicts that an error lists."""
 
@@ -49,7 +49,8 @@ class Merged:
 def refuse_replaced(db: file.Connection) -> None:
     """Raise StoreError if the file was deleted or replaced since it was opened for writing.
 
-    Before, the trials in the open file are copied into a new file in the same folder; the message names the new file.
+    Before it raises, it copies the trials of the open file into a new file in the same folder; the message names this
+    file.
     """
     if file.same_file(db):
         return
@@ -92,10 +93,11 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
     """Copy from `source` the runs and trials that `target` lacks; the caller has begun a transaction on `target`.
 
-    A run that both databases have gets the missing trials, and the status and the facts of the copy that ended last.
-    Raises UnreadableRow for a damaged trial. Raises StoreError, which names the runs and cases, if two copies of a run
-    contradict each other: they differ in plan, host, code, start or number of rounds; a trial has other results; or
-    both copies have measured the same case and round after they were separated.
+    If both databases have a copy of a run, the copy in `target` gets the missing trials. If the run ended later in
+    `source`, it also gets the status and the provenance from there. Raises UnreadableRow for a damaged trial. Raises
+    StoreError if two copies of a run contradict each other; the message names the runs and cases. Two copies contradict
+    each other if they differ in plan, host, code, start or number of rounds, if a trial has different results in them,
+    or if each has a trial of the same case and round that the other lacks.
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
@@ -182,7 +184,7 @@ def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
 
 
 def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> None:
-    """Give a run the status, the end and the facts of its copy in `source`, if that copy ended later."""
+    """If the run ended later in `source`, copy its status, end and provenance from there to `target`."""
     query = "SELECT ended, status, provenance FROM run WHERE id=?"
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     if (theirs[0] or 0.0) > (mine[0] or 0.0):
@@ -200,7 +202,7 @@ _RECOVERED = "recovered"
 
 @dataclass(frozen=True)
 class Recovered:
-    """The result of a recovery: the numbers of runs and trials that were copied, and the rows that are lost."""
+    """The result of a recovery: how many runs and how many trials were copied, and which rows are lost."""
 
     runs: int
     trials: int
@@ -208,10 +210,10 @@ class Recovered:
 
 
 def check(path: Path) -> list[str]:
-    """Return the faults of a store's file; empty if SQLite's quick check and dpbench's own rules find none.
+    """Return the faults of a store's file that SQLite's quick check or dpbench's own checks find; empty if none.
 
-    The rules are: each run and each trial can be read and matches its checksums, and each row that refers to a run or a
-    trial refers to an existing one. Raises StoreError if the file is not a store.
+    dpbench checks that each run and each trial can be read and matches its checksums, and that the run or the trial to
+    which a row refers exists. Raises StoreError if the file is not a store.
     """
     try:
         with closing(file.open_to_read(path)) as db:
@@ -232,7 +234,7 @@ def check(path: Path) -> list[str]:
 
 
 def _faults(db: file.Connection, table: str, row: int, read: rows.Reader[object]) -> Iterator[UnreadableRow]:
-    """Yield the fault of a row of the table `run` or `trial`, if any; an ended trial is read with all its parts."""
+    """Yield the fault of a row of the table `run` or `trial`, if any; an ended trial is read with all its rows."""
     try:
         read(db, row)
         if table == "trial" and db.execute("SELECT source FROM trial WHERE id=?", (row,)).fetchone()[0] is not None:

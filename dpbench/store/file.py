@@ -85,7 +85,7 @@ class Locked(Unusable):
 
 
 class DamagedStore(StoreError, sqlite3.DatabaseError):
-    """The file is damaged, so that SQLite cannot read a part of it."""
+    """The file is damaged: SQLite cannot read a part of it."""
 
 
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -97,7 +97,7 @@ class Connection(sqlite3.Connection):
     """A connection that knows its file, `path`; SQLite's errors become StoreErrors that name the file."""
 
     path: Path
-    columns: dict[str, list[str]]  # the column names by table, as far as `rows.columns_of` has looked them up
+    columns: dict[str, list[str]]  # the column names of each table that `rows.columns_of` has looked up
     inode: tuple[int, int] | None = None
     """The device and the inode number of the file; None if the file is open read-only."""
 
@@ -174,7 +174,7 @@ def damaged(path: Path, why: object) -> DamagedStore:
 def open_to_write(path: Path) -> Connection:
     """Return a connection for writing; create or migrate the file if necessary.
 
-    Raises StoreError on failure, and DamagedStore for a file that fails SQLite's quick check, which is not changed.
+    Raises StoreError on failure. A file that fails SQLite's quick check is left unchanged, and raises DamagedStore.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -344,7 +344,7 @@ def _check_header(path: Path) -> bool:
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
     """Raise StoreError if the database belongs to another program, or if a newer version of dpbench has written it.
 
-    Unlike the first bytes of the file, the database also includes changes that are still in its write-ahead log.
+    This check is needed besides `_check_header`, because the latest changes may still be in the write-ahead log.
     """
     # tables first: another process that creates the store commits its tables and its id together
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -385,7 +385,7 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
 
 
 def _held(path: Path) -> str:
-    """Return a clause that names the processes that have locked a store, as far as the system lists them."""
+    """Return a clause that names the processes that have locked a store, or "another process" if they are unknown."""
     import psutil
 
     holders: dict[int, str] = {}

@@ -154,7 +154,7 @@ def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
 
 
 def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
-    """Return the fingerprint of a trial's case, and the seconds of all stages of the trial. Raises UnreadableRow."""
+    """Return the fingerprint of a trial's case, and the trial's total seconds over its stages. Raises UnreadableRow."""
     with _reading(db, "trial", row):
         fingerprint, setup = _row(db, "trial", "fingerprint, setup", row)
         return fingerprint, float(sum(_object(setup).values()))
@@ -162,14 +162,14 @@ def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
 
 @lru_cache(maxsize=4096)
 def case(text: str, fingerprint: str) -> Case:
-    """Return the case whose JSON is `text`. Raises ValueError if the case has another fingerprint than `fingerprint`.
+    """Return the case whose JSON is `text`. Raises ValueError if `fingerprint` is not the case's fingerprint.
 
     The results are cached, because the trials of all rounds of a case have the same text.
     """
     data = _object(text)
     found = Case.from_dict(data)
     if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # escaped texts change the fingerprint
-        raise ValueError(f"the case {found.label} is not the case of the fingerprint {fingerprint[:12]!r}")
+        raise ValueError(f"the row was changed or damaged: its case, {found.label}, does not match its fingerprint")
     return found
 
 
@@ -276,7 +276,7 @@ def _compare(db: file.Connection, table: str, column: str, row: int, rows: Seque
     """Raise ValueError if the checksum in `column` is not that of `rows`; a row without a checksum is accepted."""
     (stored,) = _row(db, table, column, row)
     if stored is not None and stored != _checksum(rows):
-        raise ValueError(f"the {column} of the row does not match its data, which were changed after they were stored")
+        raise ValueError(f"the row was changed or damaged after it was stored: its data do not match its {column}")
 
 
 def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:

@@ -23,8 +23,9 @@ class Naming:
     """The name and the tags that the user gave to a run, and the command that started the run; empty if not given.
 
     Name and tags are part of a run's identity: the same command resumes an unfinished run, and a command with another
-    name or other tags begins a new run. Several runs may have the same name. Raises ValueError for a name or the key of
-    a tag with characters other than letters, digits, ".", "-" and "_", and for the name "last".
+    name or other tags begins a new run. Several runs may have the same name. Names and the keys of tags
+    consist of letters, digits, ".", "-" and "_", and begin with a letter or a digit. Raises ValueError for any other
+    name or key, and for the name "last".
     """
 
     name: str = ""
@@ -44,7 +45,10 @@ class Naming:
             )
 
     def identified(self, plan: str) -> str:
-        """Return the identity of a run of the plan with the hash `plan`; without name and tags, it is `plan`."""
+        """Return a hash of the plan, the name and the tags of a run; a run with the same hash can be resumed.
+
+        `plan` is the hash of the plan alone; it is returned if there is neither a name nor a tag.
+        """
         if not (self.name or self.tags):
             return plan
         return hashlib.sha256(json.dumps([plan, self.name, sorted(self.tags.items())]).encode()).hexdigest()
@@ -86,7 +90,7 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run with those of its trials whose cases a given run also has; the trials are summaries (`Trial.summary`)."""
+    """A run that has cases in common with a given run, and the summaries (`Trial.summary`) of its trials of these."""
 
     run: StoredRun
     trials: tuple[Trial, ...]

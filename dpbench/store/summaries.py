@@ -27,8 +27,8 @@ _PHASES = {phase.value: phase for phase in Phase}
 class _Packed(msgspec.Struct, array_like=True):
     """The data of a summary: the columns of the trial's steps, and values of the properties of its `Ledger`.
 
-    Series of numbers are little-endian doubles, with one number per step unless stated. `charged` has one series for
-    each (phase, device) in `keys`; NaN marks a step without this key. `occupied` has one number per timed step.
+    `warmup` has one byte per step. All other series are little-endian doubles, one per step, or one per timed step in
+    `occupied`. `charged` has one series for each (phase, device) in `keys`; NaN marks a step without this key.
     `median` is the index of the median step, and `spans` has its spans as (phase, device, clock, start, end).
     """
 

@@ -251,7 +251,7 @@ def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield, as JSON text, the spans of the host among `spans`: CPU operators of the process `device`."""
+    """Yield, as JSON text, those of `spans` that belong to the host, as CPU operators of the process `device`."""
     mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
     for lane, start, end, span in lanes(mine, zero_s):
         yield _rank_complete(
