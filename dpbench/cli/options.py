@@ -208,7 +208,7 @@ EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 class Defaults:
     """Defaults of options from the file `path`.
 
-    `words` has, by command and option, the words of a command line that would set the option.
+    `words` gives, by command and option, the words that would set the option on the command line.
     """
 
     path: Path

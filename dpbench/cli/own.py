@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @click.command(
     cls=Documented,
-    short_help="Take a step with your model, and print its faults.",
+    short_help="Take a step with your model, and print the model's faults.",
     exits={0: "the model can be measured", EXIT_FAILED: "the model has a fault", EXIT_USAGE: "wrong usage"},
 )
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")

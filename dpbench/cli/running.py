@@ -114,7 +114,7 @@ class _Output:
 @click.option(
     "--together",
     type=NAMES,
-    help="Two models, such as mlp,resnet18: measure each alone, and while the other runs on the same number of other "
+    help="Two models, such as mlp,resnet18: measure each alone, and while the other runs beside it on as many other "
     "devices.",
 )
 @click.option(

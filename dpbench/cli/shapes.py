@@ -100,7 +100,7 @@ class NameList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case that a run has started; `trials` is the number of its trials by status, such as "ok" and "killed"."""
+    """A case that a run has started; `trials` has, by status, such as "ok", the number of the case's trials."""
 
     label: str
     case: Case

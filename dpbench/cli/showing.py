@@ -121,9 +121,9 @@ def _past(
 
 
 def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
-    """Return, for each observed loop with several GPUs in one process, the prediction with one process per GPU.
+    """Return, for each observed loop with several GPUs in one process, its prediction with one process per GPU.
 
-    Return an empty mapping for other runs.
+    The mapping is empty if the run has no such loop.
     """
     if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
         return {}
