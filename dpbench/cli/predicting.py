@@ -75,7 +75,7 @@ DEVICES = (1, 2, 4, 8)
 @click.option(
     "--from", "measured",
     help="Predict from measured steps. With --models: FILE, a results file with steps of the strategy `single` on one "
-    "device of the machine. Without --models: a watched or imported run, as FILE, FILE:RUN, or RUN of dpbench.db.",
+    "device of the machine. Without --models: a watched or imported run, as FILE, FILE:RUN, or RUN in dpbench.db.",
 )  # fmt: skip
 @click.option(
     "--bus", metavar="GB/S|FILE",

@@ -79,7 +79,7 @@ class Store:
 
     @property
     def logs(self) -> Path:
-        """Return the folder with the full texts of trials' reasons that are too long for the store, by run."""
+        """Return the folder for trials' reasons that are too long for the store; it has one folder per run."""
         return self.path.with_name(f"{self.path.name}.logs")
 
     def __enter__(self) -> Self:

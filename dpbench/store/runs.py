@@ -23,9 +23,9 @@ class Naming:
     """The name and the tags that the user gave to a run, and the command that started the run; empty if not given.
 
     Name and tags are part of a run's identity: the same command resumes an unfinished run, and a command with another
-    name or other tags begins a new run. Several runs may have the same name. Names and the keys of tags
-    consist of letters, digits, ".", "-" and "_", and begin with a letter or a digit. Raises ValueError for any other
-    name or key, and for the name "last".
+    name or other tags begins a new run. Several runs may have the same name. Names and the keys of tags consist of
+    letters, digits, ".", "-" and "_", and begin with a letter or a digit. Raises ValueError for any other name or key,
+    and for the name "last".
     """
 
     name: str = ""
@@ -90,7 +90,7 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run that has cases in common with a given run, and the summaries (`Trial.summary`) of its trials of these."""
+    """A run that shares cases with a given run; `trials` are the summaries (`Trial.summary`) of its trials of them."""
 
     run: StoredRun
     trials: tuple[Trial, ...]

@@ -230,8 +230,8 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
 def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     """Return the run whose id begins with `run` in a file that `jsonl` wrote, and its trials.
 
-    The run has no start time and no provenance, because the file lacks them. Raises ValueError if
-    `run` matches none or several of the runs in the file.
+    The run has no start time and no provenance, because the file lacks them. Raises ValueError if `run`
+    matches none or several of the runs in the file.
     """
     from dpbench.store import FINISHED, StoredRun
 
