@@ -415,7 +415,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
          "dgx-a100 has 8 GPUs"),
         (["--score", "p.csv", "--models", "resnet50", "--quick"], "so --models, --quick would have no effect"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--all-rows"], "--all-rows chooses rows of the file"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--size", "full"], "--size: models that are known by name"),
+        (["--machine", "dgx-a100", "--models", "resnet50", "--size", "full"], "--size: dpbench knows only one size"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "ddp", "--schedules", "zero1"],
          "--schedules: none of the strategies has schedules"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--devices", "1", "--bus", "100"], "--bus: no case has"),
