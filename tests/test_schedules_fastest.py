@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -19,25 +19,28 @@ from dpbench.records import Phase, no_mark
 from tests.test_schedules import OPTIMIZERS, problem
 
 
-@pytest.mark.alone
-def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow() -> None:
-    class Slow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+def test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow(ticking: list[float]) -> None:
+    at_work = [0]
 
+    @contextmanager
+    def mark(phase: Phase, device: int) -> Iterator[None]:
+        at_work[0] = device
+        yield
+
+    class Slow(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            threading.Event().wait(0.002 * len(x) * (3 if "_slow" in threading.current_thread().name else 1))
-            out: Tensor = self.layer(x)
-            return out
+            ticking[0] += len(x) * (3.0 if at_work[0] == 1 else 1.0)
+            return super().forward(x)
 
-    module, x = Slow(), torch.randn(12, 4)
-    with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], "workers=serial", chunk_sizes="auto") as step:
+    x = torch.randn(12, 4)
+    devices, options = ["cpu", "cpu"], {"chunk_sizes": "auto", "mark": mark}
+    with TrainStep(Slow(4, 4), F.mse_loss, OPTIMIZERS["sgd"], devices, "workers=serial", **options) as step:
         assert step.chunk_sizes is None
         for _ in range(9):
             step(x, x)
-        first, second = step.chunk_sizes or (0, 0)
-    assert 0.5 < first / second <= 1.1  # device 0 also gathers and updates: it never gets more
+        assert step.chunk_sizes is not None
+        first, second = step.chunk_sizes
+    assert first / second == pytest.approx(3)
 
 
 def test_automatic_chunk_sizes_stay_equal_where_a_batch_has_fewer_rows_than_devices() -> None:
