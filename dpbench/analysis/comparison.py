@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def decided(self) -> bool:
-        """Return whether the case became faster or slower."""
+        """Return True if the verdict is "faster" or "slower"."""
         return self.verdict in ("faster", "slower")
 
     @property

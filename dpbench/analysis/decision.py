@@ -236,7 +236,7 @@ def ratio_of(one: Row, other: Row) -> Estimate:
 def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those without unusual settings first.
 
-    Cases of strong and of weak scaling that have the same baseline belong to two questions. The questions leave out
+    Strong scaling and weak scaling are separate questions, also if they have the same baseline. The questions leave out
     observed loops, cases that share the machine with another model, and emulated devices for models that were also
     measured on other devices. If a model has cases on several devices, its batch sizes that ran on one device only
     are left out.

@@ -93,7 +93,7 @@ def _of_one_model(cost: EngineCost, costs: Sequence[EngineCost]) -> str:
 
 
 def call_counts(costs: Sequence[EngineCost]) -> list[str]:
-    """Return one line of text for each cost that has counts; the line gives the counts of both sides."""
+    """Return a line of text for each cost that has counts: those of one step of the engine, and those of torch."""
     return [
         f"one step on {cost.case.model}: {_counted(cost.engine)} by the engine, "
         f"{_counted(cost.torch)} by torch.nn.DataParallel"

@@ -277,8 +277,8 @@ def least(ratios: Mapping[int, Estimate], threshold: float) -> Least:
     """Return the least number of workers whose ratio is at least the threshold.
 
     A number may be the true least one (`Least.possible`) if the upper end of its ratio's interval reaches the
-    threshold. Numbers above the first one whose whole interval reaches the threshold may not. A ratio from fewer than
-    three rounds proves nothing: its number may be the least one, and no larger number is excluded because of it.
+    threshold, and if no smaller number has an interval that is entirely at or above the threshold. A ratio from fewer
+    than three rounds proves nothing: its number may be the least one, and no larger number is excluded because of it.
     """
     counts = sorted(ratios)
     unsure = {count for count in counts if ratios[count].doubt is Doubt.ROUNDS}

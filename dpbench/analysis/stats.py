@@ -360,7 +360,7 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA)
 
 
 def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts on ratios that are read together; `thresholds` gives the largest p-value for each of them."""
+    """Return the verdicts on several ratios, corrected for multiple comparisons by the p-values of `thresholds`."""
     permitted = thresholds(estimates, alpha=alpha)
     return [verdict(one, margin=margin, alpha=most) for one, most in zip(estimates, permitted, strict=True)]
 

@@ -237,7 +237,7 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
             if id(parameter) not in number:
                 raise Refused(
                     f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
-                    "module, which schedules with replicas=persistent cannot handle; use schedule='cached'"
+                    "module; replicas=persistent cannot handle such a tensor: use schedule='cached'"
                 )
             if parameter.requires_grad:
                 alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(number[id(parameter)])

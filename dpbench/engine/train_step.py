@@ -270,8 +270,8 @@ class TrainStep:
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
         """Return this step's loss in the form that each replica can compute over its own rows.
 
-        Return None if the loss must be computed over the gathered batch. Raises Refused in this case unless the
-        schedule is `fastest`.
+        If the loss must be computed over the gathered batch, the method returns None under the schedule `fastest`, and
+        raises Refused under any other schedule.
         """
         summed = self._loss.summed()
         if summed is None:

@@ -311,7 +311,7 @@ class Update:
     def gather_gradients(self) -> None:
         """Gather the reduced gradients from all devices into the `.grad` of the module's parameters.
 
-        This is called after the last step if each device has reduced only its share of the gradients.
+        If each device has reduced only its share of the gradients, the caller calls this once, when training ends.
         """
         found: dict[int, torch.Tensor] = {}
         for shard in (shard for shards in self._shards for shard in shards):

@@ -81,7 +81,7 @@ class Device(Protocol):
     torch_device: torch.device
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy of `tensor`, which may be on any device, in this device's memory."""
+        """Return a new copy of `tensor` in this device's memory; `tensor` may be on any device."""
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy `tensors` into this device's memory, in few transfers, and return the copies.

@@ -311,7 +311,7 @@ class CudaClock:
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps in order; each begins at the end of the previous step, or at the beginning of its block."""
+        """Return the steps in order; a step begins at the end of the previous one, or with its block of steps."""
         found = list[Step]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = pairwise([max(begin), *map(max, ends)])

@@ -82,7 +82,7 @@ class Stopping:
                 self.reason = f"precise: the median step time is known to within {self.precision:.1%}"
             elif self._is_known(len(timed)):
                 self.reason = (
-                    f"noise is known: it was nearly constant over {WINDOW} steps; "
+                    f"noise is known: the spread of the step times hardly changed over {WINDOW} steps; "
                     f"the median step time is known to within {half_width(timed):.1%}"
                 )
             elif sum(timed) >= self.budget_s:
@@ -269,6 +269,6 @@ def shortage(left_s: float, trials: int, overhead_s: float) -> str:
         return ""
     return (
         f"the budget is too short: {words.count(trials, 'more trial')} would take at least {words.time(needed_s)} "
-        f"({words.time(overhead_s)} each without steps), but {words.time(max(0.0, left_s))} of the budget is left; the "
-        f"last trials will be skipped. Give a larger --budget, or fewer --devices or --models"
+        f"({words.time(overhead_s)} per trial in addition to its steps), but {words.time(max(0.0, left_s))} of the "
+        f"budget is left; the last trials will be skipped. Give a larger --budget, or fewer --devices or --models"
     )

@@ -159,7 +159,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
 
 
 def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimized: bool, updates: Counter[int]) -> None:
-    """Add to `unknown` how dpbench defined phases that it cannot observe, and how many steps have unusual calls.
+    """Add the definitions of phases that dpbench cannot observe, and the steps with unusual calls, to `unknown`.
 
     `updates` maps a number of calls of backward to the number of steps with that number of calls.
     """

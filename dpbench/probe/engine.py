@@ -170,7 +170,7 @@ def chain(layers: int, swept: int = SHORT) -> Model:
 
 
 def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Callable[[], Any] = tuple) -> Trial:
-    """Run warm-up and timed steps of a chain on a batch of `rows` samples, and return them as a trial.
+    """Run warm-up and timed steps of a chain of layers on a batch of `rows` samples, and return them as a trial.
 
     `step` runs one step and marks its phases on `clock`. After each step, `observe` returns the spans of that step that
     `clock` has not recorded, such as those from the timer of DistributedDataParallel.

@@ -73,11 +73,10 @@ def sweep(
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return the cases of a ladder: every rung, the ablations of the best rung, the default strategies, and the limits.
+    """Return the cases of a ladder: every rung, ablations of the best rung, default strategies, and those of `limit`.
 
-    Rungs that cannot run on `device_kind` are left out; `limit` explains the limits. `axes` are further axes of
-    `sweep`. Raises ValueError if no number of devices is above one, and for a mode other than training, because rungs
-    are schedules of training steps.
+    Rungs that cannot run on `device_kind` are left out. `axes` are further axes of `sweep`. Raises ValueError if no
+    number of devices is above one, and for a mode other than training, because rungs are schedules of training steps.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
         raise ValueError("--ladder compares schedules of a training step: leave out --mode")
@@ -219,7 +218,7 @@ def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **ax
     """Return the cases that compare the engine with torch.nn.DataParallel on emulated devices.
 
     The axes are those of `sweep`. Only the largest of `devices` and the first of `batch_sizes` are used. The list is
-    empty for one device, without `batch_sizes`, and for a precision other than fp32.
+    empty if there is only one device, if `batch_sizes` is empty, or if the precision is not fp32.
     """
     count = max(devices)
     if count == 1 or not batch_sizes or axes.get("precision", "fp32") != "fp32":

@@ -179,9 +179,10 @@ def as_json(rows: Sequence[Row]) -> str:
 
 
 def embedded(records: Sequence[Mapping[Any, object]]) -> str:
-    """Return records as JSON text that is safe inside an HTML script element: `columns` has their keys, `rows` values.
+    """Return records as JSON text that is safe inside an HTML script element.
 
-    A record that lacks a key has null in its column.
+    The text is an object: `columns` has the keys of all records, and `rows` the values of each record in the order of
+    the columns. A record that lacks a key has null in its column.
     """
     columns = list(dict.fromkeys(key for record in records for key in record))
     rows = [[record.get(key) for key in columns] for record in records]

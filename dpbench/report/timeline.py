@@ -115,7 +115,7 @@ def _case(
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return the pixels of the utilisation in one round, transparent in gaps, and the seconds that they cover.
+    """Return the image of the utilisation in one round, transparent without readings, and the seconds of its width.
 
     A reading covers the time since the previous reading, but no more than three typical sampling intervals.
     """

@@ -240,7 +240,7 @@ class Store:
         return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return the number of a run's trials by status; each case and round counts once, as in `trials`."""
+        """Return the number of a run's trials by status; of a repeated trial, only the one in `trials` counts."""
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 

@@ -313,10 +313,10 @@ class Chain:
         return found
 
     def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Append the reduction of one message of gradients to the devices that update weights; return task indices.
+        """Append the tasks that reduce one message of gradients; return the index of the last task of each owner.
 
-        `size` is the size of the message in bytes. The reduction waits for the end of the tasks `ready`, and may run at
-        the same time as the tasks `overlap`.
+        The owners are the devices that update weights. `size` is the size of the message in bytes. The reduction waits
+        for the end of the tasks `ready`, and may run at the same time as the tasks `overlap`.
         """
         schedule, graph = self._schedule, self._graph
         share = size / self._bytes if self._bytes else 0.0

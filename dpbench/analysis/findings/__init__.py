@@ -125,7 +125,8 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
     """Return the line of code that applies the remedy of `finding`; "" if there is none.
 
-    It applies the first of these that exists: the schedule of the evidence; the fastest cure that is decidedly faster;
+    The line selects the schedule that the evidence of the finding names. Without such a schedule, it selects the
+    fastest measured case with the remedy, if that case is decidedly faster than the case of the finding, and otherwise
     the first case in `tried` that is not decidedly slower.
     """
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]

@@ -51,11 +51,11 @@ class ModelFault(ValueError):
 
 
 def check(case: Case) -> Trial:
-    """Check that the model of a case works: build it, draw the case's batch, and take one step on one device.
+    """Check that the model of a case works: build it, make the case's batch, and take one step with `ROWS` samples.
 
-    The step uses a batch of `ROWS` samples. If the case has several devices, a step is verified on two devices too.
-    Return a trial without steps, whose provenance has the facts about the model; a reference model on one device has no
-    facts. An error of the model's code is raised with a note that names the function. Raises ModelFault for a fault
+    The step runs on one device. If the case has several devices, a step on two devices is verified too. Return a trial
+    without steps, whose provenance has the facts about the model; it has none for one of dpbench's own models on one
+    device. An error of the model's code is raised with a note that names the function. Raises ModelFault for a fault
     that raises no error itself.
     """
     torch.set_num_threads(1)
