@@ -135,7 +135,7 @@ def test_the_option_takes_off_and_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     for text in ("off,0,2", "some"):
         done = CliRunner().invoke(cli, ["run", "--loader", text])
         assert (done.exit_code == 2) is (text == "some"), done.output
-    assert "off and numbers of workers" in done.output
+    assert "off or a number of workers" in done.output
     assert [options.loader for options in asked] == [(-1, 0, 2)]
 
 
