@@ -398,6 +398,13 @@ FAULTS = (
     ),
     # -- GPUs
     Fault(
+        "chunks-by-time",
+        "automatic chunk sizes give a slow device fewer rows",
+        "self.weights = tuple(1 / one for one in cost)",
+        "self.weights = tuple(1.0 for one in cost)",
+        ("tests/test_schedules_fastest.py::test_automatic_chunk_sizes_take_rows_from_a_device_that_is_slow",),
+    ),
+    Fault(
         "chunks-by-launches",
         "automatic chunk sizes balance the work of GPUs, and not the calls of the host",
         "start = devices[index].event() if index in devices else None",
