@@ -55,7 +55,8 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
     bench.frozen.cache_clear()
     try:
         bench.run_timers([fake])  # type: ignore[list-item]
-        assert gc.get_freeze_count() == before
+        # frozen objects of earlier tests may be freed during the trial, because nothing refers to them any more
+        assert (0 < gc.get_freeze_count() <= before) if frozen else gc.get_freeze_count() == before == 0
     finally:
         gc.freeze()
         bench.frozen.cache_clear()
