@@ -227,6 +227,7 @@ def test_marked_steps_return_samples_of_both_arms(suite: dict[str, ModuleType]) 
         check_shape(selfcheck.track_marked_step_seconds(cache, arm))
 
 
+@pytest.mark.slow
 def test_samplers_return_the_seconds_between_two_readings(suite: dict[str, ModuleType]) -> None:
     found = suite["samplers"].track_fast_tick_seconds(1)
     check_shape(found)

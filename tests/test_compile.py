@@ -181,6 +181,7 @@ def test_ranks_compile(strategy: str, devices: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.slow
 def test_layers_over_devices_compile_and_are_timed_as_without_compilation() -> None:
     case = replace(CASE, strategy="model_parallel", schedule="")
     trials = [measured(replace(case, compile=compile)) for compile in (True, False)]
@@ -191,6 +192,7 @@ def test_layers_over_devices_compile_and_are_timed_as_without_compilation() -> N
 
 
 @pytest.mark.usefixtures("backend")
+@pytest.mark.slow
 def test_cases_measured_together_compile_apart(tmp_path: Path) -> None:
     cases = [replace(CASE, batch_size=rows) for rows in (8, 20)]
     for done in trial.run_together(cases, replace(FEW, memory_by_phase=False), tmp_path):

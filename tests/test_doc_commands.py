@@ -118,6 +118,7 @@ def test_a_command_of_a_document_runs(
     assert out or any(tmp_path.glob("trace*")), err
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_tutorial_are_those_that_its_commands_print() -> None:
     text = tutorial.PAGE.read_text()
     assert len(tutorial.RESULT.findall(text)) == text.count("<!-- result") == 3

@@ -39,11 +39,13 @@ def test_an_unchanged_case_is_rarely_slower() -> None:
     assert share(gate.Answer.NOT_SLOWER, 0.0) >= 0.9
 
 
+@pytest.mark.slow
 def test_five_percent_are_found_and_never_missed() -> None:
     assert share(gate.Answer.SLOWER, 0.05) >= 0.9
     assert share(gate.Answer.NOT_SLOWER, 0.05) <= 0.05 / len(gate.CASES)
 
 
+@pytest.mark.slow
 def test_noise_gives_no_answer() -> None:
     assert share(gate.Answer.UNKNOWN, 0.02, cpu=0.21) >= 0.9
 

@@ -44,6 +44,7 @@ def test_a_machine_that_does_not_say_its_memory_decides_nothing() -> None:
     assert "unknown" in told([need])
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     box = small(CONTEXT_BYTES + NCCL_BYTES + 16 * 2**20)
     (found,) = needs([DP], box, largest=True)

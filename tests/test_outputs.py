@@ -184,6 +184,7 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(dpbenc
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(dpbench, tmp_path, monkeypatch):
     """The real identity of a run is used: the same command, without --dry-run, resumes this run."""
 

@@ -72,6 +72,7 @@ def test_a_bus_that_cannot_be_read_is_an_error_of_usage(
         network.collective(given)
 
 
+@pytest.mark.slow
 def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
     runner = CliRunner()
     without = runner.invoke(cli, PREDICT, catch_exceptions=False).output

@@ -50,6 +50,7 @@ OFFLINE = re.compile(r"https?://|@import|<link|(?<!Object)url\(|\bsrc\s*=|<ifram
 """What would reach out of the file; the JSON block and the text of users are searched apart."""
 
 
+@pytest.mark.slow
 def test_every_section_is_there_in_order_with_drawings() -> None:
     sections = figures.sections(gpu_run())
     order = ["lanes", "speedup", "throughput", "phases", "imbalance", "steps", "utilisation"]

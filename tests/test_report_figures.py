@@ -209,6 +209,7 @@ def test_the_curve_of_a_round_ends_with_an_arrow_where_steps_are_beyond_the_axis
     assert 200 < max(ticks) <= 420
 
 
+@pytest.mark.slow
 def test_drawing_leaves_the_callers_matplotlib_alone() -> None:
     import matplotlib as mpl
 

@@ -182,6 +182,7 @@ def test_pcie_counters_keep_a_slow_cadence_of_their_own():
     assert {call for call, _ in library.calls if "Pcie" not in call} == {"nvmlDeviceGetComputeRunningProcesses_v3"}
 
 
+@pytest.mark.slow
 def test_fast_counters_go_on_while_pcie_hangs():
     library = recorded("h100_x4")
     for call in ("nvmlDeviceGetPcieThroughput(0)", "nvmlDeviceGetPcieThroughput(1)"):

@@ -113,6 +113,7 @@ class _BusyClock(clocks.HostClock):
         return super().mark(phase, device)
 
 
+@pytest.mark.slow
 def test_a_cost_in_cpu_time_comes_out_whoever_else_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "choose", lambda devices: _BusyClock())
     facts = worker.measure(CASE, Effort(budget_s=0.4), MARKS).provenance["self_check"]

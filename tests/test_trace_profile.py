@@ -158,6 +158,7 @@ def test_the_analytic_optimizer_moves_what_torchs_does() -> None:
         assert counted == pytest.approx(moved, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_traced_profile_is_linear_in_the_batch() -> None:
     traces = {rows: of("resnet18", rows) for rows in (8, 16, 32)}
     found = profile(traces[8], traces[32], SPEED)

@@ -421,6 +421,7 @@ def test_split_wants_one_case_and_a_folder_without_traces(dpbench, tmp_path):
 # -- time
 
 
+@pytest.mark.slow
 def test_a_long_run_is_exported_in_seconds():
     trials = [made(steps=300, number=i, at_s=5000.0 + 10 * i) for i in range(50)]
     began = time.process_time()
