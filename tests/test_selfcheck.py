@@ -34,7 +34,7 @@ MARKS = SelfCheck(arm=Arm.MARKS, block_s=0.005, step_s=0.01)
 
 
 def made(cost_s: float, *, pairs: int = 40, drift: float = 0.0, **more: Any) -> dict[str, Any]:
-    """Return the facts of a step of 2 ms that costs so much more when it is measured."""
+    """Return the facts of a step of 2 ms to which measuring adds a given cost."""
     level = [0.002 * (1 + drift * i) for i in range(pairs)]
     noise = [1e-6 * (i % 5 - 2) for i in range(pairs)]
     on = [step + cost_s + wobble for step, wobble in zip(level, noise, strict=True)]
@@ -176,7 +176,7 @@ def test_what_a_process_takes_from_the_steps_core_comes_out(monkeypatch: pytest.
         facts = beside(pid, block_s=0.5, budget_s=3.0)
     (cost,) = checks.costs({"samplers": facts})
     assert cost.share is not None
-    # what it took of the core, give or take what else was on it
+    # the CPU time of that process, within the error of a short measurement
     assert facts["sampler_cpu_ratio"] > 0.02
     assert 0.6 < cost.share.value / facts["sampler_cpu_ratio"] < 1.8
     assert facts["steps_touched"] >= 20
@@ -187,7 +187,7 @@ def test_a_process_at_work_in_every_step_leaves_none_to_compare_with() -> None:
     with pytest.raises(
         RuntimeError, match=r"in or just before every step of one part of the measurement \(steps: \d+\)"
     ):
-        beside(os.getpid(), block_s=0.05, budget_s=0.1)  # our own clock never stands still
+        beside(os.getpid(), block_s=0.05, budget_s=0.1)  # this process itself runs in every step
 
 
 @linux

@@ -173,7 +173,7 @@ def test_a_run_that_a_living_process_fills_is_refused_naming_it(path, child):
         with pytest.raises(StoreError, match=str(holder.pid)) as refused:
             begin(store)
         assert str(path) in str(refused.value)
-        other, resumed = begin(store, plan="other")  # a different run is no trouble
+        other, resumed = begin(store, plan="other")  # a different run does not prevent it
         assert other
         assert not resumed
         holder.kill()
@@ -252,7 +252,7 @@ def test_a_reader_works_while_a_writer_is_in_the_middle(path):
             assert len(early.trials(run_id)) == 1  # the same reader sees what came
             with Store.read(path) as late:
                 assert len(late.trials(run_id)) == 1
-            put(store, run_id, make_trial(round=3))  # and stands in nobody's way
+            put(store, run_id, make_trial(round=3))  # and blocks no other writer
             assert len(early.trials(run_id)) == 2
 
 
@@ -285,7 +285,7 @@ def without_privilege():
 @linux
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_a_read_only_copy_can_be_read(path, child, killed):
-    if killed:  # what it wrote lies in the WAL
+    if killed:  # its rows are in the WAL
         code = "s = Store.create(path); r, _ = begin(s); s.end_trial(s.begin_trial(r, case, 0), trial(0)); os._exit(0)"
         assert child(code, path).wait() == 0
     else:

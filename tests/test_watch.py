@@ -429,7 +429,7 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
 
 
 class Samplers:
-    """Stands in for the samplers: a reading of the host and of two GPUs every millisecond, without a process."""
+    """A replacement of the samplers: a reading of the host and of two GPUs every millisecond, without a process."""
 
     pid: int | None = 1
 
@@ -644,7 +644,7 @@ for kind in kinds:
         # torchrun's own store serves one group of ranks
         os.environ |= {"MASTER_PORT": ports.pop(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 """
-"""A rank that runs and watches one script after the other, because each process would load torch anew."""
+"""A rank that runs and watches one script after the other, because each new process would load torch again."""
 
 
 def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:

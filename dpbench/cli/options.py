@@ -30,6 +30,31 @@ from dpbench.records.visible import everywhere
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
+REPORTS = Path("reports")
+LATEST = REPORTS / "latest" / "index.html"
+PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
+"""The help of the options that name the report page."""
+STORE = Path("dpbench.db")
+store_option = click.option(
+    "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
+)
+RUN = "@last, @NAME, or the beginning of an id"
+"""The ways to name a run of a store."""
+run_option = click.option("--run", "run_id", help=f"The run: {RUN}.  [default: the newest]")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes.")
+patience_option = click.option(
+    "--patience",
+    type=click.FloatRange(0),
+    help="Maximum seconds to wait until other processes leave the cores idle.  [default: $DPBENCH_PATIENCE, or 30]",
+)
+EMPTY = "give at least one value, or leave the option out"
+MOST_BYTES = 1e18
+OWN, PROJECT = "dpbench.toml", "pyproject.toml"
+SHARED = ("store", "patience")
+"""The options whose defaults a file may set for all commands at once, outside of the tables of the commands."""
+Value = str | int | float | bool | list[str | int | float | bool]
+EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
+"""The meaning of the exit codes of most commands."""
 
 
 def last_words(text: str) -> NoReturn:
@@ -55,27 +80,6 @@ def open_streams() -> None:
                 os.close(opened)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115  # for good
-
-
-REPORTS = Path("reports")
-LATEST = REPORTS / "latest" / "index.html"
-PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
-"""The help of the options that name the report page."""
-STORE = Path("dpbench.db")
-store_option = click.option(
-    "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
-)
-RUN = "@last, @NAME, or the beginning of an id"
-"""The ways to name a run of a store."""
-run_option = click.option("--run", "run_id", help=f"The run: {RUN}.  [default: the newest]")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes.")
-patience_option = click.option(
-    "--patience",
-    type=click.FloatRange(0),
-    help="Maximum seconds to wait until other processes leave the cores idle.  [default: $DPBENCH_PATIENCE, or 30]",
-)
-
-EMPTY = "give at least one value, or leave the option out"
 
 
 class Detail(Enum):
@@ -178,9 +182,6 @@ class Rounds(click.ParamType["int | str"]):
         return value if value == "auto" else int(value)
 
 
-MOST_BYTES = 1e18
-
-
 class Bytes(click.ParamType[int]):
     """A number of bytes, with or without a unit."""
 
@@ -194,14 +195,6 @@ class Bytes(click.ParamType[int]):
         power = " KMGT".index((found[2] or " ").upper())
         size = float(found[1]) * (1024 if found[3] else 1000) ** power
         return int(size) if size < MOST_BYTES else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)
-
-
-OWN, PROJECT = "dpbench.toml", "pyproject.toml"
-SHARED = ("store", "patience")
-"""The options whose defaults a file may set for all commands at once, outside of the tables of the commands."""
-Value = str | int | float | bool | list[str | int | float | bool]
-EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
-"""The meaning of the exit codes of most commands."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from dpbench.measure.loaders import LoaderPlan, Sweep
     from dpbench.records import Case
 
+LOADERS_REPORT = Path("reports/loaders/index.html")
+MOST_WORKERS = 1024
+
 
 @click.command(
     cls=Documented,
@@ -88,10 +91,6 @@ def init(file: Path) -> None:
     template = registry.folder_of("models") / "_template.py"
     file.write_text(template.read_text(encoding="utf-8").replace("{file}", str(file)), encoding="utf-8")
     click.echo(f"wrote {file}; next: dpbench check --model {file}:model")
-
-
-LOADERS_REPORT = Path("reports/loaders/index.html")
-MOST_WORKERS = 1024
 
 
 @click.command(

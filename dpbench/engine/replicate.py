@@ -27,6 +27,10 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
+_HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
+
 
 def replicate(
     module: nn.Module,
@@ -146,10 +150,6 @@ def _check_compiled(modules: Sequence[nn.Module]) -> None:
 def unique(tensors: Any) -> list[torch.Tensor]:
     """Return the tensors in order, each of them once."""
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
 
 
 class ReplicaCache:
@@ -327,9 +327,6 @@ def _containers(root: nn.Module) -> Iterable[Any]:
         for name, value in module.__dict__.items():
             if type(value) is list or (type(value) is dict and name in _HOLDERS):
                 yield value
-
-
-_HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 def _picker(numbers: Sequence[int]) -> Any:

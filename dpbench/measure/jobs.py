@@ -38,6 +38,7 @@ CANCEL_S = 30.0
 """The longest wait in seconds for the end of cancelled jobs."""
 START_S = 300.0
 """The seconds of a job's time limit that are reserved for its start and the check of its model."""
+PART, DONE, REQUEST = "part.db", "done.json", "request.json"
 
 
 class JobsError(RuntimeError):
@@ -250,9 +251,6 @@ def run(
 def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in sorted(options.items()):
         yield f"{name}={value}"
-
-
-PART, DONE, REQUEST = "part.db", "done.json", "request.json"
 
 
 @dataclass(frozen=True, kw_only=True)

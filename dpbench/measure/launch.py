@@ -32,6 +32,21 @@ FIRST_PORT, PORTS, TRIES = 20_000, 10_000, 16
 
 The id of the launch selects the first of these consecutive ports.
 """
+JOIN_S = 60.0
+"""The longest time in seconds that the ranks of a launch may take to connect to rank 0."""
+PROVE_S = 5.0
+"""The longest wait in seconds for the other side's proof that it knows the key."""
+RETRY_S = 0.2
+LARGEST_BYTES = 1 << 30
+_OPTIONS = (
+    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # send short messages at once: their delays help to compare clocks
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # detects that the other machine has lost its power or its network
+    ((socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL)), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 6),
+)
+KEY = "DPBENCH_KEY"
+"""The environment variable with the key, for machines that do not share the key's file."""
 
 
 class LaunchError(RuntimeError):
@@ -179,23 +194,6 @@ def names(launches: Sequence[tuple[int, str]]) -> dict[int, str]:
     hosts = dict(launches)
     twice = {host for host in hosts.values() if list(hosts.values()).count(host) > 1}
     return {node: f"{host}#{node}" if host in twice else host for node, host in sorted(hosts.items())}
-
-
-JOIN_S = 60.0
-"""The longest time in seconds that the ranks of a launch may take to connect to rank 0."""
-PROVE_S = 5.0
-"""The longest wait in seconds for the other side's proof that it knows the key."""
-RETRY_S = 0.2
-LARGEST_BYTES = 1 << 30
-_OPTIONS = (
-    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # send short messages at once: their delays help to compare clocks
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # detects that the other machine has lost its power or its network
-    ((socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL)), 10),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 6),
-)
-KEY = "DPBENCH_KEY"
-"""The environment variable with the key, for machines that do not share the key's file."""
 
 
 class Channel:

@@ -35,6 +35,10 @@ SELF_CHECK_SCALE = 1.0
 SELF_CHECK = (
     "self-check: measuring the overhead of timing phases (marks) and of the sampler process; this takes about a minute"
 )
+ASSUMED_S = OVERHEAD_S + Effort().budget_s
+"""The assumed seconds of a trial of a case without earlier trials: the overhead plus the default budget for steps."""
+LEFT_OUT = "the check of each model, the start of the workers' server in each round, and the wait for idle cores"
+"""The work of a run that is not part of its trials."""
 
 
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
@@ -209,12 +213,6 @@ def measure(
         found = checks.measure(widest.device_kind, devices, runner.ordinals(cases), scale=SELF_CHECK_SCALE)
         store.annotate(outcome.run_id, "self_check", found)
     return outcome
-
-
-ASSUMED_S = OVERHEAD_S + Effort().budget_s
-"""The assumed seconds of a trial of a case without earlier trials: the overhead plus the default budget for steps."""
-LEFT_OUT = "the check of each model, the start of the workers' server in each round, and the wait for idle cores"
-"""The work of a run that is not part of its trials."""
 
 
 @dataclass(frozen=True, kw_only=True)

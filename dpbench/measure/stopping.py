@@ -19,6 +19,11 @@ WINDOW = 64
 """The number of steps over which the noise of a series must stay nearly constant before the noise counts as known."""
 STABLE = 0.05
 """The noise counts as constant if it deviates from its median over the window by at most this fraction."""
+AUTO = "auto"
+LEAST, MOST = 3, 200
+PRECISION = 0.01
+LEAST_S = 0.05
+"""The least duration in seconds of the timed steps of each trial, as long as the budget is not spent."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
@@ -119,11 +124,6 @@ def half_width(series: Sequence[float]) -> float:
         return math.inf
     low = math.floor(n / 2 - 0.98 * math.sqrt(n))
     return (ordered[n - 1 - low] - ordered[low]) / 2 / ordered[n // 2]
-
-
-AUTO = "auto"
-LEAST, MOST = 3, 200
-PRECISION = 0.01
 
 
 @dataclass
@@ -253,10 +253,6 @@ class Fixed:
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
         """Return an empty dictionary, because the plan itself fixes the number of rounds."""
         return {}
-
-
-LEAST_S = 0.05
-"""The least duration in seconds of the timed steps of each trial, as long as the budget is not spent."""
 
 
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:

@@ -27,6 +27,14 @@ IMAGE = 224
 """The height and width in pixels of the images for which torchvision's and timm's models were published."""
 TOKENS = {"small": 32, "full": 512}
 """The length of a sequence in tokens, by size."""
+_GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+_BERT = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
+_CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
+    "bert-base-uncased": ("BertConfig", "BertForMaskedLM", _BERT),
+}
+"""For each model of transformers: its configuration, its class with a loss, and the settings of the small size."""
+VERBS = ("build", "batch")
 
 
 @dataclass(frozen=True)
@@ -67,15 +75,6 @@ def of_library(library: str, name: str) -> Any:
             f"{' or '.join(form.known)}"
         )
     return found
-
-
-_GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
-_BERT = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
-_CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
-    "bert-base-uncased": ("BertConfig", "BertForMaskedLM", _BERT),
-}
-"""For each model of transformers: its configuration, its class with a loss, and the settings of the small size."""
 
 
 def _transformers(library: Any, name: str) -> Any:
@@ -123,9 +122,6 @@ FORMS = {
     "timm": Library(("vit_base_patch16_224", "resnet50"), _timm),
 }
 """The libraries by the name with which they are imported."""
-
-
-VERBS = ("build", "batch")
 
 
 def plug(name: str) -> Any:

@@ -37,6 +37,8 @@ from dpbench.store import Naming, Store
 DEADLINE_S = 30.0
 """The seconds for which rank 0 waits for the other ranks after its own script has ended."""
 POLL_S = 0.05
+LEAST = 8
+"""The least number of timed steps in a part of a loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +150,6 @@ def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
         trial, steps=tuple(trial.steps[at] for at in place),
         spans=tuple(replace(span, step=place[span.step]) for span in trial.spans if span.step in place),
     )  # fmt: skip
-
-
-LEAST = 8
-"""The least number of timed steps in a part of a loop."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,30 @@ from dpbench.records import words
 from dpbench.records.machine import HOST_NODE, Collective, Link, Machine, UnknownMachine
 
 Direction = tuple[str, str]
+TRAFFIC: dict[str, Callable[[int], float]] = {
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+}
+"""For each collective: a function that takes the number of devices, and returns the bytes that each link of a ring
+carries per byte of the message."""
+ONE_WAY = ("broadcast", "reduce")
+GB = 1e9
+_LINE = re.compile(
+    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
+)
+"""Matches a line of all_reduce_perf's output: size in bytes, count, type, operation, root, and for the out-of-place
+all-reduce its time (µs), algbw and busbw (GB/s)."""
+FEWEST = 3
+"""The minimum number of different sizes to which a curve is fitted."""
+MOST = 1.25
+"""The maximum bandwidth of a fitted curve, divided by the best measured bandwidth."""
+LIMITS = (0.01, 10_000.0)
+"""The minimum and the maximum bus bandwidth in GB/s that is accepted; real networks and NVLinks lie well between."""
+_OTHER = re.compile(r"\b(?!all_reduce)(\w+)_perf\b")
+"""Matches the name of another program of nccl-tests, whose `busbw` has another meaning."""
 
 
 @lru_cache(maxsize=4096)
@@ -164,18 +188,6 @@ def _flow(links: list[Link], source: str, target: str) -> float:
         total += least
 
 
-TRAFFIC: dict[str, Callable[[int], float]] = {
-    "broadcast": lambda n: 1.0,
-    "reduce": lambda n: 1.0,
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-}
-"""For each collective: a function that takes the number of devices, and returns the bytes that each link of a ring
-carries per byte of the message."""
-ONE_WAY = ("broadcast", "reduce")
-
-
 @dataclass(frozen=True)
 class Bus:
     """The bus bandwidth between devices for large messages, and the kind of link that limits the bandwidth."""
@@ -271,22 +283,6 @@ class DeviceGroup:
         wire = TRAFFIC[kind](self.devices) * size / on.bytes_per_s
         measured = self.machine.collective
         return wire + (measured.root_s if measured else self.constants.root_s) * math.sqrt(wire)
-
-
-GB = 1e9
-_LINE = re.compile(
-    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
-)
-"""Matches a line of all_reduce_perf's output: size in bytes, count, type, operation, root, and for the out-of-place
-all-reduce its time (µs), algbw and busbw (GB/s)."""
-FEWEST = 3
-"""The minimum number of different sizes to which a curve is fitted."""
-MOST = 1.25
-"""The maximum bandwidth of a fitted curve, divided by the best measured bandwidth."""
-LIMITS = (0.01, 10_000.0)
-"""The minimum and the maximum bus bandwidth in GB/s that is accepted; real networks and NVLinks lie well between."""
-_OTHER = re.compile(r"\b(?!all_reduce)(\w+)_perf\b")
-"""Matches the name of another program of nccl-tests, whose `busbw` has another meaning."""
 
 
 def collective(given: str) -> Collective:

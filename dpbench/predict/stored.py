@@ -38,6 +38,11 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.store import Store
 
+NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
+"""The facts about the model without which a prediction is not possible, by their names in a trial's provenance."""
+PRECISIONS = ("fp32", "bf16")
+"""The precisions of observed loops that can be predicted."""
+
 
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
     """Return `counted`, a profile without timings, with timings from trials of the strategy `single`.
@@ -200,12 +205,6 @@ def device_of(facts: Mapping[str, Any], case: Case) -> str:
     if case.device_kind == "cuda":
         return str(next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU"))
     return str((facts.get("host") or {}).get("cpu") or "a processor")
-
-
-NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
-"""The facts about the model without which a prediction is not possible, by their names in a trial's provenance."""
-PRECISIONS = ("fp32", "bf16")
-"""The precisions of observed loops that can be predicted."""
 
 
 @dataclass(frozen=True)

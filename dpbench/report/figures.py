@@ -22,6 +22,17 @@ from dpbench.report.svg import Panel, Section
 
 NAMED = 4
 """The largest number of commits that a panel names on its axis; with more, it names only the first and the last."""
+COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
+"""The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
+BEYOND = 1.5
+"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step time.
+
+A line farther to the right would make all bars short. If `ddp` has no line, the caption states the step time of `ddp`.
+"""
+ENDS = (
+    "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep selected are drawn; the "
+    "table below has the other schedules."
+)
 
 
 def over_commits(report: Report) -> Section | None:
@@ -92,16 +103,7 @@ def _commits_caption(history: History) -> str:
     return naming.plain(" ".join(said))
 
 
-COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
-"""The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
-BEYOND = 1.5
-"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step time.
-
-A line farther to the right would make all bars short. If `ddp` has no line, the caption states the step time of `ddp`.
-"""
-
-
-def section(ladders: Sequence[Ladder]) -> Section:
+def ladder_section(ladders: Sequence[Ladder]) -> Section:
     """Return the section on ladders, with a panel and tables for each ladder."""
     panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])]
     left_out = len(ladders) - len(panels)
@@ -231,12 +233,6 @@ def _caption(ladder: Ladder) -> str:
     return " ".join(said)
 
 
-ENDS = (
-    "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep selected are drawn; the "
-    "table below has the other schedules."
-)
-
-
 def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the order of the page.
 
@@ -257,7 +253,7 @@ def sections(report: Report) -> list[Section]:
         if not ladders:
             return drawn
         said = [one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip()) for one in drawn]
-        return [*said[:5], section(ladders), *said[5:]]
+        return [*said[:5], ladder_section(ladders), *said[5:]]
 
 
 def throughput(rows: Sequence[Row]) -> Section:

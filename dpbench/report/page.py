@@ -47,6 +47,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "steps": ("step",),
 }
 """For each section, the prefixes of the names of the numbers that the page's script saves; see `frames.frame`."""
+FACTS = "run.json"
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,6 @@ def _contents(found: Sequence[PageSection], *, findings: bool, command: bool) ->
         ("environment", "Environment"),
         *([("reproduce", "Command")] if command else []),
     ]
-
-
-FACTS = "run.json"
 
 
 class Kept(NamedTuple):

@@ -32,6 +32,12 @@ IDENTITY = ("plan", "host", "code", "started", "rounds")
 """The columns of a run that never change; two copies of the run that differ in one of them contradict each other."""
 SHOWN = 5
 """The largest number of conflicts that an error lists."""
+_PAGE = slice(16, 18)
+_COUNT = slice(28, 32)
+_LEAST_ROW = 64
+"""A trial and its steps take at least this number of bytes, which bounds the number of rows to look up."""
+_RECOVERED = "recovered"
+"""The plan, host and code of a run whose own row is lost, so that no command resumes the run."""
 
 
 @dataclass(frozen=True)
@@ -190,14 +196,6 @@ def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> Non
     if (theirs[0] or 0.0) > (mine[0] or 0.0):
         target.execute("UPDATE run SET ended=?, status=?, provenance=? WHERE id=?", (*theirs, run_id))
         rows.sign_run(target, run_id)
-
-
-_PAGE = slice(16, 18)
-_COUNT = slice(28, 32)
-_LEAST_ROW = 64
-"""A trial and its steps take at least this number of bytes, which bounds the number of rows to look up."""
-_RECOVERED = "recovered"
-"""The plan, host and code of a run whose own row is lost, so that no command resumes the run."""
 
 
 @dataclass(frozen=True)

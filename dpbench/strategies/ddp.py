@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
     from dpbench.models import Model
 
+Observed = tuple[Phase, int, float, float]
+"""A span that an internal timer of a library has recorded: phase, device, start_s and end_s."""
+
 
 class DistributedDataParallel(Strategy):
     """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward."""
@@ -133,10 +136,6 @@ class _Step(RankStep):
     def observe(self) -> list[Observed]:
         """Return a list with the span of the exposed reduction in the last step; it is empty on GPUs."""
         return self._reduction.observe(self.returned_s)
-
-
-Observed = tuple[Phase, int, float, float]
-"""A span that an internal timer of a library has recorded: phase, device, start_s and end_s."""
 
 
 class ExposedReduction:

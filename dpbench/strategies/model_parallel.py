@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from dpbench.models import Model
     from dpbench.strategies._layers import SpreadStep
 
+PER_RANK = 2
+"""The number of devices of a rank."""
+MICRO_BATCHES = 4
+
 
 class ModelParallel(Strategy):
     """Model parallelism: the layers are spread over the devices, and the whole batch passes through all of them.
@@ -120,10 +124,6 @@ class HalfCpu(Strategy):
             yield spread_forward(model.module, flow, mark)
 
 
-PER_RANK = 2
-"""The number of devices of a rank."""
-
-
 class DdpModelParallel(Strategy):
     """DistributedDataParallel with model parallelism: each rank spreads its layers over two devices.
 
@@ -192,9 +192,6 @@ class _SpreadRankStep:
     def observe(self) -> list[Observed]:
         """Return a list with the span of the exposed reduction in the last step; it is empty on GPUs."""
         return self._reduction.observe(self._step.returned_s)
-
-
-MICRO_BATCHES = 4
 
 
 class Pipelined(Strategy):

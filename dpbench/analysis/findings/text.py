@@ -28,6 +28,18 @@ if TYPE_CHECKING:
 _REMEDY = f"Use {REMEDY}."
 LARGEST = 3
 """The paragraph names at most this number of phases, and at most this number of changes."""
+WIDTH = 100
+CURES = 2
+"""The largest number of measured cases that a finding names as remedies, the fastest first."""
+NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
+"""The titles of a finding's command: one for a command that applies the remedy, one for a command that measures it."""
+NO_FINDING = "no finding exceeds the measurement noise"
+NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
+NOTE = (
+    "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a problem: no remedy can "
+    "save more. These costs overlap, so do not add them up. Findings below 2% of the step, and those whose interval "
+    "includes 0, are left out."
+)
 
 
 def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
@@ -41,7 +53,7 @@ def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
         return f"{_subject(context)}: {NOT_ENOUGH} for the time of a step ({doubt(context.row.step)}). {remedy}"
     if context.case.traits.observed:
         takes = f"{_subject(context)} take {duration(context.row.step)} per step." if context.row.step else ""
-        return " ".join(filter(None, (takes, _largest(context), _change_of(findings))))
+        return " ".join(filter(None, (takes, _largest(context), _recommended(findings))))
     return " ".join(filter(None, (_gives(context), _steps(context), _where(context), _fix(context, findings))))
 
 
@@ -205,7 +217,7 @@ def _name(row: Row) -> str:
 def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return sentences for a run in which no other case of the same work is decidedly faster.
 
-    The sentences name the other cases, and recommend the remedy of the largest finding (see `_change_of`).
+    The sentences name the other cases, and recommend the remedy of the largest finding (see `_recommended`).
     """
     tried = context.rivals
     nothing = (
@@ -213,10 +225,10 @@ def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
         if tried
         else "No alternative for the same work was measured."
     )
-    return f"{nothing} {_change_of(findings)}".strip()
+    return f"{nothing} {_recommended(findings)}".strip()
 
 
-def _change_of(findings: Sequence[Finding]) -> str:
+def _recommended(findings: Sequence[Finding]) -> str:
     """Return a sentence with the remedy of the largest finding; "" if there is none.
 
     A finding whose cost is the measured gain of another case is not used.
@@ -230,20 +242,6 @@ def _change_of(findings: Sequence[Finding]) -> str:
         f"According to the largest finding, this change could save at most {time(first.evidence.size_s.value)} "
         f"({percent(first.share)} of the step): {first.rule.remedy}."
     )
-
-
-WIDTH = 100
-CURES = 2
-"""The largest number of measured cases that a finding names as remedies, the fastest first."""
-NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of a finding's command: one for a command that applies the remedy, one for a command that measures it."""
-NO_FINDING = "no finding exceeds the measurement noise"
-NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
-NOTE = (
-    "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a problem: no remedy can "
-    "save more. These costs overlap, so do not add them up. Findings below 2% of the step, and those whose interval "
-    "includes 0, are left out."
-)
 
 
 def explain(
@@ -282,7 +280,7 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     observed = answer.home.traits.observed  # the headline of an observed loop names the finding
     largest = f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}" if costly else ""
     cause = [answer.reason, "" if observed else largest]
-    change = _change(costly[0]) if costly else []
+    change = _remedy_clauses(costly[0]) if costly else []
     first = "certainty" if observed else "gain"
     bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
     unexplained = NO_FINDING if diagnosis else "no case was diagnosed"
@@ -298,7 +296,7 @@ def _named(case: Case) -> str:
     return f"{strategy(case)} on {devices(case)}"
 
 
-def _change(finding: Finding) -> list[str]:
+def _remedy_clauses(finding: Finding) -> list[str]:
     """Return the clauses of the bullet on the remedy of a finding: the remedy and its measured gain."""
     return [finding.rule.remedy, f"measured: {_cure(finding.cures[0])}" if finding.cures else ""]
 

@@ -53,6 +53,9 @@ TRIAL_S, TRIAL_BATCHES = 0.5, 1000
 """The limits of a trial measurement: its duration in seconds, and its number of batches."""
 LENGTH = 2**20
 """The number of examples of the synthetic dataset."""
+Batch = tuple[Any, Any]
+"""A pair (inputs, target) on the host."""
+StepOfBatch = Callable[[Any, Any], Any]
 
 
 def work(loading: Loading, folder: Path) -> None:
@@ -288,11 +291,6 @@ class SyntheticDataset(Dataset[Tensor]):
             turn = max(now, self._next.value)
             self._next.value = turn + each_s
         time.sleep(turn - now)
-
-
-Batch = tuple[Any, Any]
-"""A pair (inputs, target) on the host."""
-StepOfBatch = Callable[[Any, Any], Any]
 
 
 class Examples(Dataset[list[torch.Tensor]]):
