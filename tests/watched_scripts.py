@@ -1,0 +1,97 @@
+"""Scripts that are watched in this process, on a clock that only sleeping moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+from dpbench.observe import loop, script, seams
+from dpbench.observe.recorder import Recorder
+
+HEAD = """
+import functools, threading, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+EVALUATE_S = 0.004
+
+
+class Rows(Dataset):
+    def __init__(self, n, batch_s=0.0):
+        self.n, self.batch_s = n, batch_s
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        if i % 4 == 0:
+            time.sleep(self.batch_s)
+        return torch.full((8,), float(i % 7)), torch.tensor(i % 3)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.sleeps = nn.Linear(8, 3), 0.0
+
+    def forward(self, x):
+        time.sleep(self.sleeps)
+        return self.layer(x)
+
+
+def batches(n, batch_size=4, **options):
+    return DataLoader(Rows(n * batch_size), batch_size=batch_size, **options)
+
+
+def step(x, y):
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+
+
+class Clock:
+    """A replacement of the host's clock that only sleeping moves, so that no other process lengthens a step.
+
+    Each look at the clock takes a microsecond, so that no two moments are equal.
+    """
+
+    at = 0.0
+
+    def now(self) -> float:
+        self.at += 1e-6
+        return self.at
+
+    def sleep(self, seconds: float) -> None:
+        self.at += seconds
+
+
+def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop.WatchedLoop, Recorder]:
+    """Run a script under the seams on the replaced clock; return its loop and the recorder."""
+    clock = clock or Clock()
+    with mock.patch("time.sleep", clock.sleep):
+        return really_watched(folder, source, clock.now)
+
+
+def really_watched(
+    folder: Path, source: str, now: Callable[[], float] = time.perf_counter
+) -> tuple[loop.WatchedLoop, Recorder]:
+    """Run a script under the seams, on the host's time or another clock; return its loop and the recorder."""
+    file = folder / "train.py"
+    file.write_text(HEAD + source)
+    recorder = Recorder(now)
+    with seams.installed(recorder):
+        assert script.run(str(file), []) == 0
+    recorder.stop()
+    return loop.of(recorder), recorder
+
+
+def problems(found: loop.WatchedLoop) -> str:
+    return "\n".join(map(str, found.unknown))
