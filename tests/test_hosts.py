@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -145,6 +146,29 @@ def test_nobody_between_two_ends_can_insert_change_or_repeat_a_message() -> None
     with pytest.raises(ConnectionError):
         theirs.receive()
     here.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        (struct.pack(">Q", 2) + b"\0" * 32 + b"[]", "its connection failed: a message has a wrong code"),
+        (struct.pack(">Q", 1 << 62) + b"\0" * 32, "its connection failed: the other end announced a message of"),
+        (struct.pack(">Q", 2), "its connection failed: timed out"),
+        (b"", "its process has ended"),
+    ],
+    ids=["forged", "too long", "late", "ended"],
+)
+def test_the_reason_why_a_rank_is_lost_is_true(sent: bytes, reason: str) -> None:
+    here, there = socket.socketpair()
+    to = launch.Channel(here, b"session", first=True)
+    to.limit(0.05)
+    peer = Peer(1, SimpleNamespace(host="b"), to)
+    there.sendall(sent)
+    if not sent:
+        there.close()
+    assert peer.receive("answer") is None
+    assert peer.lost.startswith(reason)
+    there.close()
 
 
 def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

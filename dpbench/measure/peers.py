@@ -57,15 +57,19 @@ class Peer:
     def receive(self, kind: str, limit_s: float = SILENT_S) -> dict[str, Any] | None:
         """Return the data of the next message; None if the message is not of the kind `kind`.
 
-        If the connection is closed, or no message arrives for `limit_s` seconds, mark the rank as lost and return None.
+        Mark the rank as lost and return None if the connection is closed, if no message arrives for `limit_s` seconds,
+        or if the message is incomplete, too long or forged.
         """
         try:
             if not connection.wait([self._to.fileno()], limit_s):
                 self.lose(f"it did not answer for {limit_s:.0f} s")
                 return None
             found, data = self._to.receive()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionResetError):  # a process that ends closes or resets it
             self.lose("its process has ended")
+            return None
+        except OSError as error:
+            self.lose(f"its connection failed: {error}")
             return None
         return data if found == kind else None
 
