@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -79,6 +81,53 @@ def test_the_call_between_two_stages_runs_under_the_callers_settings(workers: Wo
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         in_stages(lambda i: None, between, lambda i: None, resolve(cpus(3)), workers)
     assert seen == [(False, True)]
+
+
+class LastFirst:
+    """Workers for two devices, of which device 0 begins a stage only after device 1 has ended it."""
+
+    concurrent = True
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arrived = threading.Event()
+        self.other: threading.Thread | None = None
+        workers = self
+
+        class Meeting(threading.Barrier):
+            def wait(self, timeout: float | None = None) -> int:
+                if threading.current_thread() is workers.other:
+                    workers.arrived.set()
+                    return super().wait(timeout)
+                order = super().wait(timeout)
+                workers.other.join(10)
+                return order
+
+        monkeypatch.setattr(threading, "Barrier", Meeting)
+
+    def run(self, job: Callable[[int], None], count: int, starting: Any = None) -> None:
+        self.other = threading.Thread(target=job, args=(1,))
+        self.other.start()
+        assert self.arrived.wait(10)
+        job(0)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[int, int]] = []
+
+    def stage(number: int, i: int) -> None:
+        ran.append((number, i))
+        if number == failing:
+            raise ValueError(f"device {i}")
+
+    with pytest.raises(ValueError, match="device 0"):
+        in_stages(partial(stage, 1), None, partial(stage, 2), resolve(cpus(2)), LastFirst(monkeypatch))
+    assert ran == [(number, i) for number in range(1, failing + 1) for i in (1, 0)]
 
 
 def test_autocast_cache_setting_reaches_the_replicas() -> None:

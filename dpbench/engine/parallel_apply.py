@@ -55,8 +55,9 @@ def in_stages(
 
     Threads, settings and errors are as in `run_on_devices`. Concurrent threads meet at a barrier between the two stages
     and do not return to the caller. The last thread to arrive calls `between`, so that only the other threads must be
-    woken. After an error in `first`, neither `between` nor `second` is called; after an error in `between`, `second` is
-    not called. If `between` is None, only the two stages run.
+    woken. An error in one device's stage does not stop the same stage of another device. After an error in `first`,
+    neither `between` nor `second` is called; after an error in `between`, `second` is not called. If `between` is None,
+    only the two stages run.
     """
     _run([first, second], between, devices, workers)
 
@@ -89,14 +90,19 @@ def _run(
         except BaseException as error:  # `_raise` raises it in the caller after all stages have ended
             errors[i] = error
 
+    # Only `pause` decides whether the next stage runs, so that it runs on all devices or on none: a device that fails
+    # early does not stop another one that has not begun the same stage.
+    stopped = False
+
     def pause() -> None:
-        if errors or between is None:
-            return
-        try:
-            with settings(), guards[0]:  # the last thread to arrive calls this
-                between()
-        except BaseException as error:
-            errors[BETWEEN] = error
+        nonlocal stopped
+        if not errors and between is not None:
+            try:
+                with settings(), guards[0]:  # the last thread to arrive calls this
+                    between()
+            except BaseException as error:
+                errors[BETWEEN] = error
+        stopped = bool(errors)
 
     if len(stages) == 1:
         workers.run(partial(attempt, stages[0]), len(devices), starting)
@@ -107,7 +113,7 @@ def _run(
             for number, stage in enumerate(stages):
                 if number and not _meet(meeting):
                     return
-                if not errors:
+                if not stopped:
                     attempt(stage, i)
 
         workers.run(job, len(devices), starting)
@@ -115,7 +121,7 @@ def _run(
         for number, stage in enumerate(stages):
             if number:
                 pause()
-            if not errors:
+            if not stopped:
                 workers.run(partial(attempt, stage), len(devices), starting)
     _raise(errors, devices)
 
