@@ -48,6 +48,16 @@ def _one_thread_and_seed() -> Iterator[None]:
     processes.roam()  # a trial in this process stays on its device's core
 
 
+@pytest.fixture(autouse=True)
+def _threads_switch_often(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let Python switch threads as often as it can, so that a missing wait shows; not where tests measure time."""
+    before = sys.getswitchinterval()
+    if not any(map(request.node.get_closest_marker, ("alone", "gpu", "multi_gpu"))):
+        sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 @pytest.fixture
 def all_gpus_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide no GPU from the samplers, and let them watch this process and its children."""

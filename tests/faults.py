@@ -177,6 +177,13 @@ FAULTS = (
         "or False and not all(_same(",
         ("tests/test_law_rows.py::test_a_group_that_is_added_is_stepped",),
     ),
+    Fault(
+        "early-error",
+        "a device that fails early stops no other device in the same stage",
+        "                if not stopped:\n                    attempt(stage, i)",
+        "                if not errors:\n                    attempt(stage, i)",
+        ("tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",),
+    ),
     # -- measure
     Fault(
         "clock-anchor",
