@@ -184,6 +184,13 @@ FAULTS = (
         "                if not errors:\n                    attempt(stage, i)",
         ("tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",),
     ),
+    Fault(
+        "first-use",
+        "threads that are the first to dispatch an operator to Python do not crash the process",
+        "        load_operators()  # each of these modes receives operators in several threads",
+        "        pass",
+        ("tests/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",),
+    ),
     # -- measure
     Fault(
         "clock-anchor",

@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -380,3 +382,37 @@ def test_nothing_here_warns_or_prints(capsys: pytest.CaptureFixture[str]) -> Non
         warnings.simplefilter("error")
         assert isinstance(torch.ones(1, device=L0), EmulatedTensor)
     assert capsys.readouterr() == ("", "")
+
+
+FIRST_USE = """
+import contextlib, sys, threading, warnings
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+import dpbench
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        for name in NAMES:
+            together.wait()
+            with contextlib.suppress(Exception):
+                getattr(x, name)()
+        return x
+
+NAMES = [name for name in dir(torch.Tensor) if name[0] != "_" and name not in ("cuda", "xpu")]
+warnings.simplefilter("ignore")
+sys.setswitchinterval(1e-6)
+devices, together = sys.argv[1:], threading.Barrier(len(sys.argv) - 1)
+with contextlib.nullcontext() if "emulated:0" in devices else Mode():
+    dpbench.DataParallel(Net(), devices)(torch.rand(8, 2))
+"""
+"""A program whose replicas are the first to use each operator, all at the same time, in Python."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [["cpu"] * 4, [f"emulated:{i}" for i in range(4)]], ids=["mode", "emulated"])
+def test_the_first_use_of_an_operator_in_several_threads_does_not_crash(devices: list[str]) -> None:
+    subprocess.run([sys.executable, "-c", FIRST_USE, *devices], check=True, timeout=100)

@@ -21,6 +21,7 @@ from torch.autograd import graph
 from torch.utils import _python_dispatch as dispatch
 
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices.host import load_operators
 from dpbench.hardware.processes import keep
 
 Enter = Callable[[], AbstractContextManager[Any]]
@@ -90,6 +91,7 @@ def _modes() -> list[Enter]:
     if functions := overrides._get_current_function_mode_stack():
         settings.append(partial(_function_modes, functions))
     if dispatches := dispatch._get_current_dispatch_mode_stack():
+        load_operators()  # each of these modes receives operators in several threads
         settings.append(partial(_dispatch_modes, dispatches))
     return settings
 

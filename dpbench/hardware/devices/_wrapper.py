@@ -184,6 +184,20 @@ def install() -> torch.library.Library:
     return library
 
 
+@functools.cache
+def load_operators() -> None:
+    """Create torch's Python object of every ATen operator; the first call takes about 0.2 s.
+
+    torch creates this object, which `__torch_dispatch__` receives, when an operator is first dispatched to Python, and
+    keeps a reference that it does not own. If two threads are the first, torch 2.13 frees the object that it kept, and
+    the process crashes. Call this function before several threads dispatch operators to Python.
+    """
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace == "aten":
+            getattr(getattr(aten, name), schema.overload_name or "default")
+
+
 def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
     """Return a new emulated tensor with undefined values: the kernel of aten::empty."""
     kept = {} if memory_format is None else {"memory_format": memory_format}

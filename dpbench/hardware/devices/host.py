@@ -21,7 +21,7 @@ import torch
 
 from dpbench.hardware.device import Collectives, Device, WorkRecorder
 from dpbench.hardware.devices._ledger import ledger
-from dpbench.hardware.devices._wrapper import LAZY, counting, install, set_home
+from dpbench.hardware.devices._wrapper import LAZY, counting, install, load_operators, set_home
 from dpbench.hardware.processes import stay
 
 
@@ -120,7 +120,7 @@ class CpuDevice(HostDevice):
         """Do nothing: this device does not measure memory."""
 
 
-__all__ = ["EmulatedDevice", "bounded", "bytes_only", "counting", "install"]
+__all__ = ["EmulatedDevice", "bounded", "bytes_only", "counting", "install", "load_operators"]
 
 
 class EmulatedDevice(HostDevice):
@@ -132,6 +132,8 @@ class EmulatedDevice(HostDevice):
 
     def __init__(self, index: int, ordinal: int | None = None, *, shares_memory: bool = False) -> None:
         install()
+        if index:  # the replicas of several devices run in several threads
+            load_operators()
         self.index = index
         self.ordinal = index if ordinal is None else ordinal
         self.name = f"emulated:{self.ordinal}" + (f"/{index}" if shares_memory else "")
