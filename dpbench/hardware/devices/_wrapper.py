@@ -195,7 +195,7 @@ def load_operators() -> None:
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace == "aten":
-            getattr(getattr(aten, name), schema.overload_name or "default")
+            getattr(getattr(aten, name, None), schema.overload_name or "default", None)  # None: an op of TorchScript
 
 
 def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
