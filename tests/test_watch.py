@@ -322,7 +322,8 @@ def test_a_watched_step_calls_few_functions_of_dpbench(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
     steps = [after - before for before, after in pairwise(until[8:])]
-    assert statistics.mode(steps) <= 42
+    moves = 7 if torch.version.cuda else 0  # clipping moves each norm, which a CPU build has no hook for
+    assert statistics.mode(steps) <= 42 + moves
 
 
 @pytest.mark.parametrize(("name", "place"), [(n, p) for n, places in PLANTS.items() for p in places])
