@@ -173,7 +173,7 @@ def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytes
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.skipif(
-    bool(torch.version.cuda), reason="this process has run backward; with a CUDA build of torch, forked ranks then cannot"
+    bool(torch.version.cuda), reason="with a CUDA build of torch, no rank may be forked after a backward"
 )
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("ddp_no_sync", 2), ("ddp_model_parallel", 4)])
 def test_ranks_compile(strategy: str, devices: int, tmp_path: Path) -> None:
