@@ -166,7 +166,7 @@ FAULTS = (
     Fault(
         "identity-hooks",
         "hooks that are registered between steps see the whole gradient once",
-        "or has_hooks(self._parameters) != self.hooked",
+        "or bool(self._hooks) != self._hooked",
         "",
         ("tests/test_law_rows.py::test_hooks_on_parameters_see_the_reduced_gradient_once",),
     ),

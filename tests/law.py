@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.records.schedule import FASTEST, RUNGS, TRAIN_STEP, Schedule, climb, parse
+from dpbench.records.schedule import FASTEST, RUNGS, SELECTED, TRAIN_STEP, Schedule, climb, parse
 from tests.law_compare import assert_same, sums_exactly
 from tests.law_nets import OPTIMIZERS, Net
 
@@ -192,7 +192,7 @@ class Ours(Loop):
         random = torch.get_rng_state()
         loss = self.train(inputs, target)
         assert torch.equal(random, torch.get_rng_state()), "the engine drew random numbers"
-        assert self.asked == FASTEST or self.train.schedule == parse(self.asked), "the schedule did not run as named"
+        assert self.asked in SELECTED or self.train.schedule == parse(self.asked), "the schedule did not run as named"
         return loss
 
     def sync(self) -> None:
@@ -313,7 +313,7 @@ class Pair:
 
     def _rounds_otherwise(self) -> bool:
         """Return whether a sum over rows divided at the end may round otherwise than the criterion's own mean."""
-        return self.ours.asked != FASTEST and not sums_exactly(self.plain.criterion)
+        return self.ours.asked not in SELECTED and not sums_exactly(self.plain.criterion)
 
     def _check_nearly(self) -> None:
         """Compare parameters and buffers within rounding, and take over the engine's side."""
@@ -326,7 +326,8 @@ class Pair:
 
     def move(self, schedule: str, *, same_optimizer: bool) -> None:
         """Close the engine's side and go on with another schedule, one that can have the criterion."""
-        if not hasattr(self.ours.criterion, "reduction") and schedule != FASTEST and parse(schedule).loss == "local":
+        named = schedule not in SELECTED
+        if not hasattr(self.ours.criterion, "reduction") and named and parse(schedule).loss == "local":
             schedule = FASTEST
         self.do(drop_optimizer_hooks)
         for side in (self.plain, self.ours):
@@ -346,8 +347,8 @@ class Pair:
     def may_refuse(self) -> bool:
         """Return whether the schedule may refuse the optimizer's step hooks."""
         schedule = self.ours.train.schedule
-        hooked = bool(self.ours.optimizer_hooks)
-        return self.ours.asked != FASTEST and hooked and (schedule.update != "root" or schedule.optimizer == "flat")
+        hooked = self.ours.asked not in SELECTED and bool(self.ours.optimizer_hooks)
+        return hooked and (schedule.update != "root" or schedule.optimizer == "flat")
 
     def check(self, *, gradients: bool = True, state: bool = False) -> None:
         """Compare weights, buffers, gradients, the calls of hooks, and, where watched, the optimizer's state."""
@@ -398,8 +399,8 @@ def ulps(dtype: torch.dtype) -> float:
 
 
 def rungs(lowest: str) -> Any:
-    """Parametrize over the exact rungs from `lowest` up, and `fastest`."""
-    return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], FASTEST])
+    """Parametrize over the exact rungs from `lowest` up, and the schedules that TrainStep selects."""
+    return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], *SELECTED])
 
 
 def pair(rung: str | Schedule, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any) -> Pair:
@@ -409,4 +410,4 @@ def pair(rung: str | Schedule, module: Callable[[], nn.Module] = Net, criterion:
 
 def explicit(rung: str | Schedule) -> bool:
     """Return whether a schedule was asked for by name; only such a schedule may refuse."""
-    return rung != FASTEST
+    return rung not in SELECTED

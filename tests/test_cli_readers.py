@@ -308,7 +308,7 @@ def test_list_prints_one_name_first_on_each_line_without_a_heading(kind):
 
 def test_list_schedules_says_the_switch_what_it_removes_and_what_it_needs(dpbench):
     lines = {line.split()[0]: line for line in dpbench("list", "schedules")[1].splitlines()}
-    assert list(lines) == [*schedule.RUNGS, schedule.FASTEST]
+    assert list(lines) == [*schedule.RUNGS, *schedule.SELECTED]
     for name, (switch, position) in schedule.LADDER.items():
         assert re.search(rf" {switch}={position}; removes \w+ \w+", lines[name])
     assert [name for name, line in lines.items() if "needs cuda" in line] == ["graphs"]

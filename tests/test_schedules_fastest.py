@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench.engine.autotune import Autotuner
-from dpbench.engine.legal import BEST
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import resolve
 from dpbench.records import Phase, no_mark
+from dpbench.records.schedule import FASTEST, SELECTED
 from tests.test_schedules import OPTIMIZERS, problem
 
 
@@ -53,7 +53,7 @@ def test_automatic_chunk_sizes_stay_equal_where_a_batch_has_fewer_rows_than_devi
 
 def test_fastest_settles_and_stays() -> None:
     module, loss, batches = problem("mlp", 8, 70)
-    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"]) as step:
+    with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu", "cpu"], FASTEST) as step:
         seen = []
         for batch in batches:
             step(*batch)
@@ -75,7 +75,7 @@ def ticking(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def settle(now: list[float], seconds: Callable[[str, int], float], calls: int = 1) -> Autotuner:
     """Return a settled autotuner whose updates take `calls` calls of `seconds(workers, number)` each."""
-    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
+    autotuner = Autotuner(SELECTED[FASTEST], resolve(["cpu", "cpu"]))
     for number in itertools.count():
         workers = autotuner.next().workers
         if autotuner.settled:
@@ -104,7 +104,7 @@ def test_a_slow_update_does_not_decide(ticking: list[float]) -> None:
 
 
 def test_trials_tell_when_one_device_would_be_faster(ticking: list[float]) -> None:
-    autotuner = Autotuner(BEST, resolve(["cpu", "cpu"]))
+    autotuner = Autotuner(SELECTED[FASTEST], resolve(["cpu", "cpu"]))
     while not autotuner.settled:
         workers = autotuner.next().workers
         with autotuner.timed(no_mark) as mark:

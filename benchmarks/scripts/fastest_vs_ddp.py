@@ -1,11 +1,12 @@
-"""Compare `fastest` in one process, on two logical CPU devices, with two ranks of DistributedDataParallel on gloo.
+"""Compare `fastest` and `copying` in one process, on two logical CPU devices, with two ranks of DDP on gloo.
 
     python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out reports/...]
 
-Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest` trains in that
-process. The ranks are its children, and block on a pipe while `fastest` runs. All sides take their warm-up steps, then
+Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest` and `copying`, the
+default of TrainStep, train in that process. The ranks are its children, and block on a pipe while these run. All sides take their warm-up steps, then
 blocks of steps in ABBA order. The result of a run is the median over blocks of a ratio of seconds per step, DDP over
-`fastest`: above 1, `fastest` is faster. Three more ratios explain the result. DDP over a second DDP shows the noise.
+`fastest`: above 1, `fastest` is faster. The ratio of `copying` to `fastest` shows the cost of the default.
+Three more ratios explain the result. DDP over a second DDP shows the noise.
 DDP over a DDP that keeps freed memory, as `fastest` does, shows the effect of the allocator. This third DDP over
 `fastest` shows the effect of the schedule.
 """
@@ -21,15 +22,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROWS = {"wide": 256, "conv": 64, "tiny": 16}
-SIDES = ("fastest", "ddp", "ddp again", "ddp, memory kept")
+SCHEDULES = ("fastest", "copying")
+RANKS = ("ddp", "ddp again", "ddp, memory kept")
+SIDES = (*SCHEDULES, *RANKS)
 RATIOS = {
+    "copying / fastest": ("copying", "fastest"),
     "ddp / fastest": ("ddp", "fastest"),
     "ddp, memory kept / fastest": ("ddp, memory kept", "fastest"),
     "ddp / ddp, memory kept": ("ddp", "ddp, memory kept"),
@@ -76,6 +82,11 @@ def timed(step: Step, count: int) -> float:
     for _ in range(count):
         step()
     return (time.perf_counter() - began) / count
+
+
+def trained(step: Any, inputs: Any, target: Any, count: int) -> float:
+    """Return the mean seconds per step of `count` steps of a TrainStep."""
+    return timed(lambda: step(inputs, target), count)
 
 
 def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> None:
@@ -139,14 +150,17 @@ def one_run(name: str) -> dict[str, Any]:
     import dpbench
 
     with tempfile.TemporaryDirectory() as folder:
-        others = [Ranks(name, f"{folder}/{i}", keep=side.endswith("kept")) for i, side in enumerate(SIDES[1:])]
+        others = [Ranks(name, f"{folder}/{i}", keep=side.endswith("kept")) for i, side in enumerate(RANKS)]
         inputs, target = batch(name)
-        with dpbench.TrainStep(net(name), F.cross_entropy, optimizer, ["cpu", "cpu"]) as train:
-
-            def fastest(count: int) -> float:
-                return timed(lambda: train(inputs, target), count)
-
-            sides = dict(zip(SIDES, [fastest, *others], strict=True))
+        with ExitStack() as open_steps:
+            steps = [
+                open_steps.enter_context(
+                    dpbench.TrainStep(net(name), F.cross_entropy, optimizer, ["cpu", "cpu"], schedule)
+                )
+                for schedule in SCHEDULES
+            ]
+            trainings = [partial(trained, step, inputs, target) for step in steps]
+            sides = dict(zip(SIDES, [*trainings, *others], strict=True))
             for side in sides.values():
                 side(WARMUP)
             counts = {side: max(3, round(SECONDS / run(5))) for side, run in sides.items()}
@@ -154,7 +168,7 @@ def one_run(name: str) -> dict[str, Any]:
             for block in range(BLOCKS):
                 for side in SIDES if block % 2 == 0 else SIDES[::-1]:
                     seconds[side].append(sides[side](counts[side]))
-            found = {"net": name, "seconds": seconds, "schedule": str(train.schedule)}
+            found = {"net": name, "seconds": seconds, "schedule": str(steps[0].schedule)}
         for ranks in others:
             ranks.close()
     return found

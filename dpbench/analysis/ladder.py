@@ -190,7 +190,7 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
     count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
-    for text in sorted(steps.keys() - {schedule.FASTEST}):
+    for text in sorted(steps.keys() - schedule.SELECTED.keys()):
         back = schedule.ablations(schedule.parse(text), *conditions)
         found[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
     own = {text: sum(one not in schedule.RUNGS for one in ones.values()) for text, ones in found.items()}
@@ -211,7 +211,7 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
     Of each ladder in `found`, only the reference, the fastest rung and the schedule that TrainStep chose are kept. The
     limit of a ladder is the row of `single` on one device's share of the batch.
     """
-    kept = {schedule.REFERENCE, schedule.FASTEST, *(ladder.fastest.name for ladder in found)}
+    kept = {schedule.REFERENCE, *schedule.SELECTED, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}
     return [
         row

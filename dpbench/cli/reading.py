@@ -24,7 +24,7 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.showing import choose, list_unreadable, read, report_of, write_report
 from dpbench.records import registry, words
-from dpbench.records.schedule import FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
+from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
@@ -85,7 +85,8 @@ def rows(kind: str) -> list[tuple[str, str]]:
     if kind == "schedules":
         return [
             *((name, _rung(name)) for name in RUNGS),
-            (FASTEST, "the schedule that TrainStep selects for the model"),
+            (COPYING, "TrainStep's default: the fastest exact schedule that copies device 0's weights in every step"),
+            (FASTEST, "the fastest exact schedule; devices may update their own weights"),
         ]
     own = registry.own(kind)
     if kind == "strategies":

@@ -23,7 +23,7 @@ from dpbench.engine.workers import IntraOp, choose, keep_memory
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.records.schedule import CUDA, FASTEST, Schedule, parse
+from dpbench.records.schedule import CUDA, SELECTED, Schedule, parse
 from dpbench.records.words import count
 
 PREFIX = "module."
@@ -139,12 +139,12 @@ def id_of(device: Device) -> DeviceId:
 
 
 def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
-    """Return the schedule to use; for "fastest" this is a thread pool with cached replicas.
+    """Return the schedule to use; for "copying" and "fastest" it is `legal.CACHED`.
 
     Raises ValueError for a schedule that needs TrainStep, or that needs CUDA if the devices are not GPUs.
     """
-    if schedule == FASTEST:
-        return Schedule(workers="pool", replicas="cached")
+    if schedule in SELECTED:
+        return legal.CACHED
     cuda = [CUDA] if devices and devices[0].torch_device.type == "cuda" else []
     return parse(schedule).check(*cuda)
 

@@ -1,7 +1,7 @@
 """Legal: find out which switches of a schedule are forbidden by the module, loss, optimizer or devices, and why.
 
-A schedule that the user has named runs unchanged or is refused. `fastest` sets the forbidden switches to other values,
-and reports the reasons.
+A schedule that the user has named runs unchanged or is refused. Under `copying` and `fastest`, TrainStep sets the
+forbidden switches to other values, and reports the reasons.
 
 An `Identity` records properties of the parameters and the optimizer on which the engine's persistent state depends. The
 record is compared at the start of each step, so that a changed property takes effect, or raises an error, in that step.
@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
+from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Refused
 from dpbench.engine.flat_storage import is_dense
 from dpbench.engine.losses import Loss
@@ -33,17 +35,18 @@ from dpbench.records.schedule import Schedule
 _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks")
 _accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
+Hooks = dict[int, Any]
+"""Hooks by the number that torch has given each of them."""
 
 
 class Identity:
-    """A record of parameters' memory, shapes, `requires_grad` and hooks, and of the optimizer's groups and hooks."""
+    """A record of parameters' memory, shapes and `requires_grad`, and of the optimizer's groups and hooks."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._memory = [p.detach() for p in parameters]
         self._wanted = list(map(_requires_grad, parameters))
         self._groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        self.hooked = has_hooks(parameters)
         self.watched = optimizer is not None and is_watched(optimizer)
 
     def changed(self) -> bool:
@@ -51,7 +54,6 @@ class Identity:
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
-            or has_hooks(self._parameters) != self.hooked
             or (self._optimizer is not None and self._stepped_otherwise(self._optimizer))
         )
 
@@ -64,9 +66,35 @@ class Identity:
         )
 
 
-def has_hooks(parameters: Sequence[torch.Tensor]) -> bool:
-    """Return whether at least one of the parameters has a hook on its gradient."""
-    return any(map(_tensor_hooks, parameters)) or any(map(_accumulate_hooks, parameters))
+class GradientHooks:
+    """The hooks on parameters' gradients: on the tensors, and on the nodes that accumulate the gradients.
+
+    torch shows the hooks of a node only to a hook's handle, so the constructor adds and removes one.
+    It keeps the nodes, because a parameter does not keep its node, and a new node would have other
+    hooks. `release` drops them, because a node also keeps the parameter's shape.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
+        registers = [register for n in self._nodes for register in (n.register_hook, n.register_prehook)]
+        handles = [register(print) for register in registers]
+        self._of_nodes: list[Any] = [handle.hooks_dict_ref() for handle in handles]
+        for handle in handles:
+            handle.remove()
+
+    def __bool__(self) -> bool:
+        tensors = self._parameters
+        return any(map(_tensor_hooks, tensors)) or any(map(_accumulate_hooks, tensors)) or any(self._of_nodes)
+
+    def dicts(self) -> list[Hooks]:
+        """Return torch's own dicts of these hooks, without empty ones."""
+        of_tensors = [kind(p) for p in self._parameters for kind in (_tensor_hooks, _accumulate_hooks)]
+        return [*filter(None, of_tensors), *filter(None, self._of_nodes)]
+
+    def release(self) -> None:
+        """Drop the nodes."""
+        self._nodes, self._of_nodes = [], []
 
 
 def is_watched(optimizer: Optimizer) -> bool:
@@ -81,9 +109,19 @@ def is_watched(optimizer: Optimizer) -> bool:
         or optimizer._optimizer_step_post_hooks
         or torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks
-        or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
+        or (step is not None and not _only_counts(step, type(optimizer)))
         or "zero_grad" in optimizer.__dict__
     )
+
+
+def _only_counts(step: Any, kind: type[Optimizer]) -> bool:
+    """Return whether `step` is the function by which a learning rate scheduler counts the calls of `kind.step`.
+
+    The attribute that torch's scheduler sets on this function does not show this, because
+    `functools.wraps` copies it to functions of the user.
+    """
+    of_torch = getattr(step, "__globals__", None) is vars(lr_scheduler)
+    return of_torch and getattr(step, "__wrapped__", None) is kind.step
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -92,16 +130,14 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 class Muted:
-    """The hooks of some parameters. The constructor removes them from the parameters; `restore` puts them back.
+    """Hooks on parameters' gradients. The constructor removes them; `restore` puts them back.
 
     The hooks are absent during a backward that may reach the parameters directly, without passing through the replicas.
     In such a backward a parameter gets only a part of its gradient, but hooks must be called once, with all of it.
     """
 
-    def __init__(self, parameters: Sequence[Any]) -> None:
-        kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        found = (getattr(parameter, kind, None) for parameter in parameters for kind in kinds)
-        self._hooks = [(hooks, dict(hooks)) for hooks in found if hooks]
+    def __init__(self, hooks_of_parameters: Sequence[Hooks]) -> None:
+        self._hooks = [(hooks, dict(hooks)) for hooks in hooks_of_parameters]
         for hooks, _ in self._hooks:
             hooks.clear()  # in place: the handles that remove hooks reference these dicts
 
@@ -112,23 +148,15 @@ class Muted:
             hooks.update({**taken, **hooks})
 
 
-BEST = Schedule(
-    workers="pool", replicas="persistent", storage="flat", loss="local", backward="local", update="sharded",
-    optimizer="flat",
-)  # fmt: skip
-"""The schedule that `fastest` selects if no switch is forbidden.
-
-It does not set reduce=overlap, which helps only if the link between the devices is idle during backward.
-"""
 FALLBACKS = {
     "loss": {"loss": "gathered", "backward": "joint"},
     "optimizer": {"optimizer": "per_parameter"},
     "storage": {"storage": "separate", "optimizer": "per_parameter"},
     "update": {"update": "root", "optimizer": "per_parameter"},
 }
-"""For each switch of `BEST` that may be forbidden, the values of switches that `fastest` uses instead."""
+"""For each switch that may be forbidden, the values of switches that TrainStep selects instead."""
 CACHED = Schedule(workers="pool", replicas="cached")
-"""The schedule that `fastest` selects if persistent replicas are forbidden."""
+"""The schedule that TrainStep selects if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which elementwise kernels round an element independently of its position in a tensor."""
 
@@ -218,8 +246,26 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
                 f"{tuple(parameter.shape)} has strides {parameter.stride()}: "
                 "set parameter.data = parameter.data.contiguous(), or use storage=separate"
             )
-    if _overlap(wanted):
-        return "storage=flat needs parameters that share no memory, but two of them share memory; use storage=separate"
+    if reason := _shared(module, wanted):
+        return f"storage=flat needs parameters that share no memory, but {reason}; use storage=separate"
+    return ""
+
+
+def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
+    """Return a clause that says what shares memory with one of the parameters, or "" if nothing of the module does."""
+    if _overlap(parameters):
+        return "two of them share memory"
+    if any(p.device.type == "cpu" and p.is_shared() for p in parameters):
+        return "share_memory() has put one of them into memory that processes share"
+    memory = {p.untyped_storage().data_ptr() for p in parameters if p.numel()}
+    known = set(map(id, module.parameters()))
+    for prefix, part in module.named_modules():
+        attributes = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_modules")}
+        for name, value in {**attributes, **part._buffers}.items():
+            others = (t for t in tensors_in(value) if t.layout is torch.strided and id(t) not in known)
+            recomputed = hasattr(part, f"{name}_orig")  # torch's spectral_norm sets `weight` before each forward
+            if not recomputed and any(tensor.untyped_storage().data_ptr() in memory for tensor in others):
+                return f"{prefix}.{name}".removeprefix(".") + " is in the memory of one of them"
     return ""
 
 
@@ -282,7 +328,7 @@ def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
 
 
 def _unwatched(schedule: Schedule, setup: TrainingSetup) -> str:
-    if schedule.replicas == "persistent" and has_hooks(setup.trained):
+    if schedule.replicas == "persistent" and GradientHooks(setup.trained):
         return "replicas are not persistent, because a parameter has a hook that must get the gradient from autograd"
     return ""
 
@@ -304,13 +350,13 @@ ALWAYS: dict[Reason, str] = {
     _flat_optimizer: "optimizer",
 }
 """The checks that every schedule must pass, each with the switch that it can forbid."""
-FOR_FASTEST: dict[Reason, str] = {
+FOR_SELECTED: dict[Reason, str] = {
     _unwatched: "replicas",
     _unwatched_optimizer: "update",
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""The additional checks for `fastest`, each with the switch that it can forbid.
+"""The additional checks for a schedule that TrainStep selects, each with the switch that it can forbid.
 
 They exclude schedules whose results could differ from those of `reference` in any bit, and schedules that hooks would
 slow down.
@@ -342,16 +388,16 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
         raise Refused(f"schedule {str(schedule)!r}: {reason}")
 
 
-def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
-    """Return the schedule that `fastest` selects, and the reasons why it differs from `BEST`.
+def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, list[str]]:
+    """Return the schedule that TrainStep selects, and the reasons why it differs from `preferred`.
 
     The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
     With a single device, the schedule is `reference`, and the list of reasons is empty.
     """
     if len(setup.devices) == 1:
         return Schedule(), []
-    schedule, notes = BEST, []
-    while found := next(hindrances(schedule, setup, ALWAYS | FOR_FASTEST), None):
+    schedule, notes = preferred, []
+    while found := next(hindrances(schedule, setup, ALWAYS | FOR_SELECTED), None):
         switch, reason = found
         notes.append(reason)
         schedule = CACHED if switch == "replicas" else replace(schedule, **FALLBACKS[switch])

@@ -20,7 +20,9 @@ from dpbench.records import Mark, Phase
 
 
 class ReplicaWeights:
-    """One persistent replica per device; its parameters are leaf tensors, whose gradients come from this replica only.
+    """One persistent replica per device; its weights are leaf tensors, whose gradients come from this replica only.
+
+    As in torch's replicas, weights are no `nn.Parameter`s, so that `replica.parameters()` is empty.
 
     Replica 0's parameters share the memory of the module's parameters; replica 0's buffers are those of the module.
     The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
@@ -38,9 +40,7 @@ class ReplicaWeights:
         self._cache.check_placed(devices[0])
         self.originals = list(self._cache.parameters)
         self.flats: list[list[torch.Tensor]] = [flat.buffers] if flat else [[] for _ in devices]
-        self.parameters: list[list[torch.Tensor]] = [
-            [nn.Parameter(p.detach(), p.requires_grad) for p in self.originals]
-        ]
+        self.parameters: list[list[torch.Tensor]] = [[_leaf(p, p.requires_grad) for p in self.originals]]
         for device in devices[1:]:
             views: dict[int, torch.Tensor] = {}
             if flat:
@@ -48,7 +48,7 @@ class ReplicaWeights:
                 views = flat.layout.views(self.flats[-1], self.originals)
             self.parameters.append(
                 [
-                    nn.Parameter(views[i] if i in views else device.put(p.detach()), p.requires_grad)
+                    _leaf(views[i] if i in views else device.put(p.detach()), p.requires_grad)
                     for i, p in enumerate(self.originals)
                 ]
             )
@@ -115,6 +115,17 @@ class ReplicaWeights:
     def versions(self) -> list[int]:
         """Return, for each of the module's parameters, torch's count of in-place writes."""
         return [p._version for p in self.originals]
+
+    def all_versions(self, count: int) -> list[list[int]]:
+        """Return, for each weight of the first `count` replicas, torch's count of in-place writes."""
+        return [[p._version for p in one] for one in self.parameters[:count]]
+
+    def drop_hooks_of_forward(self, count: int) -> None:
+        """Remove the hooks that a forward has registered on its own weights: as in torch, they are for one step."""
+        for weights in self.parameters[:count]:
+            for weight in weights:
+                if weight._backward_hooks:
+                    weight._backward_hooks.clear()
 
     def stale(self) -> list[int]:
         """Return the indices of the parameters whose values differ between the module and at least one replica."""
@@ -197,6 +208,11 @@ class Overlap:
         """Remove the hooks from the replicas' parameters."""
         for handle in self._handles:
             handle.remove()
+
+
+def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+    """Return a leaf tensor that shares memory and version counter with `tensor`."""
+    return tensor.detach().requires_grad_(requires_grad)
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

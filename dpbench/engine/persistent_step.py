@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from dpbench.engine.collectives import buckets_of, reduce
 from dpbench.engine.cuda_graphs import Graphs
 from dpbench.engine.flat_storage import FlatWeights
-from dpbench.engine.legal import Identity, Muted, has_hooks
+from dpbench.engine.legal import GradientHooks, Identity, Muted
 from dpbench.engine.losses import Loss
 from dpbench.engine.optimizer_state import finish
 from dpbench.engine.parallel_apply import in_stages, run_on_devices
@@ -47,15 +47,19 @@ class PersistentReplicas:
         self._optimizer = optimizer
         self._weights = ReplicaWeights(module, devices, flat, mark, fixed=schedule.graphs == "on")
         self._identity = Identity(self._weights.originals, optimizer)
+        self._hooks = GradientHooks(self._weights.originals)
+        self._hooked = bool(self._hooks)
         self._update = Update(optimizer, self._weights, flat, devices, schedule, mark)
         self._watched = self._identity.watched and not self._update.natural
         self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        self._whole = whole_gradient or self._identity.hooked or self._identity.watched or self._has_unstepped()
+        self._whole = whole_gradient or self._hooked or self._identity.watched or self._has_unstepped()
         self._before: list[torch.Tensor | None] = []
         self._muted = Muted([])
         self._used = len(devices)
         self._seen: list[int] = []
         self._root_only = schedule.update == "root"
+        self._begun: list[list[int]] = []
+        self._written_in_forward = False
         self.unusual, self._closed = "", False
         self._overlap: Overlap | None = None
         if schedule.reduce == "overlap" and not self._whole:
@@ -68,7 +72,12 @@ class PersistentReplicas:
 
     def changed(self) -> bool:
         """Return whether the module's parameters or the optimizer have changed since the replicas were built."""
-        return not self._weights.notice() or self._identity.changed() or self._update.regrouped
+        return (
+            not self._weights.notice()
+            or self._identity.changed()
+            or bool(self._hooks) != self._hooked
+            or self._update.regrouped
+        )
 
     def stale(self) -> list[int]:
         """Return the indices of the parameters whose values in the replicas differ from those in the module.
@@ -86,7 +95,9 @@ class PersistentReplicas:
         if self._whole:  # gradients of earlier calls are added after this call's gradients have been summed
             self._before = [p.grad for p in self._weights.originals]
             _set_gradients(self._weights.originals, [None] * len(self._before))
-            self._muted = Muted(self._weights.originals)
+            self._muted = Muted(self._hooks.dicts())
+        if not self._root_only:
+            self._begun = self._weights.all_versions(count)
         if self._overlap:
             self._overlap.begin(count)
             if exchange := self._update.exchange:
@@ -182,6 +193,10 @@ class PersistentReplicas:
 
         The order of additions is that of torch.
         """
+        self._weights.drop_hooks_of_forward(self._used)
+        if not self._root_only and self._weights.all_versions(self._used) != self._begun:
+            self._written_in_forward = True
+            self._seen = []
         if self._whole:
             self._muted.restore()
             self._bring()
@@ -208,6 +223,7 @@ class PersistentReplicas:
 
         A parameter that no replica used gets zeros, unless there is only one device.
         """
+        hooked: list[tuple[torch.Tensor, torch.Tensor]] = []
         for n, parameter in enumerate(self._weights.originals):
             gradient, outside = sums.get(n), parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:
@@ -215,8 +231,14 @@ class PersistentReplicas:
             if outside is not None and gradient is not None:
                 gradient = outside + gradient
             parameter.grad = self._before[n] if self._before else None
-            if (gradient := outside if gradient is None else gradient) is not None:
-                _accumulate(parameter, gradient)
+            if (gradient := outside if gradient is None else gradient) is None:
+                continue
+            if self._hooked and parameter.requires_grad:
+                hooked.append((parameter, gradient))
+            else:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if hooked:  # in one backward, because a hook on several parameters waits for all of their gradients
+            torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])
 
     def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
         """On each device with an optimizer, reduce the gradients and step the weights; then exchange the weights.
@@ -232,18 +254,22 @@ class PersistentReplicas:
                 finish(self._optimizer, self._module, clip_norm, scaler, stepper)
         else:
             self._step(workers, self._sources(), self._overlap.rest() if self._overlap else None)
+        self._written_in_forward = False
         self._update.end()
 
     def _is_unusual(self) -> bool:
-        """Return whether there are gradients that shards cannot represent.
+        """Return whether only the user's optimizer, on the module's own parameters, can take this step.
 
+        It must if a forward has written weights, because each device then has weights of its own, and if there are
+        gradients that shards cannot represent.
         These are: a sparse gradient; a gradient that did not come through the replicas, for example that of a penalty
         on `module.parameters()` in the loss; and, in a run with one device, a missing gradient, because the optimizer
         must leave its parameter unchanged.
         """
         (first,) = self._weights.gradients(1)
         return (
-            any(g is not None and g.is_sparse for g in first)
+            self._written_in_forward
+            or any(g is not None and g.is_sparse for g in first)
             or any(p.grad is not None for p in self._weights.originals)
             or (len(self._devices) == 1 and any(g is None for g in first))
         )
@@ -252,9 +278,11 @@ class PersistentReplicas:
         """Run the user's optimizer on the module's own parameters, with the gradients in their `.grad`."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
-        self.unusual = (
-            "replicas are not persistent, because some gradients are sparse, missing, or computed outside the replicas"
-        )
+        if not self._written_in_forward:
+            self.unusual = (
+                "replicas are not persistent, because some gradients are sparse, missing, or "
+                "computed outside the replicas"
+            )
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
@@ -309,6 +337,7 @@ class PersistentReplicas:
         if self._update.shared and self._seen and not self._whole:
             self._update.gather_gradients()
         self._update.close()
+        self._hooks.release()
         if self._flat:
             self._flat.release()
 
@@ -326,11 +355,13 @@ class _Everywhere:
     def step(self) -> None:
         """Step the weights on all devices, with the gradients of the module's own parameters."""
         replicas = self._replicas
-        if replicas._watched or any(map(_needs_the_optimizer, replicas._weights.originals)):
+        plainly = replicas._watched or replicas._written_in_forward
+        if plainly or any(map(_needs_the_optimizer, replicas._weights.originals)):
             replicas._step_plainly()
             return
         gradients = [p.grad for p in replicas._weights.originals]
-        replicas._step(self._workers, [(replicas._devices[0], gradients)], None)
+        stored = [_in_strides_of(p, g) for p, g in zip(replicas._weights.originals, gradients, strict=True)]
+        replicas._step(self._workers, [(replicas._devices[0], stored)], None)
         _set_gradients(replicas._weights.originals, gradients)
 
 
@@ -344,12 +375,11 @@ def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
     return parameter.grad is None or parameter.grad.is_sparse
 
 
-def _accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient to `parameter.grad` as autograd does: through the parameter's hooks if there are any."""
-    if has_hooks([parameter]):
-        torch.autograd.backward([parameter], [gradient])
-    else:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+def _in_strides_of(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the gradient in the parameter's strides, in which shards read it; the user's code may have set others."""
+    if gradient is None or gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
 def _set_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -59,6 +60,13 @@ def flat_copier(flat: FlatWeights) -> Copier:
     return copier
 
 
+class CachePerThread(threading.local):
+    """A cache of replicas for each calling thread, so that threads do not share what a forward stores in a replica."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.cache = ReplicaCache(module)
+
+
 Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Module]]
 
 
@@ -67,7 +75,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
     `flat` are the flat buffers that hold the module's parameters; None means that each parameter has separate storage.
     """
-    cache = ReplicaCache(module) if schedule.replicas == "cached" else None
+    caches = CachePerThread(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
     overlap = schedule.reduce == "overlap"
     comm_dtype = torch.bfloat16 if schedule.comm_dtype == "bf16" else None
@@ -78,7 +86,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
             list(devices),
             detach=detach,
             copier=copier,
-            cache=cache,
+            cache=caches.cache if caches else None,
             overlap=overlap,
             comm_dtype=comm_dtype,
             mark=mark,

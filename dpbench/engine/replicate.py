@@ -174,7 +174,8 @@ class ReplicaCache:
         modules = self._modules = list(self.module.modules())
         self._types = list(map(type, modules))
         self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
-        self._seen = [dict(watched) for watched in self._watched]
+        self._names = list(chain.from_iterable(self._watched))
+        self._seen = list(chain.from_iterable(map(dict.values, self._watched)))
         self._holders: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
         self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
         self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
@@ -203,10 +204,9 @@ class ReplicaCache:
         """Return whether the module's present state differs from the recorded state."""
         if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
             return True
-        try:
-            return self._watched != self._seen or list(map(type, self._modules)) != self._types
-        except (RuntimeError, ValueError):  # comparing distinct tensors or arrays raises one
-            return True
+        names = list(chain.from_iterable(self._watched))
+        values = list(chain.from_iterable(map(dict.values, self._watched)))
+        return names != self._names or not _same(values, self._seen) or list(map(type, self._modules)) != self._types
 
     def bind(
         self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
@@ -275,7 +275,6 @@ class _CachedReplica:
         self._keys = [key for _, _, key, _ in places]
         self._pick = _picker([number for _, _, _, number in places])
         self._seen = self._values() if watching else []
-        self._mutable = _picker([at for at, value in enumerate(self._seen) if _is_mutable(value)])
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace the replica's tensors by `tensors`, in every place that refers to them.
@@ -297,12 +296,7 @@ class _CachedReplica:
         """
         if not self.watching:
             return False
-        values = self._values()
-        try:
-            # a mutable value must be the same object; for an immutable value, equality is enough
-            return values != self._seen or not all(map(is_, self._mutable(values), self._mutable(self._seen)))
-        except (RuntimeError, ValueError):  # comparing distinct tensors or arrays raises one
-            return True
+        return not _same(self._values(), self._seen)
 
     def _values(self) -> list[Any]:
         """Return all values of the replica's dicts and lists, in order.
@@ -312,9 +306,18 @@ class _CachedReplica:
         return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
 
 
-def _is_mutable(value: Any) -> bool:
-    """Return whether a value is a list, dict, set or tensor, which can be changed in place."""
-    return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
+def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists have the same objects, or equal integers and strings, in the same order.
+
+    Other equal objects may differ: 0.0 from -0.0, a tensor from one of another dtype, a list from
+    another list that the user's code changes later.
+    """
+    if len(values) != len(others):
+        return False
+    return all(map(is_, values, others)) or all(
+        value is other or (type(value) is type(other) and type(value) in (int, str) and value == other)
+        for value, other in zip(values, others, strict=True)
+    )
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:

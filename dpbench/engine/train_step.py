@@ -26,7 +26,7 @@ from dpbench.engine.workers import IntraOp, Workers, choose, keep_memory, withou
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.records.schedule import CUDA, FASTEST, TRAIN_STEP, Schedule, parse
+from dpbench.records.schedule import COPYING, CUDA, FASTEST, SELECTED, TRAIN_STEP, Schedule, parse
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -49,9 +49,11 @@ class TrainStep:
     torch's own losses, or a pair of functions `(sum_fn, weight_fn)`, each replica can compute it over its own rows.
     `optimizer_fn(parameters)` is called once; it returns the optimizer, which is then the attribute `optimizer`.
     `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
-    device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or "fastest". "fastest"
-    selects the best schedule with results bitwise equal to those of "reference" (on distinct GPUs: equal within
-    rounding); the selection ends within the first steps (see `step.schedule`). With `graphs=on`, the first four batch
+    device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or "copying" or
+    "fastest". For these two, TrainStep selects a schedule whose results are bitwise equal to those of "reference" (on
+    distinct GPUs: equal within rounding); see `step.schedule`. "copying", the default, copies the first device's
+    weights to the other devices in every step. Under "fastest", each device may update its own weights; the selection
+    ends within the first steps. With `graphs=on`, the first four batch
     shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients, and inputs with objects other than
     tensors, numbers and strings run without graphs.
 
@@ -64,13 +66,14 @@ class TrainStep:
 
     Between two steps the training loop may change anything: weights, `requires_grad`, hooks, the loss, the optimizer's
     options, groups and state. The change takes effect in the next step, under every schedule. If the schedule cannot
-    run, or can no longer run, TrainStep raises `Refused` (a ValueError) with the reason. "fastest" switches to another
-    schedule instead, and `note` gives the reason.
+    run, or can no longer run, TrainStep raises `Refused` (a ValueError) with the reason. "copying" and "fastest" switch
+    to another schedule instead, and `note` gives the reason.
 
-    With `update=each` or `update=sharded`, call `sync()` after writing weights in ways that torch does not track
-    (`p.data.mul_()`, numpy). With `debug`, TrainStep compares all copies of the weights before each step, and raises
-    `Refused` if a call of `sync()` is missing. Call `close()` after the last step, or use TrainStep as a context
-    manager; module and optimizer are then left as an ordinary loop would leave them.
+    Schedules with `update=each` or `update=sharded`, and therefore "fastest", rely on noticing each write to the
+    weights outside the step. Call `sync()` after writes that torch does not track: `p.data.mul_()`, numpy, and fused
+    optimizers other than `step.optimizer`. With `debug`, TrainStep compares all copies of the weights before each step,
+    and raises `Refused` if a call of `sync()` is missing. Call `close()` after the last step, or use TrainStep
+    as a context manager; module and optimizer are then left as an ordinary loop would leave them.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class TrainStep:
         loss_fn: Any,
         optimizer_fn: OptimizerFactory,
         device_ids: Devices | None = None,
-        schedule: str | Schedule = FASTEST,
+        schedule: str | Schedule = COPYING,
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -103,7 +106,8 @@ class TrainStep:
         self._threads = IntraOp(self.devices)
         keep_memory(self.devices)
         conditions = [TRAIN_STEP, *([CUDA] if self.devices[0].torch_device.type == "cuda" else [])]
-        self._wanted = None if schedule == FASTEST else parse(schedule).check(*conditions)
+        self._selected = str(schedule) if schedule in SELECTED else ""
+        self._wanted = None if self._selected else parse(schedule).check(*conditions)
         self._autotuner: Autotuner | None = None
         self._unfit = ""
         self._build()
@@ -118,14 +122,14 @@ class TrainStep:
         elif self._unfit:
             schedule, notes = legal.CACHED, [self._unfit]
         else:
-            schedule, notes = legal.best_legal(setup)
+            schedule, notes = legal.best_legal(setup, SELECTED[self._selected])
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
             self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._marking
         )
         self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
         self._best, self._why = schedule, "; ".join(notes)
-        if self._wanted is None and (self._autotuner is None or self._autotuner.schedule != schedule):
+        if self._selected == FASTEST and (self._autotuner is None or self._autotuner.schedule != schedule):
             self._autotuner = Autotuner(schedule, self.devices)
         self.schedule, self.note = schedule, self._why
         self._graphs = None
@@ -270,8 +274,8 @@ class TrainStep:
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
         """Return this step's loss in the form that each replica can compute over its own rows.
 
-        If the loss must be computed over the gathered batch, the method returns None under the schedule `fastest`, and
-        raises Refused under any other schedule.
+        If the loss must be computed over the gathered batch, the method returns None under a schedule that TrainStep
+        has selected, and raises Refused under one that the user has named.
         """
         summed = self._loss.summed()
         if summed is None:
@@ -304,7 +308,7 @@ class TrainStep:
     def _gather_loss(self, reason: str) -> None:
         """Change the schedule of this step to loss=gathered, and add `reason` to `note`.
 
-        Raises Refused unless the schedule is `fastest`.
+        Raises Refused if the user has named the schedule.
         """
         if self._wanted is not None:
             raise Refused(f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered")

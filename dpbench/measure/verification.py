@@ -32,7 +32,7 @@ from dpbench.hardware.device import Device
 from dpbench.measure.reference import all_tensors, block_chunked, chunked, in_chunks, joined, tensors_by_name
 from dpbench.models import Model, compile_forward, load, positional, with_forward
 from dpbench.records import Case, Verified, no_mark
-from dpbench.records.schedule import FASTEST, parse
+from dpbench.records.schedule import SELECTED, parse
 from dpbench.strategies import Split
 
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
@@ -108,7 +108,7 @@ def check(
     def reference() -> nn.Module:
         return _reference(replace(model, module=pristine), small, inputs, target, parts, devices[0], precision, steps)
 
-    rounds = case.traits.rounds_gradients or (case.schedule not in ("", FASTEST) and not parse(case.schedule).exact)
+    rounds = case.traits.rounds_gradients or (case.schedule not in ("", *SELECTED) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
@@ -301,7 +301,7 @@ def _replays(case: Case, parts: Split) -> bool:
 
     This is impossible in compiled code and in CUDA graphs, which draw their own numbers.
     """
-    graphs = case.schedule not in ("", FASTEST) and parse(case.schedule).graphs == "on"
+    graphs = case.schedule not in ("", *SELECTED) and parse(case.schedule).graphs == "on"
     return parts.replays and not (case.compile or graphs)
 
 

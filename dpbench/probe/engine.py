@@ -14,13 +14,12 @@ import torch
 from torch import nn
 
 from dpbench.engine import TrainStep
-from dpbench.engine.legal import BEST
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.clocks import HostClock
 from dpbench.models import Model
 from dpbench.probe.figures import Figure, spread
 from dpbench.records import UNATTRIBUTED, Phase, Trial, ledger, plan
-from dpbench.records.schedule import REFERENCE, Schedule
+from dpbench.records.schedule import FASTEST, REFERENCE, SELECTED, Schedule
 
 LAYERS = (6, 48)
 ROWS = 8
@@ -48,8 +47,8 @@ Found = Mapping[int, Phases]
 """The typical seconds of a chain's step by phase, for each number of layers; see `Phases`."""
 SCHEDULES = {
     REFERENCE: (Schedule(), SHORT),
-    "fastest_pool": (BEST, LONG),
-    "fastest_serial": (replace(BEST, workers="serial"), SHORT),
+    "fastest_pool": (SELECTED[FASTEST], LONG),
+    "fastest_serial": (replace(SELECTED[FASTEST], workers="serial"), SHORT),
 }
 """The measured schedules by name, each with the number of bytes that a sweep reads.
 

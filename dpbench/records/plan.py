@@ -291,7 +291,7 @@ def conditions(device_kind: str) -> tuple[str, ...]:
 
 def _schedule(text: str, device_kind: str) -> str:
     """Return the canonical text of a schedule. Raises ValueError if the schedule cannot run on this kind of device."""
-    return text if text == schedule.FASTEST else str(schedule.parse(text).check(*conditions(device_kind)))
+    return text if text in schedule.SELECTED else str(schedule.parse(text).check(*conditions(device_kind)))
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:

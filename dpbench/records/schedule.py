@@ -46,17 +46,16 @@ EFFECTS: dict[str, str] = {
     "local_loss": "each device computes its part of the loss",
     "local_backward": "each device runs its own backward",
     "overlap": "gradients are added during backward",
-    "allreduce": "every device updates its own weights",
+    "allreduce": "every device updates its own weights, and must notice all other writes to weights",
     "flat_optimizer": "the optimizer updates one buffer",
-    "zero1": "each device updates a part of the weights",
+    "zero1": "each device updates a part of the weights, and must notice all other writes to weights",
     "graphs": "a CUDA graph replays the kernels",
     "bf16_comm": "gradients move in bf16",
 }
 """The effect of the switch position that each rung sets, as a clause."""
 
 REFERENCE = "reference"
-FASTEST = "fastest"
-"""The name for the schedule that TrainStep selects from the exact schedules."""
+COPYING, FASTEST = "copying", "fastest"
 
 TRAIN_STEP, CUDA = "TrainStep", "cuda"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -170,18 +169,40 @@ RUNGS: dict[str, Schedule] = {}
 RUNGS.update(_climb())
 
 
+SELECTED: dict[str, Schedule] = {
+    COPYING: Schedule(workers="pool", replicas="persistent", loss="local", backward="local"),
+    FASTEST: Schedule(
+        workers="pool",
+        replicas="persistent",
+        storage="flat",
+        loss="local",
+        backward="local",
+        update="sharded",
+        optimizer="flat",
+    ),
+}
+"""The names for which TrainStep selects an exact schedule, each with the schedule that it selects
+if module, loss and optimizer permit every switch.
+
+Under `copying`, every step copies device 0's weights to the other devices, so that it need not
+notice when a training loop writes weights. Under `fastest`, a device may keep the weights that it
+has updated itself. It does not set reduce=overlap, which helps only if the link between the devices
+is idle during backward.
+"""
+
+
 def parse(text: str | Schedule) -> Schedule:
     """Return the schedule that `text` describes: the name of a rung, or switches as `switch=position,...`.
 
-    A `Schedule` is returned unchanged. Raises ValueError for an unknown name, and for `fastest`, because only TrainStep
-    can select that schedule.
+    A `Schedule` is returned unchanged. Raises ValueError for an unknown name, and for the names in
+    `SELECTED`, because only TrainStep can select their schedules.
     """
     if isinstance(text, Schedule):
         return text
     if text in RUNGS:
         return RUNGS[text]
     if "=" not in text:
-        known = ", ".join((*RUNGS, FASTEST))
+        known = ", ".join((*RUNGS, *SELECTED))
         raise ValueError(
             f"unknown schedule {text!r}; give one of {known}, or switches, such as workers=pool,replicas=cached"
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
-from dpbench.records.schedule import CUDA, FASTEST, REFERENCE, TRAIN_STEP, Schedule, best, parse
+from dpbench.records.schedule import CUDA, FASTEST, REFERENCE, SELECTED, TRAIN_STEP, Schedule, best, parse
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import (
     Forward,
@@ -46,11 +46,11 @@ class Engine(Strategy):
         """
         if case.zero_grad == "zero":
             return f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run: leave out --zero-grad"
-        trains_only = "" if case.trains or case.schedule in ("", FASTEST) else parse(case.schedule).missing(CUDA)
+        trains_only = "" if case.trains or case.schedule in ("", *SELECTED) else parse(case.schedule).missing(CUDA)
         if trains_only:
             unmet = "; ".join(trains_only)
             return f"the forward alone runs in dpbench.DataParallel, and {unmet}: give another schedule in --schedules"
-        flat = case.schedule not in ("", FASTEST) and parse(case.schedule).storage == "flat"
+        flat = case.schedule not in ("", *SELECTED) and parse(case.schedule).storage == "flat"
         if case.device_kind == "emulated" and flat:
             return (
                 "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be views of one buffer"
@@ -83,7 +83,7 @@ class Engine(Strategy):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the case's schedule.
 
-        For `fastest`, `schedule_of` gives the schedule.
+        If TrainStep selects the schedule, `schedule_of` gives it.
         """
         if case.devices == 1:
             return single.SINGLE.tasks(case, profile)
@@ -92,9 +92,9 @@ class Engine(Strategy):
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Return the transfers of one step under the case's schedule.
 
-        The result is empty for `fastest`, because the engine chooses its schedule at run time.
+        The result is empty if TrainStep selects the schedule, which it does at run time.
         """
-        return () if case.schedule == FASTEST else _tasks.scheduled(case, shapes)
+        return () if case.schedule in SELECTED else _tasks.scheduled(case, shapes)
 
 
 class _Training:
@@ -117,11 +117,14 @@ class _Training:
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the schedule of a case; for `fastest`, the schedule of the highest rung that `best` accepts.
+    """Return the schedule of a case.
 
-    `best` accepts rungs without CUDA graphs under which the weights stay bitwise equal to those under `reference`.
+    For `fastest`, it is the highest rung without CUDA graphs under which the weights stay bitwise
+    equal to those under `reference`. For `copying`, it is the one that TrainStep prefers.
     """
-    return best(TRAIN_STEP) if case.schedule == FASTEST else parse(case.schedule or REFERENCE)
+    if case.schedule == FASTEST:
+        return best(TRAIN_STEP)
+    return SELECTED.get(case.schedule) or parse(case.schedule or REFERENCE)
 
 
 ENGINE = Engine()

@@ -157,7 +157,7 @@ def _applies(row: Row, rule: FindingRule) -> bool:
     case = row.case
     if not case.traits.scheduled:
         return case.traits.role in rule.roles
-    if case.schedule == schedule.FASTEST or not rule.switches:
+    if case.schedule in schedule.SELECTED or not rule.switches:
         return bool(rule.switches)
     mine = schedule.parse(case.schedule or schedule.REFERENCE)
     return any(getattr(mine, switch) in positions for switch, positions in rule.switches.items())

@@ -83,7 +83,7 @@ class CaseContext:
         """
         if self.case.traits.role is Role.WRAPPER:
             return schedule.Schedule()
-        if not self.case.traits.scheduled or self.case.schedule == schedule.FASTEST:
+        if not self.case.traits.scheduled or self.case.schedule in schedule.SELECTED:
             return None
         return schedule.parse(self.case.schedule or schedule.REFERENCE)
 

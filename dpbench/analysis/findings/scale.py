@@ -209,7 +209,7 @@ def _schedules(context: CaseContext) -> Judgement:
 
 
 def _exact(text: str) -> bool:
-    return text in ("", schedule.FASTEST) or schedule.parse(text).exact
+    return text in ("", *schedule.SELECTED) or schedule.parse(text).exact
 
 
 def _small(context: CaseContext) -> Judgement:

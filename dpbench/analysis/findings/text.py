@@ -210,7 +210,7 @@ def _name(row: Row) -> str:
     """Return the name of a row's strategy or, for the engine, of its schedule, such as "the schedule dp[cached]"."""
     if not row.case.traits.scheduled:
         return strategy(row.case)
-    chosen = " (chosen by TrainStep itself)" if row.case.schedule == schedule.FASTEST else ""
+    chosen = " (chosen by TrainStep itself)" if row.case.schedule in schedule.SELECTED else ""
     return f"the schedule {strategy(row.case)}{chosen}"
 
 
