@@ -99,7 +99,10 @@ class Plain(Loop):
             tuple(t.clone() for t in piece) for piece in zip(*(t.chunk(self._devices) for t in inputs), strict=True)
         ]
         parameters = list(self.module.parameters())
-        leaves = [[nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters] for _ in pieces]
+        leaves = [
+            [nn.Parameter(p.detach() if i == 0 else p.detach().clone(), p.requires_grad) for p in parameters]
+            for i in range(len(pieces))
+        ]
         twins = [twin(self.module, leaves[i], share_buffers=i == 0) for i in range(len(pieces))]
         outputs, errors = [], []
         for replica, piece in zip(twins, pieces, strict=True):

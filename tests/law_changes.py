@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from tests.law import Loop
 
@@ -154,6 +157,70 @@ def hook_accumulation(loop: Loop, k: int) -> None:
     loop.handles.append(p.register_post_accumulate_grad_hook(fired))
 
 
+def hook_node(loop: Loop, k: int) -> None:
+    p = pick(loop, k)
+    name = loop.names()[p]
+    node = get_gradient_edge(p).node
+    loop.copies.setdefault("nodes", []).append(node)  # a parameter does not keep its node
+
+    def changed(gradients: Any) -> Any:
+        loop.log.append((name, "node", gradients[0].detach().clone()))
+        return tuple(gradient * 0.5 for gradient in gradients) if k % 2 else gradients
+
+    loop.handles.append(node.register_prehook(changed))
+
+
+def hook_all(loop: Loop, k: int) -> None:
+    names = loop.names()
+    wanted = [p for p in names if p.requires_grad]
+
+    def seen(gradients: Any) -> None:
+        for p, gradient in zip(wanted, gradients, strict=True):
+            if gradient is not None:
+                loop.log.append((names[p], "all", gradient.detach().clone()))
+
+    loop.handles.append(register_multi_grad_hook(wanted, seen))
+
+
+def transpose_gradients(loop: Loop, k: int) -> None:
+    for p in loop.module.parameters():
+        if p.grad is not None and p.dim() == 2:
+            p.grad = p.grad.t().contiguous().t()
+
+
+def step_other_optimizer(loop: Loop, k: int) -> None:
+    """Let another optimizer step the weights with fused kernels, which torch does not count as writes."""
+    wanted = [p for p in loop.module.parameters() if p.requires_grad]
+    kept = [p.grad for p in wanted]
+    for p in wanted:
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(wanted, lr=0.01 * (1 + k), fused=True).step()
+    for p, gradient in zip(wanted, kept, strict=True):
+        p.grad = gradient
+    loop.touch()
+
+
+def wrap_step(loop: Loop, k: int) -> None:
+    """Replace `step` by a function that halves the gradients, after or before a scheduler wraps it."""
+    if "step" in vars(loop.optimizer):
+        return
+    if k % 2:
+        torch.optim.lr_scheduler.ConstantLR(loop.optimizer, factor=1.0)
+    step = loop.optimizer.step
+
+    @functools.wraps(step)
+    def halved(_: Any, *args: Any) -> Any:
+        loop.log.append(("optimizer", "step", torch.zeros(())))
+        for p in loop.module.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.5)
+        return step(*args)
+
+    loop.optimizer.step = types.MethodType(halved, loop.optimizer)  # type: ignore[method-assign]
+    if not k % 2:
+        torch.optim.lr_scheduler.ConstantLR(loop.optimizer, factor=1.0)
+
+
 # ---------------------------------------------------------------- the module and the criterion
 
 
@@ -240,5 +307,6 @@ CHANGES: list[Change] = [
     change_rates, add_group, clear_state, write_state, replace_state, read_state, hook_the_optimizer, freeze_layer,
     freeze_all_but_one, thaw, freeze_one, write_under_no_grad, assign_data, assign_transposed, assign_resized,
     clamp_data, write_numpy, hook_parameter, hook_accumulation, hook_module, remove_hooks, evaluate, set_mode,
-    set_attributes, edit_criterion, toggle_reduction, save, sync,
+    set_attributes, edit_criterion, toggle_reduction, save, sync, hook_node, hook_all, transpose_gradients,
+    step_other_optimizer, wrap_step,
 ]  # fmt: skip

@@ -84,6 +84,23 @@ class Writer(nn.Module):
         return self.trap.check(ids, h, self.last(h) * (self.scale * self.count) + self.seen)
 
 
+class Codebook(nn.Module):
+    """A forward that moves a frozen weight towards its rows in place: a plain loop keeps what chunk 0 writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.codes = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.trap, self.scale = Trap(), 1.0
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.codes.lerp_(x.mean(0), 0.1)
+        h = torch.tanh(self.first(x + self.codes.detach()))
+        return self.trap.check(ids, h, self.last(h) * self.scale)
+
+
 class Regularised:
     """A squared error with a penalty on the parameters of a module; it cannot be summed over rows."""
 
@@ -95,7 +112,7 @@ class Regularised:
         return (output - target).square().mean() + self.strength * penalty
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {"net": Net, "table": Table, "writer": Writer}
+MODULES: dict[str, Callable[[], nn.Module]] = {"net": Net, "table": Table, "writer": Writer, "codebook": Codebook}
 CRITERIA: dict[str, Callable[[nn.Module], Any]] = {
     "cross_entropy": lambda _: nn.CrossEntropyLoss(),
     "mse": lambda _: nn.MSELoss(),
@@ -105,6 +122,7 @@ CRITERIA: dict[str, Callable[[nn.Module], Any]] = {
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
+    "fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
     "adamw_two_groups": lambda p: torch.optim.AdamW(
         [{"params": p[::2], "lr": 1e-2}, {"params": p[1::2], "lr": 5e-3, "weight_decay": 0.1}]
     ),
