@@ -141,6 +141,9 @@ def test_what_a_graph_is_bound_to_makes_it_void_when_it_changes(log: list[str]) 
     def shifted(module: nn.Module) -> None:
         module[1].running_mean = module[1].running_mean + 1.0
 
+    def buffer_moved(module: nn.Module) -> None:
+        module[1].running_mean.data = module[1].running_mean.data + 1.0
+
     def loaded(module: nn.Module) -> None:  # in place: graphs stay
         module.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in module.state_dict().items()})
 
@@ -150,6 +153,7 @@ def test_what_a_graph_is_bound_to_makes_it_void_when_it_changes(log: list[str]) 
         (lambda module: module.__setitem__(2, nn.Tanh()), True),
         (moved, True),
         (shifted, True),
+        (buffer_moved, True),
         (loaded, False),
     ]
 

@@ -233,6 +233,24 @@ def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
 
 
 @rungs("reference")
+@pytest.mark.parametrize("hook", [law_changes.hook_parameter, law_changes.hook_accumulation, law_changes.hook_node])
+def test_hooks_are_back_after_a_step_that_failed(rung: str, hook: law_changes.Change) -> None:
+    def trap(loop: Loop) -> None:
+        loop.module.trap.row, loop.module.trap.error = 100, Trapped
+
+    with pair(rung, accumulate=2, between=False) as both:
+        both.do(hook, 0)
+        both.fail(*batch(1, 8), trap, Trapped)
+        for side in (both.plain, both.ours):
+            side.log.clear()
+            parameter = law_changes.pick(side, 0)
+            torch.autograd.backward([parameter], [torch.ones_like(parameter)])
+            assert len(side.log) == 1
+            parameter.grad = None
+            side.log.clear()
+
+
+@rungs("reference")
 def test_gradients_can_be_read_between_the_calls_of_one_update(rung: str) -> None:
     with pair(rung, accumulate=2) as both:
         for number in range(4):
