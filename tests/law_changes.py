@@ -183,6 +183,9 @@ def hook_all(loop: Loop, k: int) -> None:
 
 
 def transpose_gradients(loop: Loop, k: int) -> None:
+    """Give gradients other strides, unless a fused kernel steps them: torch's read memory order on the CPU."""
+    if any(group.get("fused") for group in loop.optimizer.param_groups):
+        return
     for p in loop.module.parameters():
         if p.grad is not None and p.dim() == 2:
             p.grad = p.grad.t().contiguous().t()
