@@ -850,6 +850,34 @@ FAULTS = (
         "seen = now",
         ("tests/test_loaders.py::test_the_limit_is_for_each_batch",),
     ),
+    Fault(
+        "trace-step-ends",
+        "a step of a trace begins with the end of the devices' work of the step before",
+        "began_us = work[number - 1][1]",
+        "began_us = work[number][0]",
+        ("tests/test_import_steps.py::test_a_step_lasts_from_one_last_activity_of_the_devices_to_the_next",),
+    ),
+    Fault(
+        "trace-launch-step",
+        "the work of devices counts for the step that launched it",
+        "number = step_at(steps.host, launch.start_us) if steps.by_device else None",
+        "number = step_at(steps.timed, event.start_us) if steps.by_device else None",
+        ("tests/test_import_steps.py::test_work_that_overlaps_two_steps_counts_for_the_step_that_launched_it",),
+    ),
+    Fault(
+        "trace-unrecorded-steps",
+        "a step after steps that were not recorded is not timed",
+        "follows = before is not None and number == before + 1",
+        "follows = before is not None",
+        ("tests/test_import_steps.py::test_a_step_after_steps_that_were_not_recorded_is_not_timed",),
+    ),
+    Fault(
+        "trace-launched-before",
+        "work from before the trace lacks no launch",
+        "unlaunched=missing - len(launched_before(profile)),",
+        "unlaunched=missing,",
+        ("tests/test_import_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",),
+    ),
 )
 
 

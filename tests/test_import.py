@@ -100,7 +100,7 @@ def test_each_phase_of_a_step_is_found_without_annotations_of_the_user(tmp_path)
     for number in range(3):
         step_of(trace, 100.0 * number, number=number + 1)
     path = trace.write(tmp_path / "loop.pt.trace.json")
-    for step in range(3):
+    for step in (1, 2):  # the first step begins with its first copy
         # the device is behind the host: it finishes backward while the host waits for the loss
         assert phases_ms(path, step) == {
             "data": 20.0, "scatter": 5.0, "forward": 20.0, "loss": 1.0, "backward": 14.0, "clip": 2.0, "optimizer": 8.0,
@@ -122,7 +122,9 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     facts = observed(found.trial)
     assert facts is not None
     assert facts.loader_workers == -1
-    assert found.notes == ("the trace does not contain the number of DataLoader workers",)
+    first, second = found.notes
+    assert first == "the trace does not contain the number of DataLoader workers"
+    assert "intervals of the host" in second
 
 
 def test_without_a_profiler_step_the_optimizers_steps_end_the_steps_and_the_first_is_warm_up(tmp_path) -> None:
@@ -183,7 +185,7 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
     path = trace.write(tmp_path / "a.json")
     found = phases_ms(path)
     assert {name: found[name] for name in ("forward", "backward", "reduce", "optimizer")} == {
-        "forward": 20.0, "backward": 20.0, "reduce": 10.0, "optimizer": 10.0,
+        "forward": 18.0, "backward": 20.0, "reduce": 10.0, "optimizer": 10.0,
     }  # fmt: skip
     trial = loop_of(path).trial
     assert {m: trial.readings(m)[0] for m in ("collective_busy_s", "exposed_communication_s", "kernel_busy_s")} == {
@@ -259,10 +261,12 @@ def test_clocks_of_ranks_are_aligned_by_the_ends_of_collectives(tmp_path, skew_m
     assert second.aligned.shift_s == pytest.approx(-skew_ms / 1e3, abs=1e-5)
     assert second.aligned.uncertainty_s < 1e-5
     assert second.aligned.collectives == 4
-    assert [step.seconds for step in found.trial.steps] == pytest.approx([0.1] * 4, abs=1e-5)
-    assert found.trial.steps[0].end_s == pytest.approx(0.1, abs=1e-5)
+    # the first step begins with its first kernel, the others with the end of the all-reduce before
+    expected_s = [0.057, 0.1, 0.1, 0.1]
+    assert [step.seconds for step in found.trial.steps] == pytest.approx(expected_s, abs=1e-5)
+    assert found.trial.steps[0].end_s == pytest.approx(0.06, abs=1e-5)
     # the reduction begins when the last rank arrives, and the time before is its backward
-    assert ledger.of_trial(found.trial)[0] == {
+    assert ledger.of_trial(found.trial)[1] == {
         "backward": pytest.approx(0.054, abs=2e-3), "reduce": pytest.approx(0.005, abs=1e-5),
         "unattributed": pytest.approx(0.041, abs=2e-3),
     }  # fmt: skip
@@ -278,7 +282,9 @@ def test_clocks_that_collectives_do_not_align_are_named() -> None:
     facts = observed(found.trial)
     assert facts is not None
     assert "clock of rank 1 could not be aligned" in facts.unknown[0].problem
-    assert found.notes == ("the traces of 126 of 128 ranks were not given", facts.unknown[0].problem)
+    missing, *problems = found.notes
+    assert missing == "the traces of 126 of 128 ranks were not given"
+    assert problems == [one.problem for one in facts.unknown]
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path) -> None:
@@ -295,25 +301,31 @@ def test_two_traces_of_one_rank_are_refused(tmp_path) -> None:
 # -- real traces
 
 
-def test_waits_of_real_loaders_are_found() -> None:
-    without, four = (
-        [phases.get("data", 0.0) for phases in ledger.of_trial(loop_of(EXCERPTS / name).trial)]
-        for name in ("v100-loader-workers-0.json.gz", "v100-loader-workers-4.json.gz")
+def waits_of(found):
+    """Return the seconds that the device waits for data in each timed step, and that the host waits in each step."""
+    rows = zip(found.trial.steps, ledger.of_trial(found.trial), strict=True)
+    return (
+        [phases.get("data", 0.0) for step, phases in rows if not step.warmup],
+        [phases.get("data", 0.0) for phases in found.traces[0].attributed.host],
     )
-    assert 0.060 < statistics.median(without) < 0.075
+
+
+def test_waits_of_real_loaders_are_found() -> None:
+    without, host = waits_of(loop_of(EXCERPTS / "v100-loader-workers-0.json.gz"))
+    four, _ = waits_of(loop_of(EXCERPTS / "v100-loader-workers-4.json.gz"))
+    # in the first 12 of the 69 ms, the device does the work of the step before
+    assert 0.055 < statistics.median(without) < 0.060
+    assert 0.067 < statistics.median(host) < 0.071
     assert statistics.median(four) < 0.005
 
 
 @needs_whole_traces
 def test_waits_of_whole_traces_are_found_and_all_traces_import() -> None:
     found = imported.load(sorted(WHOLE.glob("*.json.gz")))
-    waits = {
-        one.trial.case.model: statistics.median(phases.get("data", 0.0) for phases in ledger.of_trial(one.trial))
-        for one in found
-    }
-    assert 0.060 < waits["v100-resnet50-loader-workers-0"] < 0.075
-    assert waits["v100-resnet50-loader-workers-4"] < 0.005
-    assert [len(one.trial.steps) for one in found] == [3, 6, 6, 2]
+    waits = {one.trial.case.model: waits_of(one)[0] for one in found}
+    assert 0.055 < statistics.median(waits["v100-resnet50-loader-workers-0"]) < 0.060
+    assert statistics.median(waits["v100-resnet50-loader-workers-4"]) < 0.005
+    assert [len(one.trial.steps) for one in found] == [3, 1, 3, 6, 6, 2]
 
 
 @pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.gz")), ids=lambda path: path.name)
@@ -363,12 +375,13 @@ def test_the_json_has_devices_and_steps_and_the_store_has_the_rounds(tmp_path, c
     assert stored.naming.name == "a100"
     assert stored.provenance["gpus"]["gpus"][0]["name"] == "NVIDIA A100-PG509-200"
     assert stored.provenance["host"] == {}
-    assert [(one.round, len(one.steps), one.source) for one in trials] == [(n, 1, Source.IMPORTED) for n in range(2)]
-    assert {one.case.traits.role for one in trials} == {Role.OBSERVED}
-    assert sum(one.timed[0] for one in trials) == pytest.approx(sum(step["seconds"] for step in file["steps"]))
-    for one in trials:
-        assert {span.step for span in one.spans} == {0}
-        assert len(one.readings("kernel_busy_s", timed=True)[0]) == 1
+    (one,) = trials
+    assert (one.round, len(one.steps), one.source) == (0, 2, Source.IMPORTED)
+    assert one.case.traits.role == Role.OBSERVED
+    assert [step["partial"] for step in file["steps"]] == [True, False]
+    assert one.timed == pytest.approx([file["steps"][1]["seconds"]])
+    assert {span.step for span in one.spans} == {0, 1}
+    assert len(one.readings("kernel_busy_s", timed=True)[0]) == 1
 
 
 def test_the_text_names_devices_the_median_step_and_the_run(tmp_path, capsys) -> None:
@@ -377,7 +390,7 @@ def test_the_text_names_devices_the_median_step_and_the_run(tmp_path, capsys) ->
     assert code == 0
     assert "2 steps on 1 device" in out
     assert "device 0 Tesla V100-DGXS-32GB" in out
-    assert "data 68.7 ms" in out
+    assert "data 57.0 ms" in out
     assert "dpbench explain --run" in err
 
 
@@ -394,7 +407,7 @@ def test_more_steps_make_up_to_five_rounds(tmp_path) -> None:
         step_of(trace, 100.0 * number, number=number)
     trial = loop_of(trace.write(tmp_path / "a.json")).trial
     parts = observe.parts(trial)
-    assert [len(part.steps) for part in parts] == [2, 2, 3, 2, 3]
+    assert [len(part.steps) for part in parts] == [3, 2, 2, 2, 3]
     assert [step for part in parts for step in part.steps] == list(trial.steps)
     assert sum(len(part.spans) for part in parts) == len(trial.spans)
     assert sum(len(part.samples) for part in parts) == len(trial.samples)

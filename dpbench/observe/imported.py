@@ -16,7 +16,7 @@ import hashlib
 import re
 import statistics
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -232,20 +232,17 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
     reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
     wrapper = next((found[1] or found[2] for found in named), "")
-    backwards = _backwards(first.attributed)
+    backwards = first.attributed.backwards
     return Observed(
-        command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
+        command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper,
+        updates=max(1, round(statistics.median(backwards))) if backwards else 1,
         loader_workers=-1 if workers is None else workers, pinned=pinned,
         reads={"a copy to the host (the trace does not give its line in the script)": reads} if reads else {},
-        unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
+        unknown=(
+            *(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
+            *(Unknown(problem=note, steps=0) for trace in traces for note in trace.attributed.notes),
+        ),
     )  # fmt: skip
-
-
-def _backwards(found: Attributed) -> int:
-    """Return the median number of stretches of backward in a step, at least 1."""
-    starts = sorted(start_s for start_s, _ in found.backwards)
-    counts = [bisect_left(starts, step.end_s) - bisect_left(starts, step.start_s) for step in found.steps]
-    return max(1, round(statistics.median(counts))) if counts else 1
 
 
 def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
@@ -258,7 +255,8 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
         if trace.attributed.unlaunched:
             yield (
                 f"{trace.profile.path.name}: the trace lacks the launch of {trace.attributed.unlaunched} of "
-                f"{len(trace.profile.device)} kernels and copies; compute kernels without a launch belong to no phase"
+                f"{len(trace.profile.device)} kernels and copies; these end no step, and compute kernels among them "
+                "belong to no phase"
             )
     for trace in traces[1:]:
         if trace.aligned is None:
@@ -275,6 +273,7 @@ def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
         {
             "path": str(trace.profile.path), "rank": trace.profile.rank, "backend": trace.profile.backend,
             "clock": asdict(trace.aligned) if trace.aligned else None, "updates": dict(trace.attributed.updates),
+            "steps": "devices" if trace.attributed.ahead_s else "host",
         }
         for trace in traces
     ]  # fmt: skip
