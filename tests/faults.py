@@ -878,6 +878,20 @@ FAULTS = (
         "unlaunched=missing,",
         ("tests/test_import_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",),
     ),
+    Fault(
+        "trace-bomb-bytes",
+        "a small file does not decompress without a limit",
+        "while size <= limit and (part := file.read(_PART_BYTES)):",
+        "while part := file.read(_PART_BYTES):",
+        ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
+    ),
+    Fault(
+        "trace-bomb-objects",
+        "a small file does not decode to objects without a limit",
+        "if size > limit or objects > limit // LEAST_OBJECT_BYTES:",
+        "if size > limit:",
+        ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
+    ),
 )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import statistics
+import tracemalloc
 
 import pytest
 
@@ -12,7 +14,7 @@ from dpbench import observe
 from dpbench.cli import cli, main
 from dpbench.observe import imported, kineto
 from dpbench.observe.attribution import attribute
-from dpbench.records import HOST, Phase, Source, ledger
+from dpbench.records import HOST, Phase, Source, ledger, words
 from dpbench.records.activity import Activity, Busy, busy, difference, intersection, length, union
 from dpbench.records.observed import observed
 from dpbench.records.registry import Parallelism, Role
@@ -450,6 +452,41 @@ def test_a_file_that_is_no_trace_is_named_with_the_place(tmp_path, capsys, conte
     assert said in err
     assert err.count("\n") == 1
     assert not (tmp_path / "dpbench.db").exists()
+
+
+@pytest.mark.parametrize("filling", [b" " * 10_000, b"{}," * 200], ids=["bytes", "objects"])
+def test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory(
+    tmp_path, monkeypatch, capsys, filling
+) -> None:
+    limit = 2**22
+    monkeypatch.setattr(kineto, "MOST_BYTES", limit, raising=False)
+    path = tmp_path / "small.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + filling * 2000 + b"{}]}", 9, mtime=0))
+    assert path.stat().st_size < 60_000
+    tracemalloc.start()
+    code, out, err = run("import", path, "--output", tmp_path / "db", capsys=capsys)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (code, out) == (64, "")
+    assert err.startswith(f"error: {path}: its ")
+    assert err.count("\n") == 1
+    assert f"{words.size(limit)} and {limit // 64:,} objects" in err
+    assert "gunzip" in err
+    assert peak < 2**23
+
+
+def test_a_compressed_trace_within_the_limit_of_its_own_size_is_read(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(kineto, "MOST_BYTES", 1000, raising=False)
+    path = EXCERPTS / "h100-x1-vgg13.json.gz"
+    assert len(gzip.decompress(path.read_bytes())) > 100_000
+    assert len(kineto.read(path).device) == 325
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "compressed"])
+def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path, compress) -> None:
+    path = tmp_path / "marked.json"
+    path.write_bytes(compress(codecs.BOM_UTF8 + with_events(WHOLE_EVENT)))
+    assert [event.name for event in kineto.read(path).host] == ["aten::mm"]
 
 
 def test_missing_files_and_folders_are_named(tmp_path, capsys) -> None:

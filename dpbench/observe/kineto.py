@@ -9,7 +9,9 @@ The library msgspec decodes a file of 200,000 events in a second, into the few f
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import io
 import math
 import re
 import zlib
@@ -20,6 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from dpbench.records import words
 from dpbench.records.visible import visible
 
 _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
@@ -27,6 +30,13 @@ _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
+MOST_BYTES = 256 * 1024**2
+"""The most bytes to which a compressed trace of any size may decompress: a trace of 200,000 events has 100 MB."""
+MOST_RATIO = 60
+"""The most times its size to which a larger compressed trace may decompress; real traces have 10 to 30 times."""
+LEAST_OBJECT_BYTES = 64
+"""The limit in bytes over the most objects of a compressed trace; real traces have over 140 bytes per object."""
+_PART_BYTES = 1024**2
 _NO_NUMBER = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 
@@ -197,18 +207,42 @@ def _number(value: int | str | float | None, default: int) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file, decompressed if it is compressed by gzip, whatever its name is."""
+    """Return the content of a file without a byte order mark, decompressed if it is compressed by gzip."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the traces in it, such as {path}/*.json.gz")
     content = path.read_bytes()
-    if not content.startswith(b"\x1f\x8b"):
-        return content
+    if content.startswith(b"\x1f\x8b"):
+        content = _decompressed(path, content)
+    return content.removeprefix(codecs.BOM_UTF8)
+
+
+def _decompressed(path: Path, content: bytes) -> bytes:
+    """Return the JSON in the content of a compressed file.
+
+    Raises ValueError if the content is damaged, and if it decompresses to more than a trace does: a file of a few
+    megabytes could otherwise take all of the memory.
+    """
+    limit = max(MOST_BYTES, MOST_RATIO * len(content))
+    parts: list[bytes] = []
+    size = 0
     try:
-        return gzip.decompress(content)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            while size <= limit and (part := file.read(_PART_BYTES)):
+                parts.append(part)
+                size += len(part)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{path}: the compressed file is damaged or incomplete ({len(content)} bytes: {error}); copy it again"
         ) from error
+    objects = sum(part.count(b"{") for part in parts)  # also those in names, such as {lambda()#1}
+    if size > limit or objects > limit // LEAST_OBJECT_BYTES:
+        raise ValueError(
+            f"{path}: its {words.size(len(content))} decompress to "
+            f"{f'{objects:,} JSON objects' if size <= limit else f'more than {words.size(limit)}'}; a "
+            f"trace may have {words.size(limit)} and {limit // LEAST_OBJECT_BYTES:,} objects; record "
+            "fewer steps, or if the file is to be trusted, decompress it with gunzip and import the JSON"
+        )
+    return b"".join(parts)
 
 
 def _decoded(path: Path, content: bytes) -> _File:
