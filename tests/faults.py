@@ -892,6 +892,20 @@ FAULTS = (
         "if size > limit:",
         ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
     ),
+    Fault(
+        "loop-without-loader",
+        "a script without a DataLoader does not wait for one",
+        "if not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER:",
+        "if not context.row.phases.get(Phase.DATA.value):",
+        ("tests/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",),
+    ),
+    Fault(
+        "trace-after-backward",
+        "operators after a loss belong to the forward again, and not to the clipping of the backward before",
+        "if _LOSS.match(name):\n            self._after_backward = False",
+        "if _LOSS.match(name):\n            pass",
+        ("tests/test_import.py::test_after_a_loss_an_operator_without_gradients_is_not_clipping",),
+    ),
 )
 
 

@@ -123,7 +123,7 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     assert ledger.of_trial(found.trial)[0]["data"] == pytest.approx(0.1375)
     facts = observed(found.trial)
     assert facts is not None
-    assert facts.loader_workers == -1
+    assert facts.loader_workers is None
     first, second = found.notes
     assert first == "the trace does not contain the number of DataLoader workers"
     assert "intervals of the host" in second
@@ -159,6 +159,20 @@ def test_the_closure_of_an_optimizer_is_no_optimizer(tmp_path) -> None:
     trace.op("autograd::engine::evaluate_function: AddmmBackward0", 30, 50, **{"Fwd thread id": 1})
     assert phases_ms(trace.write(tmp_path / "a.json")) == {
         "forward": 10.0, "backward": 20.0, "unattributed": 70.0,
+    }  # fmt: skip
+
+
+def test_after_a_loss_an_operator_without_gradients_is_not_clipping(tmp_path) -> None:
+    """A loop evaluates after a backward: its loss, under `no_grad`, ends the time in which gradients are clipped."""
+    trace = Writer()
+    trace.note("ProfilerStep#1", 0, 100)
+    trace.op("aten::linear", 0, 10, **{"Sequence number": 1})
+    trace.op("autograd::engine::evaluate_function: AddmmBackward0", 10, 20, **{"Fwd thread id": 1})
+    trace.op("aten::cross_entropy_loss", 20, 30)
+    trace.op("aten::norm", 30, 40)
+    trace.op("aten::linear", 40, 60)
+    assert phases_ms(trace.write(tmp_path / "a.json")) == {
+        "forward": 40.0, "loss": 10.0, "backward": 10.0, "unattributed": 40.0,
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
 from dpbench.records.activity import Activity, Kind, busy, kind_of
-from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, observed, traits
+from dpbench.records.observed import OBSERVED, SCRIPT, WITHOUT_LOADER, Observed, Unknown, observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
@@ -87,7 +87,7 @@ class ImportedLoop:
         missing = first.world_size - len(self.traces)
         return (
             *([f"the traces of {missing} of {first.world_size} ranks were not given"] if missing > 0 else []),
-            *(["the trace does not contain the number of DataLoader workers"] if _workers(first) == -1 else []),
+            *(["the trace does not contain the number of DataLoader workers"] if _workers(first) is None else []),
             *(one.problem for one in (facts.unknown if facts else ())),
         )
 
@@ -215,18 +215,19 @@ def _case(traces: Sequence[ImportedTrace]) -> Case:
 
 
 def _workers(profile: TraceEvents) -> int | None:
-    """Return 0 if the DataLoader has no workers; -1 if it has workers, because a trace does not give their number.
+    """Return the number of the DataLoader's workers in the form of `Observed.loader_workers`.
 
-    Return None if the loop has no DataLoader.
+    A trace shows whether there are workers, but not how many.
     """
     kinds = {found["kind"] for event in profile.host if (found := LOADER.match(event.name))}
-    return (0 if "_SingleProcessDataLoaderIter" in kinds else -1) if kinds else None
+    if not kinds:
+        return WITHOUT_LOADER
+    return 0 if "_SingleProcessDataLoaderIter" in kinds else None
 
 
 def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observed:
     """Return the facts about the loop, with the parts of it that are unknown."""
     first = traces[0]
-    workers = _workers(first.profile)
     copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
     pinned = not any("Pageable" in name for name in copies) if copies else None
     reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
@@ -236,7 +237,7 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
     return Observed(
         command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper,
         updates=max(1, round(statistics.median(backwards))) if backwards else 1,
-        loader_workers=-1 if workers is None else workers, pinned=pinned,
+        loader_workers=_workers(first.profile), pinned=pinned,
         reads={"a copy to the host (the trace does not give its line in the script)": reads} if reads else {},
         unknown=(
             *(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
