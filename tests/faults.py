@@ -906,6 +906,27 @@ FAULTS = (
         "if _LOSS.match(name):\n            pass",
         ("tests/test_import.py::test_after_a_loss_an_operator_without_gradients_is_not_clipping",),
     ),
+    Fault(
+        "files-code",
+        "a file that cannot be read has another exit code than a wrong argument",
+        "except (OSError, UnreadableFile) as error:",
+        "except OSError as error:",
+        ("tests/test_input_files.py::test_a_file_that_does_not_exist_is_named_with_the_code_of_files",),
+    ),
+    Fault(
+        "files-bom",
+        "a byte order mark is no part of a file",
+        'return path.read_text(encoding="utf-8-sig")',
+        'return path.read_text(encoding="utf-8")',
+        ("tests/test_input_files.py::test_a_byte_order_mark_is_no_part_of_a_file",),
+    ),
+    Fault(
+        "words-residue",
+        "a residue of rounding is written as 0",
+        "return 0.0 if abs(value) < RESIDUE_S else value",
+        "return value",
+        ("tests/test_words.py::test_an_estimate_of_a_residue_of_rounding_is_0",),
+    ),
 )
 
 

@@ -461,7 +461,7 @@ def test_a_file_that_is_no_trace_is_named_with_the_place(tmp_path, capsys, conte
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     code, out, err = run("import", path, "--output", tmp_path / "dpbench.db", capsys=capsys)
-    assert (code, out) == (64, "")
+    assert (code, out) == (2, "")
     assert err.startswith(f"error: {path}")
     assert said in err
     assert err.count("\n") == 1
@@ -481,7 +481,7 @@ def test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded
     code, out, err = run("import", path, "--output", tmp_path / "db", capsys=capsys)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert (code, out) == (64, "")
+    assert (code, out) == (2, "")
     assert err.startswith(f"error: {path}: its ")
     assert err.count("\n") == 1
     assert f"{words.size(limit)} and {limit // 64:,} objects" in err

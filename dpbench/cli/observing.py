@@ -18,6 +18,7 @@ import msgspec
 from dpbench.cli import shapes
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Documented, Tag, json_option
 from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, try_report
+from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
     from dpbench.observe.imported import ImportedLoop, ImportedTrace
@@ -110,8 +111,8 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     short_help="Import traces of torch.profiler as a run.",
     exits={
         0: "the traces were imported",
-        EXIT_FAILED: "a file cannot be read or written",
-        EXIT_USAGE: "wrong usage, or a file that is not a trace",
+        EXIT_FAILED: "a file cannot be read, is not a trace, or cannot be written",
+        EXIT_USAGE: "wrong usage",
     },
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -203,7 +204,9 @@ def _print(file: TraceFile) -> None:
     whole = [step for step in file.steps if not step.partial] or list(file.steps)
     if whole:
         middle = {name: statistics.median(step.phases[name] for step in whole) for name in whole[0].phases}
-        parts = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in middle.items() if seconds)
+        parts = ", ".join(
+            f"{name} {words.time(seconds)}" for name, seconds in middle.items() if words.measurable(seconds)
+        )
         click.echo(
             f"  {Path(file.path).name} median step {words.time(statistics.median(s.seconds for s in whole))}: {parts}"
         )
@@ -219,7 +222,7 @@ def _print(file: TraceFile) -> None:
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     exits={
         0: "the script ended",
-        EXIT_FAILED: "dpbench detected no training step, or the page cannot be written",
+        EXIT_FAILED: "no training step was detected, there is no such script, or the page cannot be written",
         EXIT_USAGE: "wrong usage",
     },
 )
@@ -244,7 +247,7 @@ def watch(
     from dpbench.observe.watching import watch as watching
 
     if not module and not Path(script).is_file():
-        raise click.UsageError(f"the script {script} does not exist; for a module, give -m and its name")
+        raise UnreadableFile(f"the script {script} does not exist; for a module, give -m and its name")
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
     live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
     with watching(store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live) as result:

@@ -95,7 +95,8 @@ class ImportedLoop:
 def load(paths: Sequence[Path]) -> list[ImportedLoop]:
     """Return the training loops that trace files describe.
 
-    Raises ValueError if a file is not a trace or is given twice, or if two traces are of the same rank of one group.
+    Raises UnreadableFile if a file is not a trace, and ValueError if one is given twice, or if two are of the same rank
+    of one group.
     """
     double = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
     if double:
