@@ -20,6 +20,10 @@ from dpbench.records.activity import Interval
 from dpbench.records.words import count
 
 
+NAMED = 3
+"""The most steps that a note names."""
+
+
 class NamedStep(NamedTuple):
     """One step of a trace: its name, and its start and its end in microseconds."""
 
@@ -200,10 +204,11 @@ def _notes(
     """Yield sentences on steps that are not whole, and on steps that are left out."""
     partial = [step.name for step in timed if not step.whole]
     if partial:
+        more = f" and of {count(len(partial) - NAMED, 'other step')}" if partial[NAMED:] else ""
         yield (
-            f"{path}: the trace does not show when the devices ended the step before "
-            f"{', '.join(partial)}, which therefore begins with its first kernel or copy and is not "
-            "timed"
+            f"{path}: the trace does not show the beginning of {', '.join(partial[:NAMED])}{more}, the "
+            "end of the devices' work before: it is taken as the first kernel or copy, and the step is "
+            "not timed"
         )
     idle = [step.name for number, step in enumerate(host) if number not in work]
     if idle:
