@@ -19,7 +19,6 @@ from dpbench.observe.stretches import STEP, UPDATE
 from dpbench.records.activity import Interval
 from dpbench.records.words import count
 
-
 NAMED = 3
 """The most steps that a note names."""
 
