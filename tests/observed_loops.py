@@ -57,7 +57,7 @@ def loop(
     has the peak of each device in bytes, `busy` the busy seconds of each device. `about` are facts of `Observed`.
     """
     draw, of, now, trials = random.Random(seed), of or case(), 1000.0, []
-    told = Observed(**{"command": "python train.py", "reads": {}, **about})
+    told = Observed(**{"command": "python train.py", "reads": {}, "loader_workers": 0, **about})
     for number in range(rounds):
         series, spans = [], []
         for index in range(steps + (2 if number == 0 else 0)):

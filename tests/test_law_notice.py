@@ -325,7 +325,7 @@ def hook_all(loop: Loop) -> None:
 @every_schedule
 @pytest.mark.parametrize("hook", [hook_nodes, hook_before_nodes, hook_all])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_hooks_on_nodes_and_on_several_gradients_see_the_reduced_ones_once(
+def test_hooks_on_nodes_see_the_reduced_gradients_once(
     rung: str, hook: Callable[[Loop], None], accumulate: int
 ) -> None:
     steps(rung, Plain, hook, accumulate=accumulate)

@@ -12,6 +12,7 @@ import pytest
 
 from dpbench.predict import network
 from dpbench.records import machine
+from dpbench.records.files import UnreadableFile
 from dpbench.records.machine import FOLDER, Machine, UnknownMachine
 
 PAIR: dict[str, Any] = {
@@ -114,11 +115,11 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
                     'kind = "pcie"\nbytes_per_s = 1e9\n')  # fmt: skip
     assert machine.load(str(path)).name == "mine"
     path.write_text("peer_access = ")
-    with pytest.raises(UnknownMachine, match=r"mine\.toml is not valid TOML"):
+    with pytest.raises(UnreadableFile, match=r"mine\.toml is not valid TOML"):
         machine.load(str(path))
     for content in (b"\xff", b"a = " + b"[" * 5000, b"nodes = " + b"9" * 5000):
         path.write_bytes(content)
-        with pytest.raises(UnknownMachine, match=r"mine\.toml is not valid TOML"):
+        with pytest.raises(UnreadableFile, match=r"mine\.toml is not valid TOML"):
             machine.load(str(path))
     path.write_text('peer_access = "false"\n[gpu]\nname = "x"\ncount = 1\n[[link]]\n')
     with pytest.raises(UnknownMachine, match=r"mine\.toml: machine mine: .*`peer_access` is 'false'"):

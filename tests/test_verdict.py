@@ -20,7 +20,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.verdict import Ground
 from dpbench.cli.own import loaders
 from dpbench.records import Phase, Sample, Source, Trial
-from dpbench.records.observed import Held, Unknown
+from dpbench.records.observed import WITHOUT_LOADER, Held, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from tests import observed_loops as made
@@ -91,6 +91,29 @@ def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers
     assert "num_workers=4" in found.code
     assert "per step with 2 workers" in found.evidence.numbers
     assert answer.labels == ("MEASURED", "CPU-ONLY")
+
+
+def test_a_script_without_a_loader_is_not_told_that_it_waits_for_one() -> None:
+    groups = made.with_part(Phase.DATA, 0.00674)
+    answer, diagnosis, _ = read(made.loop(groups, loader_workers=WITHOUT_LOADER))
+    assert answer.choice is Choice.CHANGE
+    assert "waits for its DataLoader" not in answer.text
+    assert "41% (41–41%) of the step" in answer.headline
+    (found,) = diagnosis.findings
+    assert found.rule.name == "between"
+    assert "worker" not in found.evidence.numbers
+    assert not found.evidence.command, "there is no dataset to measure"
+    # a trace has data where its user named it
+    traced = finding(made.loop(groups, loader_workers=WITHOUT_LOADER, source=Source.IMPORTED), "between")
+    assert traced is not None
+    assert traced.evidence.says == "the loop waits for data"
+
+
+def test_a_loader_whose_number_of_workers_is_unknown_is_a_loader() -> None:
+    found = finding(made.loop(made.with_part(Phase.DATA, 0.00674), loader_workers=None), "loading")
+    assert found is not None
+    assert "unknown number of workers" in found.evidence.numbers
+    assert "num_workers=2" in found.code
 
 
 def test_a_healthy_loop_has_nothing_that_stands_out_and_no_strategy_is_recommended() -> None:

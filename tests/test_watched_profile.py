@@ -108,7 +108,7 @@ def test_the_command_takes_a_run_by_file_and_by_name(
         assert said in err
     monkeypatch.chdir(tmp_path.parent)
     code, _, err = call(*usual, "--from", "nowhere.db")
-    assert code == 64
+    assert code == 2
     assert "there is no such file" in err
 
 

@@ -98,6 +98,8 @@ def test_one_of_a_thing_is_singular_and_any_other_count_plural(number: int, noun
         (words.time, 1e-4, "100 µs"), (words.time, 0, "0 ms"), (words.time, 0.0009999, "1.00 ms"),
         (words.time, 12.345, "12.3 s"), (words.time, 1e6, "1,000,000 s"), (words.time, 3e-9, "3.00 ns"),
         (words.time, 5e-10, "0.500 ns"), (words.time, math.nan, "–"),
+        (words.time, 2.78e-17, "0 ms"), (words.time, -2.78e-17, "0 ms"), (words.signed_time, 2.78e-17, "+0 ms"),
+        (words.time, 1e-12, "0.00100 ns"),
         (words.size, 0, "0 B"), (words.size, 1023, "1,023 B"), (words.size, 1024, "1.00 KiB"),
         (words.size, 2**50 * 5.0, "5,120 TiB"), (words.exact, 1e6, "1000000"), (words.exact, 0.00001, "0.00001"),
         (words.exact, 2.5, "2.5"), (words.exact, 40.0, "40"), (words.exact, math.inf, "–"),
@@ -118,6 +120,11 @@ def test_an_interval_is_in_the_unit_of_its_value() -> None:
     assert words.duration(Estimate(0.0005, 0.0004, 0.0012, 3)) == "500 µs (400–1,200)"
     assert words.ms(Estimate(0.0005, 0.0004, 0.0012, 3)) == "0.500 ms (0.400–1.20)"
     assert words.times(Estimate(1.5, 1.25, 2.0, 3)) == "1.50× (1.25–2.00)"
+
+
+def test_an_estimate_of_a_residue_of_rounding_is_0() -> None:
+    residue = Estimate(2.78e-17, 2e-17, 5e-17, 3)
+    assert words.duration(residue) == words.ms(residue) == "0 ms (0–0)"
 
 
 @pytest.mark.parametrize("say", [words.duration, words.ms, words.times])

@@ -15,6 +15,7 @@ import click
 from dpbench import __version__
 from dpbench.cli import comparing, managing, observing, options, own, predicting, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
+from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
 
 
@@ -62,6 +63,9 @@ def main(arguments: list[str] | None = None) -> None:
         error.show(shown)
         click.echo(visible(shown.getvalue(), lines=True), err=True, nl=False)
         sys.exit(EXIT_USAGE)
+    except (OSError, UnreadableFile) as error:
+        click.echo(f"error: {visible(str(error), lines=True)}", err=True)
+        sys.exit(EXIT_FAILED)
     except (ValueError, LookupError) as error:
         said = error.args[0] if isinstance(error, KeyError) and error.args else error
         click.echo(f"error: {visible(str(said), lines=True)}", err=True)
@@ -71,8 +75,5 @@ def main(arguments: list[str] | None = None) -> None:
 
         if not isinstance(error, StoreError):
             raise
-        click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_FAILED)
-    except OSError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)

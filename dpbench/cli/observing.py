@@ -18,6 +18,7 @@ import msgspec
 from dpbench.cli import shapes
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Documented, Tag, json_option
 from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, try_report
+from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
     from dpbench.observe.imported import ImportedLoop, ImportedTrace
@@ -49,10 +50,12 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
 
+    A step lasts from the end of the devices' work of the step before to the end of the work that the host launched in
+    it. `partial` is True if the trace lacks its beginning; the step then starts with its first kernel or copy.
     `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
     that the host spent in each phase, whatever the devices did meanwhile. Both have all phases, with 0 for a phase that
-    does not occur, and `phases` also has `unattributed`. `partial` is True if the trace may lack the beginning of the
-    step.
+    does not occur, and `phases` also has `unattributed`. `host_ahead_s` are the seconds from the end of the step on the
+    host to its end on the devices, negative if the host ended it later; null if the step is an interval of the host.
     """
 
     name: str
@@ -60,6 +63,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     phases: Mapping[str, float]
     host: Mapping[str, float]
+    host_ahead_s: float | None
     partial: bool
 
 
@@ -107,8 +111,8 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     short_help="Import traces of torch.profiler as a run.",
     exits={
         0: "the traces were imported",
-        EXIT_FAILED: "a file cannot be read or written",
-        EXIT_USAGE: "wrong usage, or a file that is not a trace",
+        EXIT_FAILED: "a file cannot be read, is not a trace, or cannot be written",
+        EXIT_USAGE: "wrong usage",
     },
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -121,10 +125,11 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
 def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> None:
     """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
 
-    Each file is one process; files of different ranks of one process group become one case. The steps are those that
-    the profiler has marked; in a trace without such marks, a step ends where the optimizer's step ends. The JSON has,
-    for each device of a file, span_s, compute_s, copies_s, communication_s, exposed_communication_s and idle_s, and,
-    for each step of a file, the seconds of its phases.
+    Each file is one process; files of different ranks of one process group become one case. The host's steps are those
+    that the profiler has marked; in a trace without such marks, a step ends where the optimizer's step ends. A step
+    lasts until the devices have done the work that the host launched in it. The JSON has, for each device of a file,
+    span_s, compute_s, copies_s, communication_s, exposed_communication_s and idle_s, and, for each step of a file, the
+    seconds of its phases, and in host_ahead_s how far the host was ahead of the devices.
     """
     from dpbench.observe import imported
     from dpbench.store import Naming
@@ -169,9 +174,11 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
                 name=name, start_s=step.start_s, seconds=step.seconds, partial=step.warmup,
                 phases={phase: seconds.get(phase, 0.0) for phase in (*every, UNATTRIBUTED)},
                 host={phase: host.get(phase, 0.0) for phase in every},
+                host_ahead_s=ahead_s,
             )
-            for name, step, seconds, host in zip(
-                found.names, found.steps, Ledger(found.steps, found.spans).phases, found.host, strict=True
+            for name, step, seconds, host, ahead_s in zip(
+                found.names, found.steps, Ledger(found.steps, found.spans).phases, found.host,
+                found.ahead_s or [None] * len(found.steps), strict=True,
             )
         ],
         notes=loop.notes,
@@ -179,7 +186,7 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
 
 
 def _print(file: TraceFile) -> None:
-    """Print the devices and the median step of a file as text."""
+    """Print the devices, the median step and the lead of the host of a file as text."""
     import statistics
 
     from dpbench.records import words
@@ -197,10 +204,16 @@ def _print(file: TraceFile) -> None:
     whole = [step for step in file.steps if not step.partial] or list(file.steps)
     if whole:
         middle = {name: statistics.median(step.phases[name] for step in whole) for name in whole[0].phases}
-        parts = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in middle.items() if seconds)
+        parts = ", ".join(
+            f"{name} {words.time(seconds)}" for name, seconds in middle.items() if words.measurable(seconds)
+        )
         click.echo(
             f"  {Path(file.path).name} median step {words.time(statistics.median(s.seconds for s in whole))}: {parts}"
         )
+    if leads := [step.host_ahead_s for step in file.steps if step.host_ahead_s is not None]:
+        lead_s = statistics.median(leads)
+        order = "before" if lead_s >= 0 else "after"
+        click.echo(f"  {Path(file.path).name} host: ends a step {words.time(abs(lead_s))} {order} the devices")
 
 
 @click.command(
@@ -209,7 +222,7 @@ def _print(file: TraceFile) -> None:
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     exits={
         0: "the script ended",
-        EXIT_FAILED: "dpbench detected no training step, or the page cannot be written",
+        EXIT_FAILED: "no training step was detected, there is no such script, or the page cannot be written",
         EXIT_USAGE: "wrong usage",
     },
 )
@@ -234,7 +247,7 @@ def watch(
     from dpbench.observe.watching import watch as watching
 
     if not module and not Path(script).is_file():
-        raise click.UsageError(f"the script {script} does not exist; for a module, give -m and its name")
+        raise UnreadableFile(f"the script {script} does not exist; for a module, give -m and its name")
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
     live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
     with watching(store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live) as result:

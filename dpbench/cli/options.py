@@ -26,6 +26,7 @@ import click
 import msgspec
 from click.core import ParameterSource
 
+from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
@@ -235,8 +236,8 @@ def _shown(words: Sequence[str]) -> str:
 def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None:
     """Return the defaults that a file in `folder` has for the options of `commands`; None without such a file.
 
-    Raises UsageError if two files have defaults, if a key is unknown, or if an option does not accept its value. The
-    message names the files, or the file and the key.
+    Raises UnreadableFile if a file is not TOML. Raises UsageError if two files have defaults, if a key is unknown, or
+    if an option does not accept its value. The message names the files, or the file and the key.
     """
     found = [(path, where, table) for path, where in _sources(folder) if (table := _table(path, where)) is not None]
     if not found:
@@ -285,16 +286,17 @@ def _sources(folder: Path) -> Iterator[tuple[Path, str]]:
 def _table(path: Path, where: str) -> Mapping[str, Any] | None:
     """Return the table `where`, such as "tool.dpbench", of a TOML file; None if there is no such file or table.
 
-    If `where` is empty, the whole file is the table. Raises UsageError if the file is not valid.
+    If `where` is empty, the whole file is the table. Raises UnreadableFile if the file is not TOML, and UsageError if
+    the table has values of a wrong type.
     """
     import tomllib
 
     if not path.is_file():
         return None
     try:
-        table: Any = everywhere(tomllib.loads(path.read_text(encoding="utf-8")))
+        table: Any = everywhere(tomllib.loads(text_of(path)))
     except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and for numbers with too many digits
-        raise click.UsageError(f"{path.name} is not valid TOML: {error}") from None
+        raise UnreadableFile(f"{path.name} is not valid TOML: {error}") from None
     for key in where.split(".") if where else ():
         if not isinstance(table, dict):
             raise click.UsageError(f"{path.name}: `tool` is {abridged(table)}; it must be a table")

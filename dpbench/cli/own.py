@@ -36,7 +36,11 @@ MOST_WORKERS = 1024
 @click.command(
     cls=Documented,
     short_help="Take a step with your model, and print the model's faults.",
-    exits={0: "the model can be measured", EXIT_FAILED: "the model has a fault", EXIT_USAGE: "wrong usage"},
+    exits={
+        0: "the model can be measured",
+        EXIT_FAILED: "the model has a fault, or a file cannot be read",
+        EXIT_USAGE: "wrong usage",
+    },
 )
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
 @click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
@@ -98,7 +102,7 @@ def init(file: Path) -> None:
     short_help="Find how many workers a DataLoader needs.",
     exits={
         0: "all measurements succeeded",
-        EXIT_FAILED: "a measurement failed, or a file cannot be written",
+        EXIT_FAILED: "a measurement failed, or a file cannot be read or written",
         EXIT_USAGE: "wrong usage",
         130: "interrupted",
     },

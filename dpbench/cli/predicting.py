@@ -36,6 +36,7 @@ from dpbench.cli.predicted import (
 )
 from dpbench.cli.showing import choose, list_unreadable, print_answers
 from dpbench.records import words
+from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -91,7 +92,7 @@ DEVICES = (1, 2, 4, 8)
 @click.option(
     "--score",
     "table",
-    type=click.Path(path_type=Path, exists=True),
+    type=click.Path(path_type=Path),
     help="Compare predictions with the published measurements in this CSV file, and print the errors.",
 )
 @json_option
@@ -229,7 +230,8 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 def _with_bus(described: Machine, given: str) -> Machine:
     """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that nccl-tests printed.
 
-    Raises UsageError if the machine has logical CPU devices, or if `given` cannot be read.
+    Raises UsageError if the machine has logical CPU devices, or for a number out of range, and UnreadableFile for a
+    file that cannot be read.
     """
     from dpbench.predict import network
 
@@ -239,6 +241,8 @@ def _with_bus(described: Machine, given: str) -> Machine:
         )
     try:
         return replace(described, collective=network.collective(given))
+    except UnreadableFile as error:
+        raise UnreadableFile(f"--bus: {error}") from None
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--bus") from None
 
@@ -246,7 +250,7 @@ def _with_bus(described: Machine, given: str) -> Machine:
 def _source(asked: str) -> tuple[Path, str | None]:
     """Return the results file and the run that --from names; the run is None if --from names only a file.
 
-    Raises UsageError if there is no such file.
+    Raises UnreadableFile if there is no such file.
     """
     name, _, run = asked.rpartition(":")
     if Path(asked).is_file():
@@ -255,7 +259,7 @@ def _source(asked: str) -> tuple[Path, str | None]:
         return Path(name), run
     if STORE.is_file():
         return STORE, asked
-    raise click.UsageError(
+    raise UnreadableFile(
         f"--from {asked}: there is no such file, and no file {STORE} in this folder: give FILE or FILE:RUN"
     )
 

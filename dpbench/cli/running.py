@@ -76,7 +76,7 @@ class _Output:
     short_help="Measure cases, and print an answer and a table.",
     exits={
         0: "every case was measured, or skipped with a reason",
-        EXIT_FAILED: "a trial failed, nothing was measured, or the store or the page cannot be used",
+        EXIT_FAILED: "a trial failed, nothing was measured, or a file cannot be read or written",
         EXIT_USAGE: "wrong usage",
         130: "interrupted; the same command resumes the run",
         EXIT_CLOSED: "the reader of the output closed it",

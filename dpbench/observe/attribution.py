@@ -1,14 +1,13 @@
-"""Attribution: the steps of a trace, and the phases of the host and of the devices in each step.
+"""Attribution: the phases of the host and of the devices in each step of a trace.
 
-A step is an annotation `ProfilerStep#N`; a trace without such annotations is cut where an optimizer's step ends. The
-phases of the host come from annotations and, where there are none, from operators: autograd's sequence numbers and
+The phases of the host come from annotations and, where there are none, from operators: autograd's sequence numbers and
 threads show which operators belong to forward and which to backward.
 
-A kernel belongs to the phase in which the host launched it, even if it runs later. All-reduce and reduce-scatter are
-`reduce`, all-gather and broadcast are `replicate`, wherever they were launched. Each time that the host is in a phase,
-it launches a group of kernels. The phase on a device lasts from the start of the first to the end of the last kernel of
-such a group, waits included. If the host launched a collective in another phase, such as an all-reduce in backward,
-only its exposed parts are spans: those during which the device runs no compute kernel.
+A kernel belongs to the step and the phase in which the host launched it, even if it runs later. All-reduce and
+reduce-scatter are `reduce`, all-gather and broadcast are `replicate`, wherever they were launched. Each time that the
+host is in a phase, it launches a group of kernels. The phase on a device lasts from the start of the first to the end
+of the last kernel of such a group, waits included. If the host launched a collective in another phase, such as an
+all-reduce in backward, only its exposed parts are spans: those during which the device runs no compute kernel.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dpbench.observe.kineto import DeviceEvent, HostEvent, TraceEvents
+from dpbench.observe.steps import NamedStep, TraceSteps, launched_before, step_at, steps_of
 from dpbench.observe.stretches import LOADER, STEP, UPDATE, Stretch, phase_of_copy, stretches
 from dpbench.records import HOST, Phase, Span, Step
 from dpbench.records.activity import (
@@ -33,35 +32,29 @@ from dpbench.records.activity import (
 )
 
 
-class NamedStep(NamedTuple):
-    """One step of a trace: its name, and its start and its end on the host in microseconds."""
-
-    name: str
-    start_us: float
-    end_us: float
-    whole: bool
-    """Whether the trace has the beginning of the step."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Attributed:
     """The steps of one trace with their spans; times are seconds since the first event of the trace (`zero_us`).
 
-    `activities` has the activities of all devices, those outside the steps included. `host` has, for each
-    step, the seconds that the host spent in each phase, regardless of the work of the devices. `unlaunched` is the
-    number of activities whose launch the trace does not have; compute kernels among them belong to no phase.
+    `activities` has the activities of all devices, those outside the steps included. `host` has, for each step, the
+    seconds that the host spent in each phase, regardless of the work of the devices, and `ahead_s` the seconds from the
+    end of the step on the host to its end on the devices, negative if the host ended it later. `ahead_s` is empty if
+    the steps are intervals of the host; `notes` then say why. `unlaunched` is the number of activities whose launch the
+    trace should have and does not have; compute kernels among them belong to no phase.
     """
 
     names: tuple[str, ...]
     steps: tuple[Step, ...]
     spans: tuple[Span, ...]
     host: tuple[Mapping[str, float], ...]
+    ahead_s: tuple[float, ...]
     activities: tuple[Activity, ...]
     unlaunched: int
     updates: Mapping[str, int]
     """The number of calls of each optimizer's `step` within the steps, by the name of the optimizer's class."""
-    backwards: tuple[Interval, ...]
-    """The intervals in which the host is in backward, in seconds."""
+    backwards: tuple[int, ...]
+    """The number of times that the host began backward, by step."""
+    notes: tuple[str, ...]
 
 
 def attribute(profile: TraceEvents) -> Attributed:
@@ -69,42 +62,46 @@ def attribute(profile: TraceEvents) -> Attributed:
     zero_us = profile.zero_us
     threads = _threads(profile.host)
     main = _main_thread(threads)
-    named = steps_of(threads.get(main, ()))
+    steps = steps_of(threads.get(main, ()), profile)
     copied = _copied(profile)
     backwards = sorted(event.start_us for event in profile.host if event.backward)
     by_thread = {name: list(stretches(events, copied.get(name, {}), backwards)) for name, events in threads.items()}
-    timeline = _timeline(by_thread, main, named)
+    timeline = _timeline(by_thread, main, steps.host)
     spans: list[Span] = []
-    unlaunched = 0
-    hulls: list[Interval] = []
+    busy: list[Interval] = [(event.start_us, event.end_us) for event in profile.device]
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        found, missing = _device_stretches(events, profile, by_thread, timeline)
-        unlaunched += missing
-        hulls += [(one.start_us, one.end_us) for one in found]
-        spans += _spans(found, device, named, zero_us)
-    spans += _host_spans(timeline, union(hulls), named, zero_us, HOST if profile.device else 0)
+        found = _device_stretches(events, profile, by_thread, timeline, steps)
+        busy += [(one.start_us, one.end_us) for _, one in found]
+        spans += _device_spans(found, device, steps.timed, zero_us)
+    host_device = HOST if profile.device else 0
+    spans += _host_spans(timeline, union(busy), steps.timed, zero_us, host_device)
+    began = [step_at(steps.host, one.start_us) for one in timeline if one.phase is Phase.BACKWARD]
+    missing = sum(event.correlation not in profile.launches for event in profile.device)
     return Attributed(
-        names=tuple(step.name for step in named),
+        names=tuple(step.name for step in steps.timed),
         steps=tuple(
-            Step((step.end_us - step.start_us) / 1e6, not step.whole, (step.end_us - zero_us) / 1e6) for step in named
+            Step((one.end_us - one.start_us) / 1e6, not one.whole, (one.end_us - zero_us) / 1e6) for one in steps.timed
         ),
         spans=tuple(sorted(spans, key=lambda span: (span.step, span.start_s))),
-        host=_by_phase(timeline, named),
+        host=_by_phase(timeline, steps.host),
+        ahead_s=tuple(
+            (timed.end_us - host.end_us) / 1e6
+            for timed, host in zip(steps.timed, steps.host, strict=True)
+            if steps.by_device
+        ),
         activities=tuple(
-            Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
-            for e in profile.device
+            Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6) for e in profile.device
         ),
-        unlaunched=unlaunched,
+        unlaunched=missing - len(launched_before(profile)),
         updates=Counter(
-            update["name"] for event in threads.get(main, ())
-            if (update := UPDATE.match(event.name)) and _step_at(named, event.start_us) is not None
+            update["name"]
+            for event in threads.get(main, ())
+            if (update := UPDATE.match(event.name)) and step_at(steps.host, event.start_us) is not None
         ),
-        backwards=tuple(
-            ((one.start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6)
-            for one in timeline if one.phase is Phase.BACKWARD
-        ),
-    )  # fmt: skip
+        backwards=tuple(began.count(number) for number in range(len(steps.host))),
+        notes=steps.notes,
+    )
 
 
 def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
@@ -130,34 +127,6 @@ def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
         return steps, updates, sum(1 for event in threads[name] if not event.backward)
 
     return max(threads, key=evidence, default="")
-
-
-def steps_of(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
-    """Return the steps of a training loop, from the events of its thread in order of their start.
-
-    Without `ProfilerStep` annotations, a step ends where an optimizer's step ends. If the trace has steps of several
-    classes of optimizers, only the class whose step comes last in the trace ends the steps. The first step may then
-    have begun before the trace, so it is not whole.
-    """
-    found = [NamedStep(event.name, event.start_us, event.end_us, True) for event in main if STEP.match(event.name)]
-    if found:  # a profiler that is started again begins at #0 again, so that names repeat
-        times = Counter[str]()
-        for number, step in enumerate(found):
-            times[step.name] += 1
-            if times[step.name] > 1:
-                found[number] = step._replace(name=f"{step.name} ({times[step.name]})")
-        return tuple(found)
-    updates: list[HostEvent] = []
-    for event in main:  # an optimizer may call another one within its step
-        if UPDATE.match(event.name) and not (updates and event.start_us < updates[-1].end_us):
-            updates.append(event)
-    last = updates[-1].name if updates else ""
-    start_us = main[0].start_us if main else 0.0
-    for event in updates:
-        if event.name == last:
-            found.append(NamedStep(f"step {len(found)}", start_us, event.end_us, bool(found)))
-            start_us = event.end_us
-    return tuple(found)
 
 
 def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
@@ -192,17 +161,11 @@ def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequ
     joined: list[Stretch] = []
     for one in sorted(own):
         last = joined[-1] if joined else None
-        if last and last.phase is one.phase and _step_at(steps, last.start_us) == _step_at(steps, one.start_us):
+        if last and last.phase is one.phase and step_at(steps, last.start_us) == step_at(steps, one.start_us):
             joined[-1] = last._replace(end_us=max(last.end_us, one.end_us))
         else:
             joined.append(one)
     return joined
-
-
-def _step_at(steps: Sequence[NamedStep], at_us: float) -> int | None:
-    """Return the index of the step that contains a moment; None if no step does."""
-    place = bisect_right(steps, at_us, key=lambda step: step.start_us) - 1
-    return place if place >= 0 and at_us < steps[place].end_us else None
 
 
 def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
@@ -213,38 +176,45 @@ def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
 
 def _device_stretches(
     events: Sequence[DeviceEvent], profile: TraceEvents, by_thread: Mapping[str, Sequence[Stretch]],
-    timeline: Sequence[Stretch],
-) -> tuple[list[Stretch], int]:  # fmt: skip
-    """Return the stretches of the phases on one device, and the number of `events` whose launch the trace lacks."""
-    hulls: dict[tuple[int | None, Phase], Interval] = {}
-    collectives: dict[Phase, list[Interval]] = {}
+    timeline: Sequence[Stretch], steps: TraceSteps,
+) -> list[tuple[int | None, Stretch]]:  # fmt: skip
+    """Return the stretches of the phases on one device, each with the index of the step that launched it.
+
+    The index is None if no step launched it, if its launch is unknown, and if the steps are intervals of the host.
+    """
+    hulls: dict[tuple[int | None, int | None, Phase], Interval] = {}
+    collectives: dict[tuple[int | None, Phase], list[Interval]] = {}
     compute: list[Interval] = []
-    missing = 0
     for event in events:
         kind, interval = kind_of(event.name), (event.start_us, event.end_us)
         if kind is Kind.COMPUTE:
             compute.append(interval)
         launch = profile.launches.get(event.correlation)
-        if launch is None:
-            missing += 1
-        place = None if launch is None else _at(timeline, launch.start_us)
-        launched = None if launch is None else _launched(launch.thread, launch.start_us, by_thread)
+        number = place = launched = None
+        if launch is not None:
+            number = step_at(steps.host, launch.start_us) if steps.by_device else None
+            place = _at(timeline, launch.start_us)
+            launched = _launched(launch.thread, launch.start_us, by_thread)
         if launched is None and place is not None:
             launched = timeline[place].phase
-        phase = phase_of_collective(event.name) if kind is Kind.COMMUNICATION else phase_of_copy(event.name)
+        phase = phase_of_copy(event.name)
+        if kind is Kind.COMMUNICATION:
+            phase = phase_of_collective(event.name)
         if kind is Kind.COMMUNICATION and phase and phase is not launched:
-            collectives.setdefault(phase, []).append(interval)
+            collectives.setdefault((number, phase), []).append(interval)
             continue
         if kind is not Kind.COPY or phase is None or launched not in (None, Phase.FORWARD):
             phase = launched
         if phase:
-            start_us, end_us = hulls.get((place, phase), interval)
-            hulls[place, phase] = min(start_us, event.start_us), max(end_us, event.end_us)
-    found = [Stretch(start_us, end_us, phase) for (_, phase), (start_us, end_us) in hulls.items()]
+            start_us, end_us = hulls.get((number, place, phase), interval)
+            hull = min(start_us, event.start_us), max(end_us, event.end_us)
+            hulls[number, place, phase] = hull
+    found = [(number, Stretch(*hull, phase)) for (number, _, phase), hull in hulls.items()]
     busy = union(compute)
-    for phase, intervals in collectives.items():
-        found += [Stretch(start_us, end_us, phase) for start_us, end_us in difference(union(intervals), busy)]
-    return found, missing
+    for (number, phase), intervals in collectives.items():
+        for start_us, end_us in difference(union(intervals), busy):
+            found.append((number, Stretch(start_us, end_us, phase)))
+    return found
 
 
 def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
@@ -271,26 +241,40 @@ def _spans(found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], ze
     clock = "host" if device == HOST else "cuda_event"
     for one in found:
         for number, start_us, end_us in _pieces(one, steps):
-            yield Span(number, one.phase, device, clock, (start_us - zero_us) / 1e6, (end_us - zero_us) / 1e6)
+            start_s, end_s = (start_us - zero_us) / 1e6, (end_us - zero_us) / 1e6
+            yield Span(number, one.phase, device, clock, start_s, end_s)
+
+
+def _device_spans(
+    found: Iterable[tuple[int | None, Stretch]], device: int, steps: Sequence[NamedStep], zero_us: float
+) -> Iterator[Span]:
+    """Yield the spans of stretches on a device: in the step of the index, or without one, in the step of the time."""
+    for number, one in found:
+        if number is None:
+            yield from _spans([one], device, steps, zero_us)
+            continue
+        start_us = max(one.start_us, steps[number].start_us)  # it may run beside the step before
+        if start_us < one.end_us:
+            start_s, end_s = (start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6
+            yield Span(number, one.phase, device, "cuda_event", start_s, end_s)
 
 
 def _host_spans(
     timeline: Iterable[Stretch], busy: Sequence[Interval], steps: Sequence[NamedStep], zero_us: float, device: int
 ) -> Iterator[Span]:
-    """Yield the spans of the host: all waits for data, and the parts of other phases in which no device is in a phase.
+    """Yield the spans of the host: the parts of its phases in which no device works.
 
     The host launches a phase and continues before the devices have finished it. The devices' spans therefore show how
     long a phase takes, and the host's spans show the time in which the devices waited for the host. `busy` is the union
-    of the devices' spans. `device` is the device of all spans except data: `HOST`, or 0 for a trace without devices.
+    of the devices' spans and activities. `device` is the device of all spans except data: `HOST`, or 0 for a trace
+    without devices.
     """
     for one in timeline:
-        if one.phase is Phase.DATA:
-            yield from _spans([one], HOST, steps, zero_us)
-            continue
         first = bisect_right(busy, one.start_us, key=lambda interval: interval[1])
         last = bisect_left(busy, one.end_us, key=lambda interval: interval[0])
         alone = difference([(one.start_us, one.end_us)], busy[first:last])
-        yield from _spans((Stretch(start, end, one.phase) for start, end in alone), device, steps, zero_us)
+        where = HOST if one.phase is Phase.DATA else device
+        yield from _spans((Stretch(start, end, one.phase) for start, end in alone), where, steps, zero_us)
 
 
 def _by_phase(timeline: Iterable[Stretch], steps: Sequence[NamedStep]) -> tuple[dict[str, float], ...]:

@@ -16,7 +16,7 @@ import hashlib
 import re
 import statistics
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -31,7 +31,7 @@ from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
 from dpbench.records.activity import Activity, Kind, busy, kind_of
-from dpbench.records.observed import OBSERVED, SCRIPT, Observed, Unknown, observed, traits
+from dpbench.records.observed import OBSERVED, SCRIPT, WITHOUT_LOADER, Observed, Unknown, observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.store import Naming, Store
 
@@ -87,7 +87,7 @@ class ImportedLoop:
         missing = first.world_size - len(self.traces)
         return (
             *([f"the traces of {missing} of {first.world_size} ranks were not given"] if missing > 0 else []),
-            *(["the trace does not contain the number of DataLoader workers"] if _workers(first) == -1 else []),
+            *(["the trace does not contain the number of DataLoader workers"] if _workers(first) is None else []),
             *(one.problem for one in (facts.unknown if facts else ())),
         )
 
@@ -95,7 +95,8 @@ class ImportedLoop:
 def load(paths: Sequence[Path]) -> list[ImportedLoop]:
     """Return the training loops that trace files describe.
 
-    Raises ValueError if a file is not a trace or is given twice, or if two traces are of the same rank of one group.
+    Raises UnreadableFile if a file is not a trace, and ValueError if one is given twice, or if two are of the same rank
+    of one group.
     """
     double = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
     if double:
@@ -215,37 +216,35 @@ def _case(traces: Sequence[ImportedTrace]) -> Case:
 
 
 def _workers(profile: TraceEvents) -> int | None:
-    """Return 0 if the DataLoader has no workers; -1 if it has workers, because a trace does not give their number.
+    """Return the number of the DataLoader's workers in the form of `Observed.loader_workers`.
 
-    Return None if the loop has no DataLoader.
+    A trace shows whether there are workers, but not how many.
     """
     kinds = {found["kind"] for event in profile.host if (found := LOADER.match(event.name))}
-    return (0 if "_SingleProcessDataLoaderIter" in kinds else -1) if kinds else None
+    if not kinds:
+        return WITHOUT_LOADER
+    return 0 if "_SingleProcessDataLoaderIter" in kinds else None
 
 
 def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observed:
     """Return the facts about the loop, with the parts of it that are unknown."""
     first = traces[0]
-    workers = _workers(first.profile)
     copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
     pinned = not any("Pageable" in name for name in copies) if copies else None
     reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
     wrapper = next((found[1] or found[2] for found in named), "")
-    backwards = _backwards(first.attributed)
+    backwards = first.attributed.backwards
     return Observed(
-        command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper, updates=backwards,
-        loader_workers=-1 if workers is None else workers, pinned=pinned,
+        command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper,
+        updates=max(1, round(statistics.median(backwards))) if backwards else 1,
+        loader_workers=_workers(first.profile), pinned=pinned,
         reads={"a copy to the host (the trace does not give its line in the script)": reads} if reads else {},
-        unknown=tuple(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
+        unknown=(
+            *(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
+            *(Unknown(problem=note, steps=0) for trace in traces for note in trace.attributed.notes),
+        ),
     )  # fmt: skip
-
-
-def _backwards(found: Attributed) -> int:
-    """Return the median number of stretches of backward in a step, at least 1."""
-    starts = sorted(start_s for start_s, _ in found.backwards)
-    counts = [bisect_left(starts, step.end_s) - bisect_left(starts, step.start_s) for step in found.steps]
-    return max(1, round(statistics.median(counts))) if counts else 1
 
 
 def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
@@ -258,7 +257,8 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
         if trace.attributed.unlaunched:
             yield (
                 f"{trace.profile.path.name}: the trace lacks the launch of {trace.attributed.unlaunched} of "
-                f"{len(trace.profile.device)} kernels and copies; compute kernels without a launch belong to no phase"
+                f"{len(trace.profile.device)} kernels and copies; these end no step, and compute kernels among them "
+                "belong to no phase"
             )
     for trace in traces[1:]:
         if trace.aligned is None:
@@ -275,6 +275,7 @@ def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
         {
             "path": str(trace.profile.path), "rank": trace.profile.rank, "backend": trace.profile.backend,
             "clock": asdict(trace.aligned) if trace.aligned else None, "updates": dict(trace.attributed.updates),
+            "steps": "devices" if trace.attributed.ahead_s else "host",
         }
         for trace in traces
     ]  # fmt: skip

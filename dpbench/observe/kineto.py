@@ -10,6 +10,7 @@ The library msgspec decodes a file of 200,000 events in a second, into the few f
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import re
 import zlib
@@ -20,6 +21,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from dpbench.records import words
+from dpbench.records.files import BOM, UnreadableFile
 from dpbench.records.visible import visible
 
 _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
@@ -27,6 +30,13 @@ _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
+MOST_BYTES = 256 * 1024**2
+"""The most bytes to which a compressed trace of any size may decompress: a trace of 200,000 events has 100 MB."""
+MOST_RATIO = 60
+"""The most times its size to which a larger compressed trace may decompress; real traces have 10 to 30 times."""
+LEAST_OBJECT_BYTES = 64
+"""The limit in bytes over the most objects of a compressed trace; real traces have over 140 bytes per object."""
+_PART_BYTES = 1024**2
 _NO_NUMBER = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 
@@ -140,8 +150,8 @@ class _RawFile(msgspec.Struct):
 def read(path: Path) -> TraceEvents:
     """Return the events of a trace file.
 
-    Raises ValueError, with the path and the place in the file, if the file is not a trace or has no usable event, and
-    OSError if it cannot be read.
+    Raises UnreadableFile, with the path and the place in the file, if the file is not a trace or has no usable event.
+    Raises OSError if it cannot be read.
     """
     found = _decoded(path, _content(path))
     host: list[HostEvent] = []
@@ -176,7 +186,7 @@ def read(path: Path) -> TraceEvents:
             device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation))
     notes = _notes(path, found.events, broken)
     if not (host or device):
-        raise ValueError(
+        raise UnreadableFile(
             f"{path}: none of its {len(found.events)} events is a usable operator, annotation or kernel of "
             f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
             "`tensorboard_trace_handler` wrote"
@@ -197,24 +207,48 @@ def _number(value: int | str | float | None, default: int) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file, decompressed if it is compressed by gzip, whatever its name is."""
+    """Return the content of a file without a byte order mark, decompressed if it is compressed by gzip."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; give the traces in it, such as {path}/*.json.gz")
+        raise UnreadableFile(f"{path} is a folder; give the traces in it, such as {path}/*.json.gz")
     content = path.read_bytes()
-    if not content.startswith(b"\x1f\x8b"):
-        return content
+    if content.startswith(b"\x1f\x8b"):
+        content = _decompressed(path, content)
+    return content.removeprefix(BOM)
+
+
+def _decompressed(path: Path, content: bytes) -> bytes:
+    """Return the JSON in the content of a compressed file.
+
+    Raises UnreadableFile if the content is damaged, and if it decompresses to more than a trace does: a file of a few
+    megabytes could otherwise take all of the memory.
+    """
+    limit = max(MOST_BYTES, MOST_RATIO * len(content))
+    parts: list[bytes] = []
+    size = 0
     try:
-        return gzip.decompress(content)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            while size <= limit and (part := file.read(_PART_BYTES)):
+                parts.append(part)
+                size += len(part)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(
+        raise UnreadableFile(
             f"{path}: the compressed file is damaged or incomplete ({len(content)} bytes: {error}); copy it again"
         ) from error
+    objects = sum(part.count(b"{") for part in parts)  # also those in names, such as {lambda()#1}
+    if size > limit or objects > limit // LEAST_OBJECT_BYTES:
+        raise UnreadableFile(
+            f"{path}: its {words.size(len(content))} decompress to "
+            f"{f'{objects:,} JSON objects' if size <= limit else f'more than {words.size(limit)}'}; a "
+            f"trace may have {words.size(limit)} and {limit // LEAST_OBJECT_BYTES:,} objects; record "
+            "fewer steps, or if the file is to be trusted, decompress it with gunzip and import the JSON"
+        )
+    return b"".join(parts)
 
 
 def _decoded(path: Path, content: bytes) -> _File:
-    """Return the decoded file. Raises ValueError, with the place of the fault, if it is not a trace."""
+    """Return the decoded file. Raises UnreadableFile, with the place of the fault, if it is not a trace."""
     if not content.strip():
-        raise ValueError(f"{path} is empty")
+        raise UnreadableFile(f"{path} is empty")
     try:
         try:
             return _parsed(content)
@@ -223,9 +257,9 @@ def _decoded(path: Path, content: bytes) -> _File:
         except msgspec.DecodeError:  # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler") from error
+        raise UnreadableFile(f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}") from error
+        raise UnreadableFile(f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}") from error
 
 
 def _parsed(content: bytes) -> _File:

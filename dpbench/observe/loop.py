@@ -38,7 +38,7 @@ from dpbench.observe.recorder import (
     Recorder,
 )
 from dpbench.records import HOST, Phase, Span, Step, ledger
-from dpbench.records.observed import Unknown
+from dpbench.records.observed import WITHOUT_LOADER, Unknown
 from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
@@ -153,7 +153,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         precision=next(iter(_kept(seen.precisions, keys)), "fp32"), compiled=not seen.compiled.isdisjoint(keys),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
-        loader_workers=seen.loaders.get(source, 0) if loaded else -1,
+        loader_workers=seen.loaders.get(source, 0) if loaded else WITHOUT_LOADER,
         unknown=tuple(Unknown(problem=problem, steps=steps) for problem, steps in unknown.items()),
     )  # fmt: skip
 

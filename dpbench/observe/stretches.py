@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dpbench.observe.kineto import HostEvent
 from dpbench.records import Phase
 
-STEP = re.compile(r"ProfilerStep\s*#\s*\d+")
+STEP = re.compile(r"ProfilerStep\s*#\s*(?P<number>\d{1,18})")
 UPDATE = re.compile(r"Optimizer\.step#(?P<name>\w+)\.step")
 LOADER = re.compile(r"enumerate\(DataLoader\)#(?P<kind>\w+)\.__next__")
 _ANNOTATIONS = (

@@ -17,6 +17,7 @@ from pathlib import Path
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.events import rates
 from dpbench.records import words
+from dpbench.records.files import UnreadableFile
 from dpbench.records.machine import HOST_NODE, Collective, Link, Machine, UnknownMachine
 
 Direction = tuple[str, str]
@@ -304,9 +305,9 @@ def collective(given: str) -> Collective:
 
 def _from_file(path: Path) -> Collective:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
-        raise ValueError(
+        raise UnreadableFile(
             f"{path} is neither a bandwidth in GB/s nor a file that can be read ({error.strerror}); give the busbw of "
             "the largest sizes, such as 42.5, or a file with the output of all_reduce_perf"
         ) from None
@@ -314,10 +315,10 @@ def _from_file(path: Path) -> Collective:
         (int(one["size"]), float(one["time_us"]) * 1e-6, float(one["busbw"]) * GB) for one in _LINE.finditer(text)
     ]
     if other := _OTHER.search(text):
-        raise ValueError(f"{path} is the output of {other[0]}; give the output of all_reduce_perf instead")
+        raise UnreadableFile(f"{path} is the output of {other[0]}; give the output of all_reduce_perf instead")
     usable = [point for point in points if min(point) > 0]
     if (sizes := len({size for size, _, _ in usable})) < FEWEST:
-        raise ValueError(
+        raise UnreadableFile(
             f"{path} has usable lines of all_reduce_perf for {words.count(sizes, 'size')}, but at least {FEWEST} sizes "
             "are needed; give the whole output, such as that of: all_reduce_perf -b 8 -e 1G -f 2 -g N"
         )

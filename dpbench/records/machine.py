@@ -19,6 +19,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
+from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
 
 FOLDER = Path(__file__).parents[1] / "machines"
@@ -148,8 +149,8 @@ def names() -> list[str]:
 def load(name: str) -> Machine:
     """Return the described machine; `name` is one of `names()`, or the path of a TOML file.
 
-    Raises LookupError for an unknown name, OSError for a file that cannot be read, and UnknownMachine for an incomplete
-    or invalid description.
+    Raises LookupError for an unknown name, OSError for a file that cannot be read, UnreadableFile for one that is not
+    TOML, and UnknownMachine for an incomplete or invalid description.
     """
     path = Path(name)
     if name not in names():
@@ -158,9 +159,9 @@ def load(name: str) -> Machine:
     else:
         path = FOLDER / f"{name}.toml"
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(text_of(path))
     except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of too many digits
-        raise UnknownMachine(f"{path} is not valid TOML: {error}") from None
+        raise UnreadableFile(f"{path} is not valid TOML: {error}") from None
     try:
         return read(data, path.stem)
     except UnknownMachine as error:

@@ -19,6 +19,8 @@ SCRIPT = "script"
 """The name of the strategy of every observed training loop."""
 OBSERVED = "observed"
 """The key of a trial's provenance for the facts about an observed loop."""
+WITHOUT_LOADER = -1
+"""The number of workers of a loop without a DataLoader."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,18 +61,19 @@ class Observed:
     `command` is the command that ran the script, or the path of the trace. `wrapper` is the name of the class that
     makes the module data-parallel; it is empty if no class does. `updates` is the number of calls of `backward` per
     step, and `skipped_updates` the number of updates that a GradScaler skipped. `loader_workers` is the number of
-    workers of the DataLoader, or -1 without a DataLoader. `pinned` is whether the batches were in pinned memory, or
-    None if no batch was copied to a GPU. `reads` maps a place in the script, such as `train.py:31 item`, to the number
-    of timed steps in which the host waited there for a value of a device. `evaluation_s` and `checkpoint_s` are the
-    seconds, between the first and the last step, in which the script evaluated and saved checkpoints; no step includes
-    them. `held` has the memory of GPUs by process; a rank has no entry if NVML does not list its process.
+    workers of the DataLoader, `WITHOUT_LOADER` without a DataLoader, and None if the number is unknown. `pinned` is
+    whether the batches were in pinned memory, or None if no batch was copied to a GPU. `reads` maps a place in the
+    script, such as `train.py:31 item`, to the number of timed steps in which the host waited there for a value of a
+    device. `evaluation_s` and `checkpoint_s` are the seconds, between the first and the last step, in which the script
+    evaluated and saved checkpoints; no step includes them. `held` has the memory of GPUs by process; a rank has no
+    entry if NVML does not list its process.
     """
 
     command: str
     wrapper: str = ""
     updates: int = 1
     skipped_updates: int = 0
-    loader_workers: int = -1
+    loader_workers: int | None = WITHOUT_LOADER
     pinned: bool | None = None
     reads: Mapping[str, int]
     evaluation_s: float = 0.0

@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
+from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
 
 
@@ -255,6 +256,8 @@ def outside(kind: str, name: str) -> Any:
     _check_visible(kind, name)
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
+    if place.endswith(".py"):
+        _check_exists(kind, name, place)
     try:
         if place.endswith(".py"):
             module = _executed(Path(place))
@@ -271,13 +274,14 @@ def outside(kind: str, name: str) -> Any:
     return found
 
 
-def _executed(path: Path) -> Any:
-    """Execute the Python file `path` and return it as a module, with a name that is unique to the path.
+def _check_exists(kind: str, name: str, path: str) -> None:
+    """Raise UnreadableFile if the file of the user's object `name` does not exist; `kind` is the kind of object."""
+    if not Path(path).is_file():
+        raise UnreadableFile(f"{kind} {name}: the file {path} does not exist in the folder {Path.cwd()}")
 
-    Raises FileNotFoundError if the file does not exist.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"the file {path} does not exist")
+
+def _executed(path: Path) -> Any:
+    """Execute the Python file `path` and return it as a module, with a name that is unique to the path."""
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
     spec = importlib.util.spec_from_file_location(f"dpbench_outside_{path.stem}_{digest}", path)
     assert spec is not None
@@ -313,7 +317,9 @@ def of_role(role: Role) -> str:
 
 
 def check_module(name: str, option: str = "--model") -> None:
-    """Raise LookupError if the file or the top-level module of the user's object `name` cannot be found.
+    """Raise LookupError if the top-level module of the user's object `name` cannot be found.
+
+    Raise UnreadableFile, which is a LookupError, if its file does not exist.
 
     `name` is `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`. `option` is
     the option that gives the name. Nothing is imported.
@@ -323,8 +329,7 @@ def check_module(name: str, option: str = "--model") -> None:
     if not colon:
         raise LookupError(f"{option} {name}: give file.py:name or package.module:name")
     if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise LookupError(f"{option} {name}: the file {place} does not exist in the folder {Path.cwd()}")
+        _check_exists(option, name, place)
         return
     top, here = place.partition(".")[0], str(Path.cwd())
     missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None

@@ -20,6 +20,8 @@ NOT_ENOUGH_STEPS = "not enough steps"
 """The text that is shown in place of a percentile of too few steps."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
+RESIDUE_S = 1e-12
+"""Shorter durations are residues of rounding, and are written as 0: no clock here is finer than a nanosecond."""
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
@@ -64,8 +66,14 @@ def percent(share: float) -> str:
     return f"{share:.1%}" if abs(share) < 0.0995 else f"{share:.0%}"
 
 
+def measurable(value: float) -> float:
+    """Return a duration in seconds unchanged, but 0 for a residue of rounding."""
+    return 0.0 if abs(value) < RESIDUE_S else value
+
+
 def time(value: float) -> str:
-    """Return a duration in seconds as text in a suitable unit, from ns to s."""
+    """Return a duration in seconds as text in a suitable unit, from ns to s; a residue of rounding is 0 ms."""
+    value = measurable(value)
     scale, unit = time_unit(value)
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
@@ -120,15 +128,21 @@ def interval(estimate: Estimate, scale: float = 1.0) -> str:
 
 def duration(estimate: Estimate) -> str:
     """Return an estimated duration in seconds and its interval as text in one unit; `NOT_ENOUGH` if it is in doubt."""
-    if estimate.doubt:
-        return NOT_ENOUGH
-    scale, unit = time_unit(estimate.value)
-    return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
+    return _duration(estimate, *time_unit(measurable(estimate.value)))
 
 
 def ms(estimate: Estimate) -> str:
     """Return an estimated duration in seconds and its interval as text in ms; `NOT_ENOUGH` if it is in doubt."""
-    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
+    return _duration(estimate, 1e-3, "ms")
+
+
+def _duration(estimate: Estimate, scale: float, unit: str) -> str:
+    if estimate.doubt:
+        return NOT_ENOUGH
+    value, low, high = (
+        number(measurable(seconds) / scale) for seconds in (estimate.value, estimate.low, estimate.high)
+    )
+    return f"{value} {unit} ({low}–{high})"
 
 
 def times(estimate: Estimate) -> str:

@@ -13,7 +13,7 @@ from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, J
 from dpbench.analysis.stats import quotient
 from dpbench.records import Case, Phase, Source
 from dpbench.records.case import MOVING
-from dpbench.records.observed import Held, Observed, Unknown
+from dpbench.records.observed import WITHOUT_LOADER, Held, Observed, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count, duration, interval, long_time, number, percent, size, time
@@ -50,19 +50,20 @@ def _observing(judge: Callable[[CaseContext, Observed], Judgement]) -> Callable[
 
 
 def _loading(context: CaseContext, loop: Observed) -> Judgement:
-    if not context.row.phases.get(Phase.DATA.value):
+    present = loop.loader_workers
+    if not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER:
         return None
     seconds, batch = context.phase(Phase.DATA.value), context.case.batch_size
-    workers = "an unknown number of workers" if loop.loader_workers < 0 else count(loop.loader_workers, "worker")
+    workers = "an unknown number of workers" if present is None else count(present, "worker")
     rest_s = max(context.step_s - seconds.value, 1e-5)
     # twice the present number, but at least 2
-    more = min(MOST_WORKERS, max(2, 2 * loop.loader_workers))
+    more = min(MOST_WORKERS, max(2, 2 * (present or 0)))
     return Evidence(
         says="the loop waits for its DataLoader",
         numbers=f"{duration(seconds)} per step with {workers}; without this wait, a step would take {time(rest_s)}",
         size_s=seconds,
         share=context.share(Phase.DATA.value),
-        code=WORKERS.format(batch or "batch_size", more) if loop.loader_workers < more else "",
+        code=WORKERS.format(batch or "batch_size", more) if (present or 0) < more else "",
         command=shlex.join(
             [
                 "dpbench",
@@ -75,6 +76,33 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
                 f"{rest_s * 1e3:.3g}",
             ]
         ),
+    )
+
+
+def _between(context: CaseContext, loop: Observed) -> Judgement:
+    """Return evidence on the phase `data` of a loop without a DataLoader.
+
+    In a watched script, it is the time before a batch is used: dpbench cannot observe what the script does there. In a
+    trace, the user has named it. Traces that an earlier version imported do not say whether there is a DataLoader.
+    """
+    if not context.row.phases.get(Phase.DATA.value) or loop.loader_workers != WITHOUT_LOADER:
+        return None
+    seconds = context.phase(Phase.DATA.value)
+    rest_s = max(context.step_s - seconds.value, 1e-5)
+    watched = context.trials[0].source is not Source.IMPORTED
+    where = (
+        " between the end of a step, a backward or a read and the next transfer or forward, where the "
+        "script reads a batch or does other work"
+        if watched
+        else ""
+    )
+    says = "the loop has no DataLoader, and works between its steps" if watched else "the loop waits for data"
+    return Evidence(
+        says=says,
+        numbers=f"{duration(seconds)} per step{where}; without it, a step would take {time(rest_s)}",
+        size_s=seconds,
+        share=context.share(Phase.DATA.value),
+        code=WORKERS.format(context.case.batch_size or "batch_size", 2),
     )
 
 
@@ -257,6 +285,10 @@ RULES = (
         name="loading", when=_observing(_loading),
         remedy="load batches in more worker processes; the command measures how many are enough: give it the file and "
         "the name of your dataset",
+    ),
+    FindingRule(
+        name="between", when=_observing(_between),
+        remedy="if this time reads or prepares batches, let the worker processes of a DataLoader do it meanwhile",
     ),
     FindingRule(
         name="reads", when=_observing(_reads),

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from dpbench.predict import counts
+from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import everywhere
 
 TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
@@ -162,17 +163,17 @@ OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
     """Return the rows of a table in CSV, and the rows that are excluded because they cannot be parsed.
 
-    Raises ValueError if the file is not such a table, or if a required column is missing.
+    Raises UnreadableFile if the file is not such a table, or if a required column is missing.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             table = csv.DictReader(file)
             columns = table.fieldnames or ()
             lines = [everywhere(line) for line in table]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{path} is not a CSV table in UTF-8 ({error}); save the table in this format") from None
+        raise UnreadableFile(f"{path} is not a CSV table in UTF-8 ({error}); save the table in this format") from None
     if missing := set(REQUIRED) - set(columns):
-        raise ValueError(
+        raise UnreadableFile(
             f"{path}: these required columns are missing: {', '.join(sorted(missing))}; the table has the columns "
             f"{', '.join(columns) or 'none'}; add or rename columns"
         )

@@ -34,6 +34,7 @@ from dpbench.records import (
     visible,
     words,
 )
+from dpbench.records.files import BOM
 from dpbench.records.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
-                one = msgspec.json.decode(line, type=ExportedTrial)
+                one = msgspec.json.decode(line.removeprefix(BOM), type=ExportedTrial)
                 found.setdefault(visible.visible(one.run_id), []).append(one.trial())
                 number += 1
     except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
