@@ -638,9 +638,30 @@ FAULTS = (
     Fault(
         "median-step",
         "the step that is drawn is the median of its round",
-        "_, found = timed[(len(timed) - 1) // 2]",
-        "_, found = timed[len(timed) // 2]",
+        "middle_s = median_low(values.values())",
+        "middle_s = max(values.values())",
         ("tests/test_lanes.py::test_the_step_is_the_median_of_the_round_closest_to_the_case",),
+    ),
+    Fault(
+        "median-phases",
+        "the step that is drawn is near the median in each phase on each device",
+        "for values in (durations, *lasted.values(), *began.values()):",
+        "for values in (durations,):",
+        ("tests/test_lanes.py::test_the_step_is_near_the_median_in_every_phase_on_every_device",),
+    ),
+    Fault(
+        "ran-ahead",
+        "phases of a device that ran ahead are drawn where they were, and count as work of the step",
+        "start, end = span.start_s, span.end_s",
+        "start, end = max(span.start_s, step.start_s), span.end_s",
+        ("tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",),
+    ),
+    Fault(
+        "next-step-lane",
+        "a device that works on the next step is not idle",
+        "if span.step == found or (span.start_s < step.end_s and span.end_s > start_s)",
+        "if span.step == found",
+        ("tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",),
     ),
     Fault(
         "outline",

@@ -96,7 +96,7 @@ def test_a_failed_trial_has_a_summary_too(tmp_path: Path) -> None:
     "statement",
     [
         "UPDATE trial SET summary=NULL",  # an older version has written the trial
-        "UPDATE trial SET summary=CAST(substr(summary, 1, length(summary) - 1) || x'00' AS BLOB)",
+        "UPDATE trial SET summary=CAST(substr(summary, 1, length(summary) - 1) || x'7f' AS BLOB)",
         "UPDATE trial SET summary_checksum=summary_checksum + 1",
     ],
 )

@@ -103,15 +103,21 @@ class Ledger:
 
     @cached_property
     def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
-        """Return the index and the spans of the timed step with the median duration; None if no step was timed.
+        """Return the index and the spans of the timed step that `typical_step` chooses; None if no step was timed.
 
-        If the number of timed steps is even, this is the shorter one of the two steps in the middle.
+        The spans are those of the step, wherever they are, and those of other steps that are open
+        before it ends and after it, or its first span, began. The latter show that a device works
+        on another step, and is not idle.
         """
-        timed = sorted((step.seconds, number) for number, step in enumerate(self._steps) if not step.warmup)
-        if not timed:
+        found = typical_step(self._steps, self._spans)
+        if found is None:
             return None
-        _, found = timed[(len(timed) - 1) // 2]
-        return found, tuple(span for span in self._spans if span.step == found)
+        step = self._steps[found]
+        own = [span.start_s for span in self._spans if span.step == found]
+        start_s = min([step.start_s, *own])
+        return found, tuple(
+            span for span in self._spans if span.step == found or (span.start_s < step.end_s and span.end_s > start_s)
+        )
 
     def close(self) -> Ledger:
         """Compute all properties, release the spans except those of the median step, and return this ledger."""
@@ -221,6 +227,39 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
         key = (span.phase.value, span.device) if span else (UNATTRIBUTED, -1)
         charged[key] = charged.get(key, 0.0) + (end_s - start_s)
     return charged
+
+
+def typical_step(steps: Sequence[Step], spans: Iterable[Span]) -> int | None:
+    """Return the index of the timed step that is closest to the medians; None if no step was timed.
+
+    The durations of the steps, and the total and the begin of each phase on each device, relative to
+    the begin of the step, each have a median over all timed steps. The largest difference of the
+    chosen step from these medians, in seconds, is smaller than that of any other step. A step of
+    median duration alone may be one in which a rank had run ahead, or in which one phase took the
+    time that another one saved. If the number of timed steps is even, a median is the lower one of
+    the two values in the middle.
+    """
+    from statistics import median_low  # every command imports this module
+
+    timed = {number: step.start_s for number, step in enumerate(steps) if not step.warmup}
+    lasted: dict[tuple[Phase, int], dict[int, float]] = {}
+    began: dict[tuple[Phase, int], dict[int, float]] = {}
+    for span in spans:
+        if span.step not in timed:
+            continue
+        key, number = (span.phase, span.device), span.step
+        lasted.setdefault(key, dict.fromkeys(timed, 0.0))[number] += span.end_s - span.start_s
+        begins, after_s = began.setdefault(key, {}), span.start_s - timed[number]
+        begins[number] = min(after_s, begins.get(number, after_s))
+    if not timed:
+        return None
+    durations = {number: steps[number].seconds for number in timed}
+    farthest = dict.fromkeys(timed, 0.0)
+    for values in (durations, *lasted.values(), *began.values()):
+        middle_s = median_low(values.values())
+        for number, value in values.items():
+            farthest[number] = max(farthest[number], abs(value - middle_s))
+    return min(timed, key=lambda number: (farthest[number], durations[number]))
 
 
 def _open_before(spans: Iterable[Span]) -> Callable[[float], float]:
