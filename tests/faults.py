@@ -650,6 +650,20 @@ FAULTS = (
         ("tests/test_lanes.py::test_the_step_is_near_the_median_in_every_phase_on_every_device",),
     ),
     Fault(
+        "joint-threads",
+        "only marks that one thread opens belong to a joint phase",
+        "groups.setdefault((step, phase, thread), [])",
+        "groups.setdefault((step, phase, 1), [])",
+        ("tests/test_clock.py::test_phases_of_two_threads_are_not_joint",),
+    ),
+    Fault(
+        "joint-concurrency",
+        "a joint phase on the host's clock counts as one device's",
+        "for s in spans if s.joint and s.on_host)",
+        "for s in spans if s.joint and not s.on_host)",
+        ("tests/test_ledger.py::test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency",),
+    ),
+    Fault(
         "ran-ahead",
         "phases of a device that ran ahead are drawn where they were, and count as work of the step",
         "start, end = span.start_s, span.end_s",

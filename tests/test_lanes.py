@@ -171,6 +171,18 @@ def test_the_step_is_near_the_median_in_every_phase_on_every_device() -> None:
     assert (found.step, found.seconds) == (0, 9.995)
 
 
+def test_a_joint_phase_is_named_as_one_operation_of_all_devices() -> None:
+    both = [replace(span(2, 8, "backward", device), clock="host_joint") for device in (0, 1)]
+    given = [span(0, 2), span(0, 2, device=1), *both, span(8, 10, "optimizer")]
+    rounds = [trial(DP, [10, 10, 10], i, given=given) for i in range(3)]
+    joint = {(lane.device, bar.phase): bar.joint for lane in of(*rounds).lanes for bar in lane.bars}
+    assert {key for key, value in joint.items() if value} == {(0, "backward"), (1, "backward")}
+    (panel,) = section(*rounds).panels
+    assert "joint backward on device 1: 6.00 s from 2.00 s on, 60% of the step" in bars(panel.svg)
+    assert "joint phase (backward)" in panel.caption
+    assert "joint" not in drawn().caption
+
+
 def test_summaries_keep_the_spans_of_one_step_and_give_the_same_timeline() -> None:
     rounds = [trial(DP, seconds, i) for i, seconds in enumerate(([5, 1, 9], [2, 8, 4], [30, 20, 10]))]
     short = [one.summary() for one in rounds]

@@ -22,6 +22,8 @@ class Bar:
     Spans of one phase that overlap or touch are one bar. `row` is the index of a row of the lane; bars of one row do
     not overlap. `step` is 0 for a phase of the drawn step, which may begin before the step if the device had run ahead
     of the others. It is -1 for a phase of the step before, 1 for a phase of the next step, and so on.
+    If `joint`, the phase was open on several devices at once (`Span.joint`), so that the bar does not show how long
+    this device computed.
     """
 
     phase: Phase
@@ -29,6 +31,7 @@ class Bar:
     end_s: float
     row: int = 0
     step: int = 0
+    joint: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,25 +145,25 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
 
     Phases of other steps are cut at the ends of the lane, those of the step are not.
     """
-    opened: dict[tuple[Phase, int], list[Interval]] = {}
+    opened: dict[tuple[Phase, int, bool], list[Interval]] = {}
     begin_s = min([step.start_s, *(span.start_s for span in spans if span.step == number)])
     for span in sorted(spans, key=lambda s: s.start_s):
         start, end = span.start_s, span.end_s
         if span.step != number:
             start, end = max(start, begin_s), min(end, step.end_s)
         start, end = start - step.start_s, end - step.start_s
-        known = opened.setdefault((span.phase, span.step - number), [])
+        known = opened.setdefault((span.phase, span.step - number, span.joint), [])
         if known and start <= known[-1][1]:
             known[-1] = known[-1][0], max(end, known[-1][1])
         elif start < end:
             known.append((start, end))
     found: list[Bar] = []
     ends: list[float] = []
-    intervals = sorted((*one, phase, place) for (phase, place), known in opened.items() for one in known)
-    for start, end, phase, place in intervals:
+    intervals = sorted((*one, *key) for key, known in opened.items() for one in known)
+    for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        found.append(Bar(phase, start, end, row, place))
+        found.append(Bar(phase, start, end, row, place, joint))
     return tuple(found)
 
 
@@ -183,7 +186,7 @@ def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) 
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s
         device = span.device if span else None
-        bar = _bar_at(bars[span.device], span.phase, start) if span else None
+        bar = _bar_at(bars[span.device], span, start) if span else None
         if path and (path[-1].device, path[-1].bar) == (device, bar):
             path[-1] = replace(path[-1], end_s=end)
         else:
@@ -191,7 +194,7 @@ def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) 
     return tuple(path)
 
 
-def _bar_at(bars: Sequence[Bar], phase: Phase, at_s: float) -> Bar:
-    """Return the bar of the step's phase that is open at the time `at_s`, in seconds after the start of the step."""
-    own = (bar for bar in reversed(bars) if bar.phase == phase and not bar.step)
-    return next(bar for bar in own if bar.start_s <= at_s)
+def _bar_at(bars: Sequence[Bar], span: Span, at_s: float) -> Bar:
+    """Return the bar of a span of the step that is open at the time `at_s`, in seconds after the start of the step."""
+    key = span.phase, 0, span.joint
+    return next(bar for bar in reversed(bars) if (bar.phase, bar.step, bar.joint) == key and bar.start_s <= at_s)

@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from dpbench.records.activity import union
+from dpbench.records.activity import length, union
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
 if TYPE_CHECKING:  # records.trial imports this module
@@ -87,19 +87,19 @@ class Ledger:
     def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
         """Return, by phase, two totals in seconds over all timed steps: the sum and the union of the phase's spans.
 
-        The sum counts the time in which spans of several devices overlap once per span, the union only once. Spans of
-        the host are left out.
+        The sum counts the time in which spans of several devices overlap once per span, the union only once. Joint
+        spans on the host's clock count as one span: one thread computes for one device after the other. Joint spans
+        on a GPU's clock are left out, because they do not show when each device computed: autograd has a thread per
+        GPU. Spans of the host are left out too.
         """
         return {phase: self._concurrency(phase) for phase in dict.fromkeys(span.phase for span in self._spans)}
 
     def _concurrency(self, phase: Phase) -> tuple[float, float]:
         warm = {number for number, step in enumerate(self._steps) if step.warmup}
         spans = [s for s in self._spans if s.phase is phase and s.device != HOST and s.step not in warm]
-        union, reach = 0.0, float("-inf")
-        for span in sorted(spans, key=lambda s: s.start_s):
-            union += max(0.0, span.end_s - max(span.start_s, reach))
-            reach = max(reach, span.end_s)
-        return sum(span.end_s - span.start_s for span in spans), union
+        joint = union((s.start_s, s.end_s) for s in spans if s.joint and s.on_host)
+        each = [*((s.start_s, s.end_s) for s in spans if not s.joint), *joint]
+        return length(each), length(union(each))
 
     @cached_property
     def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
@@ -157,7 +157,7 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
     to the time at which the last of these results arrived; its wait is charged only where no other span is open.
     """
     inside = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
-    tie_s = 0.0 if all(span.clock == "host" for span in inside) else TIE_S
+    tie_s = 0.0 if all(span.on_host for span in inside) else TIE_S
     began = [_began(span, inside, tie_s) for span in inside]
     works = [Part(span, at, span.end_s) for span, at in zip(inside, began, strict=True)]
     waits = [Part(span, span.start_s, at) for span, at in zip(inside, began, strict=True) if at > span.start_s]

@@ -153,7 +153,8 @@ def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
             pale = {"alpha": PALE} if bar.step else {}
             box = _box(axes, (bar.start_s, bar.end_s), y, ROW, facecolor=look.fill, **pale)
             ink = svg.FOREGROUND if bar.step else look.ink
-            _write(axes, (bar.phase.value, look.short), (bar.start_s, bar.end_s), y, width, ink)
+            names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
+            _write(axes, names, (bar.start_s, bar.end_s), y, width, ink)
             waited = critical.get((lane.device, bar), 0.0)
             on_path = f"; critical for {words.time(waited)}" if waited else ""
             extent = _extent(bar.start_s, bar.end_s, one.seconds)
@@ -163,12 +164,13 @@ def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
 
 
 def _named(bar: Bar) -> str:
-    """Return the name of the bar's phase, with the place of its step if this is not the drawn step."""
+    """Return the name of the bar's phase, whether it is joint, and its step if this is not the drawn step."""
+    phase = f"joint {bar.phase}" if bar.joint else bar.phase.value
     if not bar.step:
-        return bar.phase.value
+        return phase
     away = abs(bar.step)
     steps = "the step" if away == 1 else words.count(away, "step")
-    return f"{bar.phase} of {steps} {'before' if bar.step < 0 else 'after'}"
+    return f"{phase} of {steps} {'before' if bar.step < 0 else 'after'}"
 
 
 def _short(device: int) -> str:
@@ -266,6 +268,12 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
         said.append(f"{name}: {which}{_idle(one)}.")
         if left_out := len(one.lanes) - len(_shown(one)):
             said.append(f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn.")
+        if joint := sorted({bar.phase for bar in _own(one) if bar.joint}):
+            said.append(
+                f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')} ({', '.join(joint)}) "
+                f"{words.verb(len(joint), 'is', 'are')} one operation for all devices; the bars do not show when each "
+                "device works."
+            )
     return said
 
 
