@@ -613,7 +613,51 @@ FAULTS = (
         "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT ''",
         ("tests/test_store_files.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
     ),
+    Fault(
+        "view-of-a-full-device",
+        "a storage that is counted already needs only its growth",
+        "if bound is not None and self._now[device] + size - (before or 0) > bound:",
+        "if bound is not None and self._now[device] + size > bound:",
+        ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
+    ),
+    Fault(
+        "resized-storage",
+        "a storage whose size changes is counted with its new size, and others are not counted again",
+        "            if before != size:\n",
+        "            if before is None:\n",
+        ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
+    ),
     # -- analysis
+    Fault(
+        "averaging-tolerance",
+        "a wrong gradient of ranks is refused also if their losses are no means over samples",
+        "if own.verified is not Verified.NO:",
+        "if own.verified:",
+        ("tests/test_verify.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",),
+    ),
+    Fault(
+        "averaging-everyone",
+        "only strategies with ranks may average the losses of their parts",
+        "if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:",
+        "if verdict.verified is Verified.NO and not model.owns_loss:",
+        ("tests/test_verify.py::test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label",),
+    ),
+    Fault(
+        "averaging-weights",
+        "a rank counts with its rows",
+        "* (count / sum(rows) * scale)).backward()",
+        "* (1 / len(rows) * scale)).backward()",
+        (
+            "tests/test_verify.py::test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured",
+        ),
+    ),
+    Fault(
+        "counted-steps",
+        "the bytes of counters are those of the median step of all rounds",
+        "step_s = statistics.median(seconds for trial in group for seconds in trial.timed)",
+        "step_s = group[0].timed[0]",
+        ("tests/test_links.py::test_counters_count_the_bytes_of_the_median_step_of_all_rounds",),
+    ),
     Fault(
         "ledger-closure",
         "a ledger's parts sum to the step",

@@ -68,6 +68,14 @@ and `copied_bytes` (the bytes of these copies).
 """
 
 
+AVERAGING = "averaging"
+"""The key of a trial's provenance for gradients that are the mean of those of the ranks' own losses.
+
+They are right for the strategy, but are not the gradient of the whole batch. `low` and `high` are the smallest and the
+largest relative difference of a parameter's gradient, in a step of `rows` samples.
+"""
+
+
 HOSTS = "hosts"
 """The key of the provenance of a trial, and of a run, for the machines of the ranks."""
 FAILED_HOSTS = "failed_hosts"
