@@ -303,7 +303,7 @@ def _description(one: Lanes) -> str:
         lanes.append(f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}")
     path: dict[str, float] = {}
     for part in one.path:
-        name = f"{part.bar.phase} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
+        name = f"{_named(part.bar)} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
     return f"a step of {words.time(one.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
