@@ -96,7 +96,7 @@ def test_a_trial_is_ok_verified_and_complete(server, strategy, devices):
     assert found.provenance["torch"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_ranks_with_a_loss_over_valid_items_are_timed_and_labelled(server, strategy):
     found = trial(server, case("tests.hungry:OVER_VALID_ITEMS", strategy, 2))
     assert found.status is Status.OK, found.reason

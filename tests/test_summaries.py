@@ -117,6 +117,17 @@ def test_a_summary_of_other_rules_is_computed_from_the_rows(tmp_path: Path, monk
     same(trial().summary(), found)
 
 
+def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from_the_rows(tmp_path: Path) -> None:
+    run_id = stored(tmp_path / "s.db", trial())
+    _, *fields, _ = summaries.msgspec.msgpack.decode(summaries.packed(trial()))
+    change(tmp_path / "s.db", "UPDATE trial SET summary=?", summaries.msgspec.msgpack.encode([2, *fields]))
+    with closing(connect(tmp_path / "s.db", str(tmp_path / "s.db"))) as db:
+        rows.sign_trial(db, 1)
+    found = summary(tmp_path / "s.db", run_id)
+    assert not isinstance(found.ledger, summaries.StoredLedger)
+    same(trial().summary(), found)
+
+
 @pytest.mark.parametrize(
     "statement",
     [
