@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench.models import mlp
@@ -128,6 +129,9 @@ def in_replica_1(act: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
 
 CPU_IN_REPLICA_1 = _plug(in_replica_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
 SLEEPS_IN_REPLICA_1 = _plug(in_replica_1(_hang))
+OVER_VALID_ITEMS = SimpleNamespace(
+    build=mlp.build, batch=mlp.batch, loss=lambda out, y: F.cross_entropy(out, y.masked_fill(y % 2 == 0, -100))
+)
 TWICE_THE_ROWS = SimpleNamespace(
     build=mlp.build, batch=lambda n, seed, size: mlp.batch(2 * n, seed, size), loss=mlp.loss
 )

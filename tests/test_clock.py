@@ -93,6 +93,52 @@ def test_joint_spans_share_cpu_time_equally_while_both_are_open(time: Time, host
     assert busy(host) == {(1018, 0): 1 + 3 + 3 + 2, (1018, 1): 3 + 3, (1018, 2): 3}
 
 
+def marked_jointly(clock: HostClock | CudaClock, time: Time) -> dict[tuple[Phase, int], bool]:
+    """Take a step with a joint backward on devices 0 and 1; return whether each span is joint, by phase and device."""
+    with clock.block(), clock.step(warmup=False):
+        for device in (0, 1):  # one after the other, in one thread
+            with clock.mark(F, device):
+                time.work(1)
+        with clock.mark(L, 0), clock.mark(F, HOST), clock.mark(S, 0), clock.mark(S, HOST):
+            time.work(1)
+        with clock.mark(B, 0), clock.mark(B, 1):
+            time.work(4)
+    return {(span.phase, span.device): span.joint for span in clock.spans()}
+
+
+NOT_JOINT = dict.fromkeys([(F, 0), (F, 1), (F, HOST), (L, 0), (S, 0), (S, HOST)], False)
+
+
+def test_a_phase_that_a_thread_opens_on_several_devices_at_once_is_joint(time: Time, host: HostClock) -> None:
+    assert marked_jointly(host, time) == {**NOT_JOINT, (B, 0): True, (B, 1): True}
+    assert {span.clock for span in host.spans()} == {"host", "host_joint"}
+    assert all(span.on_host for span in host.spans())
+
+
+def test_a_joint_phase_of_gpus_is_known_by_the_thread_that_opened_it(time: Time) -> None:
+    """Spans of GPUs overlap also if a thread opens them one after the other, because the GPUs work later."""
+    clock = CudaClock(gpus(time, 1.0, 1.0), time.now)
+    found = marked_jointly(clock, time)
+    assert found == {**NOT_JOINT, (B, 0): True, (B, 1): True}
+    assert {span.clock for span in clock.spans() if span.joint} == {"cuda_event_joint"}
+
+
+def test_phases_of_two_threads_are_not_joint() -> None:
+    host, both = HostClock(), threading.Barrier(2, timeout=60)
+
+    def replica(device: int) -> None:
+        with host.mark(B, device):
+            both.wait()
+
+    with host.step(warmup=False):
+        threads = [threading.Thread(target=replica, args=(device,)) for device in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [span.joint for span in host.spans()] == [False, False]
+
+
 def test_nested_spans_of_one_device_count_once(time: Time, host: HostClock) -> None:
     with host.step(warmup=False), host.mark(F, 0):
         time.work(1)

@@ -22,8 +22,9 @@ from torch.nn.utils import parametrizations
 from dpbench.engine import DataParallel, resolve
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices._ledger import DeviceFull, StorageLedger
 from dpbench.hardware.devices._wrapper import EmulatedTensor
-from dpbench.hardware.devices.host import EmulatedDevice, bytes_only
+from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
 
 L0, L1 = torch.device("lazy", 0), torch.device("lazy", 1)
 FLOAT = 4
@@ -333,6 +334,37 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
     del net
     assert device.allocated() == 0
     assert EmulatedDevice(1).memory() == 0
+
+
+def test_a_storage_counts_once_with_its_present_size() -> None:
+    count, device, storage = StorageLedger(), torch.device("cpu"), torch.UntypedStorage(100)
+    count.bind(device, 150)
+    for _ in range(2):  # a view of a tensor has the storage of the tensor, which needs no more memory
+        count.own(storage, device)
+        assert (count.now(device), count.peak(device)) == (100, 100)
+    storage.resize_(140)
+    count.own(storage, device)
+    assert (count.now(device), count.peak(device)) == (140, 140)
+    storage.resize_(151)
+    with pytest.raises(DeviceFull, match="140 are in use; tried to allocate 11 more bytes"):
+        count.own(storage, device)
+    assert (count.now(device), count.peak(device)) == (140, 140)
+    storage.resize_(30)
+    count.own(storage, device)
+    assert (count.now(device), count.peak(device)) == (30, 140)
+    other = torch.UntypedStorage(20)
+    count.own(other, device)
+    del storage
+    gc.collect()  # the traceback of the error refers to it
+    assert count.now(device) == 20
+
+
+def test_a_view_fits_on_a_full_device() -> None:
+    with bounded(1, EmulatedDevice(0).allocated() + 100 * FLOAT):
+        full = torch.zeros(100, device=L0)
+        assert full.view(10, 10).shape == (10, 10)
+        with pytest.raises(DeviceFull):
+            torch.zeros(1, device=L0)
 
 
 def test_replicas_hold_what_they_must() -> None:

@@ -140,11 +140,33 @@ def test_torchs_own_has_its_reduction_in_backward_and_no_finding_on_that() -> No
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     name, level = f"serial {phase}", LEVEL[phase]
-    assert name not in found(one(), dp())
-    assert name not in found(one(), dp(**{phase: level + 0.0004}))
-    seen = found(one(), dp(**{phase: level + 0.0008}))[name]
+    local = case(schedule="local_backward")
+    assert name not in found(one(), measured(local, LEVEL))
+    assert name not in found(one(), measured(local, LEVEL | {phase: level + 0.0004}))
+    seen = found(one(), measured(local, LEVEL | {phase: level + 0.0008}))[name]
     assert seen.evidence.size_s.value == pytest.approx(0.0008, rel=0.05)
     assert "2.0 of 2 devices run this phase concurrently" in seen.evidence.numbers
+    assert ("GIL" in seen.evidence.numbers) is (phase == "forward")  # autograd does not hold it
+
+
+@pytest.mark.parametrize("clock", ["host", "host_joint"])  # stores of earlier versions do not know joint spans
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("cpu", "only 1.0 of 2 devices"), ("cuda", "of 2 devices run this phase concurrently is unknown")],
+)
+def test_a_joint_backward_is_not_concurrent(kind: str, said: str, clock: str) -> None:
+    clock = clock if kind == "cpu" else clock.replace("host", "cuda_event")
+    joint = [
+        replace(trial, spans=tuple(
+            replace(one, clock=clock) if one.phase is Phase.BACKWARD else one for one in trial.spans
+        ))
+        for trial in measured(case(device_kind=kind), LEVEL | {"backward": 0.030})
+    ]  # fmt: skip
+    alone = one(replace(SINGLE, device_kind=kind))
+    assert said in found(alone, joint)["serial backward"].evidence.numbers
+    fastest = [replace(trial, case=replace(trial.case, schedule="fastest")) for trial in joint]
+    if clock.endswith("joint"):
+        assert said in found(alone, fastest)["serial backward"].evidence.numbers
 
 
 def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:

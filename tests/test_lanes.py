@@ -107,6 +107,82 @@ def test_the_step_is_the_median_of_the_round_closest_to_the_case() -> None:
     assert (even.step, even.seconds) == (5, 2)
 
 
+DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64)
+
+
+def ranks_of_which_one_ran_ahead(*, lead: float = 6.0) -> Trial:
+    """Return a trial of two ranks in which rank 1 begins the second step `lead` seconds before rank 0.
+
+    Rank 1 computes for 5 s, and then waits for rank 0, which computes for 5 s too. Both reduce for 2 s. Rank 1 ends the
+    step 1 s before rank 0, and begins the next one at once.
+    """
+    steps = (Step(10.0, True, 100.0), Step(10.0, False, 110.0))
+    given = [
+        span(0, 2, device=0, step=1), span(2, 5, "backward", 0, 1), span(5, 7, "reduce", 0, 1),
+        span(7, 10, "optimizer", 0, 1),
+        span(-lead, 2 - lead, device=1, step=1), span(2 - lead, 5 - lead, "backward", 1, 1),
+        span(5, 7, "reduce", 1, 1), span(7, 9, "optimizer", 1, 1), span(9, 12, device=1, step=2),
+        span(-2 - lead, -lead, "optimizer", 1, 0), span(-3, 0, "optimizer", 0, 0),
+    ]  # fmt: skip
+    return Trial(case=DDP, verified=Verified.BITWISE, steps=steps, spans=tuple(given))
+
+
+@pytest.mark.parametrize("lead", [6.0, 3.0])
+def test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time(lead: float) -> None:
+    ran_ahead = ranks_of_which_one_ran_ahead(lead=lead)
+    for given in (ran_ahead, ran_ahead.summary()):
+        first, second = of(given).lanes
+        assert (first.begin_s, first.idle, first.idle_share) == (0, (), 0)
+        assert [(bar.phase, bar.start_s, bar.end_s, bar.step) for bar in second.bars] == [
+            ("forward", -lead, 2 - lead, 0), ("backward", 2 - lead, 5 - lead, 0), ("reduce", 5, 7, 0),
+            ("optimizer", 7, 9, 0), ("forward", 9, 10, 1),
+        ]  # fmt: skip
+        assert second.idle == ((5 - lead, 5),)
+        assert (second.begin_s, second.idle_share) == (-lead, lead / (10 + lead))
+
+
+def test_a_rank_that_ran_ahead_is_drawn_from_before_the_step_on() -> None:
+    (panel,) = section(*(replace(ranks_of_which_one_ran_ahead(), round=i) for i in range(3))).panels
+    found = bars(panel.svg)
+    forward = found["forward on device 1: 2.00 s from -6.00 s on, 20% of the step"]
+    backward = found["backward on device 1: 3.00 s from -4.00 s on, 30% of the step"]
+    following = found["forward of the step after on device 1: 1.00 s from 9.00 s on, 10% of the step"]
+    first = found["forward on device 0: 2.00 s from 0 ms on, 20% of the step; critical for 2.00 s"]
+    unit = (first[2] - first[0]) / 2
+    for box, start, seconds in ((forward, -6, 2), (backward, -4, 3), (following, 9, 1)):
+        assert box[2] - box[0] == pytest.approx(unit * seconds, abs=0.02)
+        assert box[0] - first[0] == pytest.approx(unit * start, abs=0.02)
+    assert "idle: device 0 0.0%, device 1 38%." in panel.caption
+
+
+def test_the_step_is_near_the_median_in_every_phase_on_every_device() -> None:
+    """The second timed step takes exactly the median, but its rank 1 had run ahead; backward of the third is long."""
+    usual = [span(0, 4), span(4, 9, "backward"), span(0, 4, device=1), span(4, 9, "backward", 1)]
+    ahead = [*usual[:2], span(-5, -1, device=1), span(-1, 9, "backward", 1)]
+    long = [span(0, 1), span(1, 9, "backward"), *usual[2:]]
+    seconds, given = [9.995, 10.0, 10.0, 10.01, 10.02], [usual, ahead, long, usual, usual]
+    steps, spans_, end = [], [], 0.0
+    for number, (took, own) in enumerate(zip(seconds, given, strict=True)):
+        end += took
+        steps.append(Step(took, False, end))
+        at = end - took - 100
+        spans_ += [replace(s, step=number, start_s=at + s.start_s, end_s=at + s.end_s) for s in own]
+    found = of(Trial(case=DDP, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans_)))
+    assert (found.step, found.seconds) == (0, 9.995)
+
+
+def test_a_joint_phase_is_named_as_one_operation_of_all_devices() -> None:
+    both = [replace(span(2, 8, "backward", device), clock="host_joint") for device in (0, 1)]
+    given = [span(0, 2), span(0, 2, device=1), *both, span(8, 10, "optimizer")]
+    rounds = [trial(DP, [10, 10, 10], i, given=given) for i in range(3)]
+    joint = {(lane.device, bar.phase): bar.joint for lane in of(*rounds).lanes for bar in lane.bars}
+    assert {key for key, value in joint.items() if value} == {(0, "backward"), (1, "backward")}
+    (panel,) = section(*rounds).panels
+    assert "joint backward on device 1: 6.00 s from 2.00 s on, 60% of the step" in bars(panel.svg)
+    assert "joint phase (backward)" in panel.caption
+    assert "joint" not in drawn().caption
+
+
 def test_summaries_keep_the_spans_of_one_step_and_give_the_same_timeline() -> None:
     rounds = [trial(DP, seconds, i) for i, seconds in enumerate(([5, 1, 9], [2, 8, 4], [30, 20, 10]))]
     short = [one.summary() for one in rounds]
@@ -191,7 +267,7 @@ def test_phases_are_written_on_their_bars_and_idle_on_the_gaps() -> None:
     said = re.findall(r">([^<>]+)</text>", panel.svg)
     assert {"dev 0", "dev 1", "host", "forward", "backward", "gath", "opt", "idle", "critical path"} <= set(said)
     assert panel.labels == ("MEASURED", "CPU-ONLY")
-    assert "dp[reference] ×2: step 3 of round 1, 10.0 s, the median of its 3 timed steps; " in panel.caption
+    assert "dp[reference] ×2: step 2 of round 1, 10.0 s, closest to the medians of its 3 timed steps" in panel.caption
     assert "idle: device 0 35%, device 1 70%." in panel.caption
     description = re.search(r"<desc[^>]*>(.*?)</desc>", panel.svg)[1]
     assert "device 1: forward 3.00 s, idle 7.00 s." in description

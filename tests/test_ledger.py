@@ -175,6 +175,36 @@ def test_a_trial_has_a_ledger_for_every_step_and_strays_are_dropped() -> None:
     assert second == pytest.approx({"loss": 2, UNATTRIBUTED: 3})
 
 
+def concurrency(given: list[Span]) -> tuple[float, float]:
+    """Return the sum and the union of the spans of backward in one timed step."""
+    return ledger.Ledger([STEP], given).concurrency[Phase.BACKWARD]
+
+
+def test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency() -> None:
+    both = [span(2, 8, "backward"), span(2.001, 7.999, "backward", 1)]
+    assert concurrency(both) == pytest.approx((6 + 5.998, 6))
+    assert concurrency([replace(one, clock="host_joint") for one in both]) == pytest.approx((6, 6))
+    assert concurrency([replace(one, clock="cuda_event_joint") for one in both]) == (0, 0)
+    apart = [*(replace(one, clock="host_joint") for one in both), span(8, 10, "backward", 2)]
+    assert concurrency(apart) == pytest.approx((8, 8))
+
+
+@pytest.mark.parametrize(("schedule", "joint"), [("reference", True), ("local_backward", False)])
+def test_the_joint_backward_of_a_step_on_cpu_devices_is_one_phase(schedule: str, joint: bool) -> None:
+    clock = HostClock()
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(16, 4), torch.randn(32, 16), torch.randint(4, (32,))
+    step = TrainStep(
+        net, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), ["cpu", "cpu"], schedule, mark=clock.mark
+    )
+    with clock.step(warmup=False):
+        step(x, y)
+    backward = [span for span in clock.spans() if span.phase is Phase.BACKWARD]
+    assert {span.device for span in backward} == {0, 1}
+    assert {span.joint for span in backward} == {joint}
+    assert not any(span.joint for span in clock.spans() if span.phase in (Phase.FORWARD, Phase.LOSS))
+
+
 # ---------------------------------------------------------------- planted pauses in real steps
 
 PAUSE_S = 0.005

@@ -274,6 +274,17 @@ def test_only_what_may_be_shown_has_flows() -> None:
     assert transfers.flows([trial(provenance={})]) == []
 
 
+def test_counters_count_the_bytes_of_the_median_step_of_all_rounds() -> None:
+    def of_round(number: int, seconds: list[float]) -> Trial:
+        steps = tuple(Step(one, k == 0, 10.0 + sum(seconds[: k + 1])) for k, one in enumerate(seconds))
+        samples = tuple(Sample(100.0, 0, f"pcie_{way}_bytes_per_s", 50.0 * (number + 1)) for way in ("rx", "tx"))
+        return trial(steps=steps, spans=(), samples=samples, number=number)
+
+    (found,) = transfers.counted([of_round(0, [9.0, 1.0, 2.0, 5.0]), of_round(1, [9.0, 1.0, 3.0, 4.0])])
+    # 50 and 100 bytes per second; without warm-up, the steps take 1, 1, 2, 3, 4 and 5 s
+    assert (found.received, found.sent) == (75.0 * 2.5, 75.0 * 2.5)
+
+
 def test_counters_stand_beside_what_shapes_say() -> None:
     samples = tuple(
         Sample(t, d, f"pcie_{way}_bytes_per_s", value * (d + 1))

@@ -27,6 +27,7 @@ from dpbench.records import Case, Status, Trial, machine
 from dpbench.records.options import Options
 from dpbench.store import Store
 from tests.exported import DP, PROVENANCE, is_error, made, stored
+from tests.test_lanes import ranks_of_which_one_ran_ahead
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 CASES = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2", "--batch-sizes", "64")
@@ -294,6 +295,11 @@ def test_a_terminal_shows_a_bar_for_each_device_of_the_newest_trial():
     many = device_bars(made(DP), most=1)
     assert many
     assert (many.row_count, many.caption) == (1, "1 more device not shown")
+
+
+def test_the_bar_of_a_device_that_ran_ahead_counts_its_phases_before_the_step():
+    first, second = device_bars(ranks_of_which_one_ran_ahead()).columns[2].cells
+    assert (first, second) == ("100%", "62%")  # of 16 s, rank 1 waits for rank 0 in 6
 
 
 def test_no_color_removes_colours(monkeypatch):

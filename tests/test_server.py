@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 import dpbench
+from dpbench.analysis import validity
 from dpbench.measure.ranks import TIMEOUT
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Phase, Status, Verified
@@ -93,6 +94,18 @@ def test_a_trial_is_ok_verified_and_complete(server, strategy, devices):
     assert any(memory.device == -1 and memory.peak_bytes > 1 << 20 for memory in found.memory)
     assert {"start_s", "verify_s", "build_s"} <= set(found.setup)
     assert found.provenance["torch"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_ranks_with_a_loss_over_valid_items_are_timed_and_labelled(server, strategy):
+    found = trial(server, case("tests.hungry:OVER_VALID_ITEMS", strategy, 2))
+    assert found.status is Status.OK, found.reason
+    assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+    averaging = found.provenance["averaging"]
+    assert averaging["rows"] == 7
+    assert 0.001 < averaging["low"] <= averaging["high"] < 1
+    assert "averaging" in {rule.name for rule in validity.troubles([found], 2)}
+    assert "averaging" not in trial(server, case("mlp", strategy, 2)).provenance
 
 
 PID_MODEL = """

@@ -96,7 +96,7 @@ def test_a_failed_trial_has_a_summary_too(tmp_path: Path) -> None:
     "statement",
     [
         "UPDATE trial SET summary=NULL",  # an older version has written the trial
-        "UPDATE trial SET summary=CAST(substr(summary, 1, length(summary) - 1) || x'00' AS BLOB)",
+        "UPDATE trial SET summary=CAST(substr(summary, 1, length(summary) - 1) || x'7f' AS BLOB)",
         "UPDATE trial SET summary_checksum=summary_checksum + 1",
     ],
 )
@@ -112,6 +112,17 @@ def test_a_summary_of_other_rules_is_computed_from_the_rows(tmp_path: Path, monk
     monkeypatch.setattr(summaries, "VERSION", summaries.VERSION + 1)
     run_id = stored(tmp_path / "s.db", trial())
     monkeypatch.undo()
+    found = summary(tmp_path / "s.db", run_id)
+    assert not isinstance(found.ledger, summaries.StoredLedger)
+    same(trial().summary(), found)
+
+
+def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from_the_rows(tmp_path: Path) -> None:
+    run_id = stored(tmp_path / "s.db", trial())
+    _, *fields, _ = summaries.msgspec.msgpack.decode(summaries.packed(trial()))
+    change(tmp_path / "s.db", "UPDATE trial SET summary=?", summaries.msgspec.msgpack.encode([2, *fields]))
+    with closing(connect(tmp_path / "s.db", str(tmp_path / "s.db"))) as db:
+        rows.sign_trial(db, 1)
     found = summary(tmp_path / "s.db", run_id)
     assert not isinstance(found.ledger, summaries.StoredLedger)
     same(trial().summary(), found)

@@ -14,6 +14,7 @@ import scipy  # scipy.stats is imported at its first use: each process of the su
 from dpbench.analysis import caveats, summary, validity
 from dpbench.hardware import foreign_load
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
+from dpbench.records.trial import AVERAGING
 
 CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
 GPU = replace(CASE, device_kind="cuda")
@@ -50,6 +51,13 @@ def bad(one: Trial, cores: int = 8) -> set[str]:
 def test_a_sound_trial_has_nothing_wrong_and_no_check_without_data() -> None:
     assert bad(trial()) == set()
     assert set(checks(trial())) == {"verification", "closure", "drift", "oversubscribed"}
+
+
+def test_gradients_that_average_the_losses_of_ranks_are_a_caveat_with_the_measured_difference() -> None:
+    one = trial(provenance={AVERAGING: {"low": 0.02, "high": 0.131, "rows": 7}})
+    assert bad(one) == {AVERAGING}
+    ((_, said),) = validity.troubles([one], 8).items()
+    assert said == {CASE: "by 2.0% to 13% with 7 samples"}
 
 
 def drifting(change: float, noise: float = 0.0, steps: int = 40) -> list[float]:

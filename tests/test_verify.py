@@ -166,6 +166,79 @@ def test_a_large_buffer_hides_no_wrong_gradient() -> None:
     assert (found.verified, found.worst) == (Verified.NO, "0.weight")
 
 
+def over_valid_items(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+    """Return the mean over the samples with a positive target, as a mask does."""
+    each = (output.flatten(1).mean(1) - target).square()
+    return each[target > 0].mean()
+
+
+def averaging_ranks(factor: float = 1.0) -> Any:
+    """Return the start of a strategy whose gradients are `factor` times the mean of those of two ranks' own losses."""
+
+    @contextmanager
+    def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
+        def step(inputs: Tensor, target: Tensor) -> Tensor:
+            total = torch.zeros(())
+            for x, y in zip(inputs.split(case.rows), target.split(case.rows), strict=True):
+                total = total + model.loss(model.module(x), y) * (len(y) / len(target)) * factor
+            total.backward()
+            return total
+
+        yield step
+
+    return start
+
+
+def of_ranks(loss: Any = over_valid_items, *, strategy: str = "ddp", factor: float = 1.0) -> verification.Verification:
+    torch.manual_seed(0)
+    model = own(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), (6,), loss)
+    case = Case(model="own", strategy=strategy, devices=2, batch_size=8)
+    return verification.check(averaging_ranks(factor), case, model, resolve(["cpu"]), precision_of)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_no_sync", "fsdp"])
+def test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured(strategy: str) -> None:
+    found = of_ranks(strategy=strategy)
+    assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+    assert found.averaging
+    assert found.averaging.rows == 7
+    # by hand: the gradients of both losses, in double precision
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    x, y = (tensor.double() for tensor in own(module, (6,)).batch(7, 1))
+    whole = torch.autograd.grad(over_valid_items(module(x), y), list(module.parameters()))
+    halves = [
+        torch.autograd.grad(over_valid_items(module(x[rows]), y[rows]), list(module.parameters()))
+        for rows in (slice(4), slice(4, 7))
+    ]
+    mean = [(4 * one + 3 * other) / 7 for one, other in zip(*halves, strict=True)]
+    errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(mean, whole, strict=True)]
+    assert (found.averaging.low, found.averaging.high) == pytest.approx((min(errors), max(errors)), rel=1e-3)
+    assert found.averaging.low > 0.01
+
+
+@pytest.mark.parametrize("factor", [0.98, 1.02, 0.5, -1.0, float("nan")])
+def test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean(factor: float) -> None:
+    found = of_ranks(factor=factor)
+    assert (found.verified, found.averaging) == (Verified.NO, None)
+
+
+def test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label() -> None:
+    assert of_ranks(strategy="dp").verified is Verified.NO
+    plain = of_ranks(None)
+    assert (plain.verified, plain.averaging) == (Verified.WITHIN_TOLERANCE, None)
+
+
+def test_a_rank_without_a_valid_item_is_named() -> None:
+    def only_first(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
+        valid = target == target_of_first
+        return ((output.flatten(1).mean(1) - target).square() * valid).sum() / valid.sum()
+
+    target_of_first = own(nn.Identity(), (6,)).batch(7, 1)[1][0]
+    with pytest.raises(ValueError, match=r"0\.weight contains NaN if each rank .*\(of 4, 3 samples\)"):
+        of_ranks(only_first)
+
+
 def test_rounding_is_within_tolerance() -> None:
     found = faulty(scale("0.weight", 1 + 1e-5))
     assert (found.verified, found.worst) == (Verified.WITHIN_TOLERANCE, "0.weight")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
 
 Interval = tuple[float, float]
-"""The start and the end of an interval, in seconds after the start of the step."""
+"""The start and the end of an interval, in seconds after the start of the step; negative before it."""
 
 
 @dataclass(frozen=True)
@@ -20,22 +20,33 @@ class Bar:
     """A phase on one device, from `start_s` to `end_s` in seconds after the start of the step.
 
     Spans of one phase that overlap or touch are one bar. `row` is the index of a row of the lane; bars of one row do
-    not overlap.
+    not overlap. `step` is 0 for a phase of the drawn step, which may begin before the step if the device had run ahead
+    of the others. It is -1 for a phase of the step before, 1 for a phase of the next step, and so on.
+    If `joint`, the phase was open on several devices at once (`Span.joint`), so that the bar does not show how long
+    this device computed.
     """
 
     phase: Phase
     start_s: float
     end_s: float
     row: int = 0
+    step: int = 0
+    joint: bool = False
 
 
 @dataclass(frozen=True)
 class Lane:
-    """The bars of one device, or of the host, and its idle intervals, in which no phase is open on it."""
+    """The bars of one device, or of the host, and its idle intervals, in which no phase of any step is open on it.
+
+    The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase of the step. It
+    ends with the step, `seconds` later.
+    """
 
     device: int
     bars: tuple[Bar, ...]
     idle: tuple[Interval, ...]
+    begin_s: float
+    seconds: float
 
     @property
     def rows(self) -> int:
@@ -46,6 +57,11 @@ class Lane:
     def idle_s(self) -> float:
         """Return the total of the idle intervals in seconds."""
         return sum(end - start for start, end in self.idle)
+
+    @property
+    def idle_share(self) -> float:
+        """Return the idle time as a fraction of the lane."""
+        return self.idle_s / self.seconds
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class PathSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """The timeline of one step of a case, which is the median step of one round.
+    """The timeline of one step of a case: the step of one round that `ledger.typical_step` chooses.
 
     `round` and `step` are indices; `step` counts the warm-up steps too, as the trace export does. `seconds` is the
     duration of the step, and `timed` the number of timed steps of the round. `path` is the critical path in the order
@@ -83,34 +99,38 @@ class Lanes:
 def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case, Source], Lanes]:
     """Return the timeline of each row with a step time whose trials have spans, by case and source.
 
-    The step is the median step of the round whose median is closest to the row's step time.
+    Of the rounds' typical steps, it is the one whose duration is closest to the row's step time.
     """
-    groups: dict[tuple[Case, Source], list[Trial]] = {}
+    rounds: dict[tuple[Case, Source], list[Lanes]] = {}
     for trial in trials:
-        if trial.trusted and (found := trial.ledger.median_step) and found[1]:
-            groups.setdefault((trial.case, trial.source), []).append(trial)
+        if trial.trusted and (found := of_trial(trial)):
+            rounds.setdefault((trial.case, trial.source), []).append(found)
     return {
-        key: _typical(groups[key], row.step.value)
+        key: _closest(rounds[key], row.step.value)
         for row in rows
-        if row.step and (key := (row.case, row.source)) in groups
+        if row.step and (key := (row.case, row.source)) in rounds
     }
 
 
-def _typical(trials: Sequence[Trial], step_s: float) -> Lanes:
-    """Return the timeline of one trial's median step: of all `trials`, the one whose median is closest to `step_s`."""
-    steps = []
-    for trial in trials:
-        assert trial.ledger.median_step
-        number, spans = trial.ledger.median_step
-        steps.append((abs(trial.steps[number].seconds - step_s), trial.round, number, trial, spans))
-    _, _, number, trial, spans = min(steps, key=lambda one: one[:3])
+def _closest(rounds: Sequence[Lanes], step_s: float) -> Lanes:
+    """Return, of the timelines of all rounds, the one whose step takes closest to `step_s` seconds."""
+    return min(rounds, key=lambda one: (abs(one.seconds - step_s), one.round, one.step))
+
+
+def of_trial(trial: Trial) -> Lanes | None:
+    """Return the timeline of a trial's typical step; None if the trial has no timed step with spans."""
+    number, spans = trial.ledger.median_step or (0, ())
+    own = [span for span in spans if span.step == number]
+    if not own:
+        return None
     step = trial.steps[number]
     bars = {
-        device: _bars(step, [s for s in spans if s.device == device]) for device in sorted({s.device for s in spans})
+        device: _bars(step, number, [span for span in spans if span.device == device])
+        for device in sorted({span.device for span in own})
     }
     return Lanes(
         case=trial.case, source=trial.source, round=trial.round, step=number, seconds=step.seconds,
-        timed=len(trial.timed), path=_path(step, spans, bars),
+        timed=len(trial.timed), path=_path(step, own, bars),
         lanes=tuple(_lane(device, bars[device], step.seconds) for device in sorted(bars, key=_place)),
     )  # fmt: skip
 
@@ -120,35 +140,44 @@ def _place(device: int) -> tuple[bool, int]:
     return device >= 0, abs(device)
 
 
-def _bars(step: Step, spans: Iterable[Span]) -> tuple[Bar, ...]:
-    """Return the bars of one device in a step; each is on the first row with room, and cut at the ends of the step."""
-    opened: dict[Phase, list[Interval]] = {}
+def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
+    """Return the bars of one device in step `number`; each is on the first row with room.
+
+    Phases of other steps are cut at the ends of the lane, those of the step are not.
+    """
+    opened: dict[tuple[Phase, int, bool], list[Interval]] = {}
+    begin_s = min([step.start_s, *(span.start_s for span in spans if span.step == number)])
     for span in sorted(spans, key=lambda s: s.start_s):
-        start, end = max(span.start_s, step.start_s) - step.start_s, min(span.end_s, step.end_s) - step.start_s
-        known = opened.setdefault(span.phase, [])
+        start, end = span.start_s, span.end_s
+        if span.step != number:
+            start, end = max(start, begin_s), min(end, step.end_s)
+        start, end = start - step.start_s, end - step.start_s
+        known = opened.setdefault((span.phase, span.step - number, span.joint), [])
         if known and start <= known[-1][1]:
             known[-1] = known[-1][0], max(end, known[-1][1])
         elif start < end:
             known.append((start, end))
     found: list[Bar] = []
     ends: list[float] = []
-    for start, end, phase in sorted((*interval, phase) for phase, known in opened.items() for interval in known):
+    intervals = sorted((*one, *key) for key, known in opened.items() for one in known)
+    for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        found.append(Bar(phase, start, end, row))
+        found.append(Bar(phase, start, end, row, place, joint))
     return tuple(found)
 
 
-def _lane(device: int, bars: tuple[Bar, ...], seconds: float) -> Lane:
-    """Return the lane of one device in a step of `seconds`; its idle intervals are the gaps between all its bars."""
-    idle, reach = [], 0.0
+def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
+    """Return the lane of one device in a step of `step_s` seconds; it is idle in the gaps between all its bars."""
+    begin_s = min([0.0, *(bar.start_s for bar in bars if not bar.step)])
+    idle, reach = [], begin_s
     for bar in bars:
-        if bar.start_s > reach:
-            idle.append((reach, bar.start_s))
+        if reach < min(bar.start_s, step_s):
+            idle.append((reach, min(bar.start_s, step_s)))
         reach = max(reach, bar.end_s)
-    if reach < seconds:
-        idle.append((reach, seconds))
-    return Lane(device, bars, tuple(idle))
+    if reach < step_s:
+        idle.append((reach, step_s))
+    return Lane(device, bars, tuple(idle), begin_s, step_s - begin_s)
 
 
 def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[PathSegment, ...]:
@@ -157,7 +186,7 @@ def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) 
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s
         device = span.device if span else None
-        bar = _bar_at(bars[span.device], span.phase, start) if span else None
+        bar = _bar_at(bars[span.device], span, start) if span else None
         if path and (path[-1].device, path[-1].bar) == (device, bar):
             path[-1] = replace(path[-1], end_s=end)
         else:
@@ -165,6 +194,7 @@ def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) 
     return tuple(path)
 
 
-def _bar_at(bars: Sequence[Bar], phase: Phase, at_s: float) -> Bar:
-    """Return the bar of a phase that is open at the time `at_s`, in seconds after the start of the step."""
-    return next(bar for bar in reversed(bars) if bar.phase == phase and bar.start_s <= at_s)
+def _bar_at(bars: Sequence[Bar], span: Span, at_s: float) -> Bar:
+    """Return the bar of a span of the step that is open at the time `at_s`, in seconds after the start of the step."""
+    key = span.phase, 0, span.joint
+    return next(bar for bar in reversed(bars) if (bar.phase, bar.step, bar.joint) == key and bar.start_s <= at_s)

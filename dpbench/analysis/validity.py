@@ -15,6 +15,7 @@ from typing import Any
 
 from dpbench.hardware import foreign_load
 from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, ledger, words
+from dpbench.records.trial import AVERAGING
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -289,6 +290,12 @@ def _verification(trial: Trial, cores: int) -> Deviation | None:
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 
 
+def _averaging(trial: Trial, cores: int) -> Deviation | None:
+    """Return by how much the mean of the ranks' gradients differed from the gradient of the whole batch, if it did."""
+    found = trial.provenance.get(AVERAGING)
+    return (float(found["high"]), found) if found else None
+
+
 # -- limits and wording
 
 
@@ -317,6 +324,13 @@ RULES: Sequence[ValidityRule] = (
     ValidityRule(
         name="verification", limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)), measure=_verification,
         headline="gradients not verified", item=lambda check: str(check.about["verified"]).replace("_", " "),
+    ),
+    ValidityRule(
+        name=AVERAGING, limit=0.0, measure=_averaging,
+        headline="the gradient is the mean over ranks or micro-batches, as DistributedDataParallel defines it, and "
+        "differs from that of the whole batch: the loss is no mean over samples, as with ignore_index or a mask",
+        item=lambda check: f"by {words.percent(check.about['low'])} to {words.percent(check.about['high'])} with "
+        f"{words.count(check.about['rows'], 'sample')}",
     ),
     ValidityRule(
         name="closure", limit=0.05, measure=_closure,

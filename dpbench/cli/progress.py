@@ -13,10 +13,9 @@ from rich.progress import Progress as RichProgress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from dpbench.analysis import ladder, summary
+from dpbench.analysis import ladder, lanes, summary
 from dpbench.cli.options import Detail
-from dpbench.records import UNATTRIBUTED, Case, Status, Trial, plan, words
-from dpbench.records import ledger as step_ledger
+from dpbench.records import Case, Status, Trial, plan, words
 from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
 
@@ -80,21 +79,16 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
     A bar shows the share of the trial's median step in which a phase was open on the device. Return None if the trial
     is not trusted, or has no timed step with phases on devices.
     """
-    found = trial.ledger.median_step if trial.trusted else None
-    if not found:
-        return None
-    number, spans = found
-    step = trial.steps[number]
-    used = sorted({span.device for span in spans if span.device >= 0})
+    found = lanes.of_trial(trial) if trial.trusted else None
+    used = [lane for lane in found.lanes if lane.device >= 0] if found else []
     if not used:
         return None
     what = f"{escape(ladder.label(trial.case))}: share of the median step with an open phase"
     shown = Table("device", what, "", "labels", box=None, padding=(0, 2, 0, 0))
     labels = " ".join(summary.labels(trial))
-    for device in used[:most]:
-        phases = step_ledger.phases(step, [span for span in spans if span.device == device])
-        share = 1 - phases[UNATTRIBUTED] / step.seconds
-        shown.add_row(str(device), ProgressBar(total=1.0, completed=share, width=30), words.percent(share), labels)
+    for lane in used[:most]:
+        share = 1 - lane.idle_share
+        shown.add_row(str(lane.device), ProgressBar(total=1.0, completed=share, width=30), words.percent(share), labels)
     if len(used) > most:
         shown.caption = f"{words.count(len(used) - most, 'more device')} not shown"
     return shown

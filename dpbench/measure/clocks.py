@@ -13,6 +13,7 @@ The time base is `time.perf_counter`, which on Linux is the monotonic clock that
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Phase, Sample, Span, Step
+from dpbench.records.trial import JOINT
 
 BUSY, OUTLASTING = "busy_s", "outlasting_ratio"
 """The names of the metrics for a device's busy seconds in one step, and for work that outlasts the steps."""
@@ -59,15 +61,44 @@ class Clock(Protocol):
         """Return this clock's samples: each device's busy seconds by step, or work that outlasts a block's steps."""
 
 
+Opened = tuple[int, Phase, int, int, float, float]
+"""The step, the phase and the device of a mark, the id of its thread, and when the mark began and ended.
+
+Begin and end are times, or numbers in the order in which marks began and ended.
+"""
+
+
+def _joint(marks: Sequence[Opened]) -> set[int]:
+    """Return the indices of the marks that belong to a joint phase.
+
+    A thread has opened the phase on one device while it had opened it on another one. Marks without a thread (0) and
+    marks of the host are never joint.
+    """
+    groups: dict[tuple[int, Phase, int], list[tuple[float, float, int, int]]] = {}
+    for index, (step, phase, device, thread, begin, end) in enumerate(marks):
+        if thread and device != HOST:
+            groups.setdefault((step, phase, thread), []).append((begin, end, device, index))
+    found: set[int] = set()
+    for group in groups.values():
+        still_open: list[tuple[float, float, int, int]] = []
+        for one in sorted(group):
+            begin, _, device, index = one
+            still_open = [other for other in still_open if other[1] > begin]
+            if beside := [other[3] for other in still_open if other[2] != device]:
+                found.update((index, *beside))
+            still_open.append(one)
+    return found
+
+
 class HostClock:
     """A clock that reads the host's time, for devices whose work is complete when the call of an operator returns.
 
     The clock also measures the CPU time of the thread during each span; the sum over a device's spans is the device's
     busy time. If a thread has several open spans (as in a joint backward, which computes for all replicas), the
-    thread's CPU time is divided equally among these spans. Reading CPU time is a system call, which raises the cost of
-    a mark from 0.3 µs to 2.1 µs. CPU time is therefore read in only about one step per `read_each_s` seconds. The
-    number of steps from one reading to the next is a power of two, so that ranks with similar step times read CPU time
-    in the same steps.
+    thread's CPU time is divided equally among these spans, and they are stored as joint. Reading CPU time is a system
+    call, which raises the cost of a mark from 0.3 µs to 2.1 µs. CPU time is therefore read in only about one step per
+    `read_each_s` seconds. The number of steps from one reading to the next is a power of two, so that ranks with
+    similar step times read CPU time in the same steps.
     """
 
     def __init__(
@@ -78,7 +109,7 @@ class HostClock:
     ) -> None:
         self._now, self._cpu, self.read_each_s = now, cpu, read_each_s
         self._steps: list[tuple[float, bool, float]] = []
-        self._spans: list[tuple[int, Phase, int, float, float]] = []
+        self._spans: list[Opened] = []
         self._turns: list[tuple[int, int, int, bool, float]] = []
         self._reads, self._apart = True, 1
 
@@ -88,7 +119,7 @@ class HostClock:
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
         """Add a span to the last step; `start_s` and `end_s` are seconds on the host's clock."""
-        self._spans.append((len(self._steps) - 1, phase, device, start_s, end_s))
+        self._spans.append((len(self._steps) - 1, phase, device, 0, start_s, end_s))
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -105,7 +136,11 @@ class HostClock:
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans that have been recorded so far."""
-        return tuple(Span(step, phase, device, "host", start, end) for step, phase, device, start, end in self._spans)
+        joint = _joint(self._spans)
+        return tuple(
+            Span(step, phase, device, f"host{JOINT}" if index in joint else "host", start, end)
+            for index, (step, phase, device, _, start, end) in enumerate(self._spans)
+        )
 
     def samples(self) -> tuple[Sample, ...]:
         """Return the busy CPU seconds of each device in each step in which CPU time was read, as samples.
@@ -170,7 +205,7 @@ class _HostMark:
     steps.
     """
 
-    __slots__ = ("_clock", "_device", "_phase", "_start", "_step", "_thread")
+    __slots__ = ("_clock", "_device", "_phase", "_reads", "_start", "_step", "_thread")
 
     def __init__(self, clock: HostClock, phase: Phase, device: int) -> None:
         self._clock, self._phase, self._device = clock, phase, device
@@ -178,33 +213,36 @@ class _HostMark:
     def __enter__(self) -> None:
         clock = self._clock
         self._step = len(clock._steps)
-        self._thread = threading.get_ident() if clock._reads else 0
-        if self._thread:
+        self._thread, self._reads = threading.get_ident(), clock._reads
+        if self._reads:
             clock._turns.append((self._step, self._thread, self._device, True, clock._cpu()))
         self._start = clock._now()
 
     def __exit__(self, *error: object) -> None:
         clock = self._clock
         end = clock._now()
-        if self._thread:
+        if self._reads:
             clock._turns.append((self._step, self._thread, self._device, False, clock._cpu()))
-        clock._spans.append((self._step, self._phase, self._device, self._start, end))
+        clock._spans.append((self._step, self._phase, self._device, self._thread, self._start, end))
 
 
 class _CudaMark:
     """The context manager that records one span with two CUDA events; it reuses unused events of the clock."""
 
-    __slots__ = ("_at", "_clock", "_index", "_phase", "_start", "_step", "_unused")
+    __slots__ = ("_at", "_began", "_clock", "_index", "_phase", "_start", "_step", "_thread", "_unused")
 
     def __init__(self, clock: CudaClock, phase: Phase, index: int) -> None:
         self._clock, self._phase, self._index = clock, phase, index
         self._at, self._unused = clock._own[index]
 
     def __enter__(self) -> None:
+        self._thread, self._began = threading.get_ident(), next(self._clock._order)
         self._step, self._start = self._clock._count, self._event()
 
     def __exit__(self, *error: object) -> None:
-        self._clock._marks.append((self._step, self._phase, self._index, self._start, self._event()))
+        order = self._thread, self._began, next(self._clock._order)
+        mark = (self._step, self._phase, self._index, *order)
+        self._clock._marks.append((mark, self._start, self._event()))
 
     def _event(self) -> Any:
         try:
@@ -242,8 +280,9 @@ class CudaClock:
         self._added: list[Span] = []
         self._blocks: list[_Block] = []
         self._own: dict[int, tuple[Device, list[Any]]] = {device.index: (device, []) for device in devices}
-        self._marks: list[tuple[int, Phase, int, Any, Any]] = []
-        self._read: list[tuple[int, Phase, int, float, float]] = []
+        self._order = itertools.count()
+        self._marks: list[tuple[Opened, Any, Any]] = []
+        self._read: list[tuple[Opened, float, float]] = []
         self._first, self._last = list[tuple[Any, float]](), list[tuple[Any, float]]()
         self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
 
@@ -281,11 +320,12 @@ class CudaClock:
         end. The devices must have finished the steps.
         """
         begins = [events for block in self._blocks for events in (block.begin, *block.ends)[:-1]]
-        ended = [mark for mark in self._marks if mark[0] < len(begins)]
-        self._marks = [mark for mark in self._marks if mark[0] >= len(begins)]
-        for step, phase, device, start, end in ended:
+        ended = [one for one in self._marks if one[0][0] < len(begins)]
+        self._marks = [one for one in self._marks if one[0][0] >= len(begins)]
+        for mark, start, end in ended:
+            step, _, device, *_ = mark
             begin = begins[step][self._position[device]]
-            self._read.append((step, phase, device, begin.elapsed_time(start), start.elapsed_time(end)))
+            self._read.append((mark, begin.elapsed_time(start), start.elapsed_time(end)))
             self._own[device][1].extend((start, end))
 
     @contextmanager
@@ -347,11 +387,13 @@ class CudaClock:
         begins = [seconds for _, seconds in self._begins()]
         host_s_per_ms = [(1 + drift) / 1e3 for drift in self.drift]
         spans = [span for span in self._added if span.step < len(begins)]
-        for step, phase, device, after_ms, lasts_ms in self._read:
+        joint = _joint([mark for mark, _, _ in self._read])
+        for index, ((step, phase, device, *_), after_ms, lasts_ms) in enumerate(self._read):
             position = self._position[device]
             start_s = begins[step][position] + after_ms * host_s_per_ms[position]
             end_s = start_s + lasts_ms * host_s_per_ms[position]
-            spans.append(Span(step, phase, device, "cuda_event", start_s, end_s))
+            clock = f"cuda_event{JOINT}" if index in joint else "cuda_event"
+            spans.append(Span(step, phase, device, clock, start_s, end_s))
         return tuple(spans)
 
     def events(self) -> dict[int, Any]:

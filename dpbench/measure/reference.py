@@ -109,6 +109,27 @@ def chunked(
     return module
 
 
+def averaged(
+    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
+    *, scale: float = 1.0,
+) -> nn.Module:  # fmt: skip
+    """Return `module` with the mean of the gradients of each chunk's own loss, weighted by the chunks' rows.
+
+    This is what DistributedDataParallel computes, whose ranks each have a loss. It differs from the
+    gradient of the whole batch if the loss is not a mean over samples, for example if it averages
+    over the items that a mask leaves. The arguments are those of `chunked`.
+    """
+    module = module.to(device)
+    rows = split.rows
+    columns = zip(rows, in_chunks(positional(inputs), rows, device), in_chunks(target, rows, device), strict=True)
+    copies = []
+    for count, arguments, wanted in columns:
+        copies.append(copy.deepcopy(module))
+        (loss(copies[-1](*arguments), wanted) * (count / sum(rows) * scale)).backward()
+    _collect(module, copies, scale)
+    return module
+
+
 def block_chunked(
     module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
     *, scale: float = 1.0,

@@ -1,5 +1,9 @@
 """Verification: compare a strategy's gradients with those of a reference before the strategy may be timed.
 
+The ranks of DistributedDataParallel have a loss each, and DDP averages their gradients. If the loss averages over the
+valid items of a batch only, this mean is not the gradient of the whole batch. Verification accepts it from strategies
+with ranks, and records by how much the two differ; see `check`.
+
 If the steps of a case do not train, the outputs of a forward are compared instead; see `check_outputs`.
 
 The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
@@ -29,7 +33,15 @@ import torch
 from torch import nn
 
 from dpbench.hardware.device import Device
-from dpbench.measure.reference import all_tensors, block_chunked, chunked, in_chunks, joined, tensors_by_name
+from dpbench.measure.reference import (
+    all_tensors,
+    averaged,
+    block_chunked,
+    chunked,
+    in_chunks,
+    joined,
+    tensors_by_name,
+)
 from dpbench.models import Model, compile_forward, load, positional, with_forward
 from dpbench.records import Case, Verified, no_mark
 from dpbench.records.schedule import SELECTED, parse
@@ -38,6 +50,8 @@ from dpbench.strategies import Split
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
 Splits = Callable[[Case, nn.Module], Split]
 """A function of a case and a module that returns how a step of the case splits the batch."""
+Compute = Callable[..., nn.Module]
+"""A function with the signature of `chunked` that returns a module with the gradients of a step."""
 
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 """The largest permitted relative error of a tensor, by precision; errors are measured by norms.
@@ -51,12 +65,28 @@ SCALES = tuple(2.0**power for power in range(16, -1, -1))
 
 
 @dataclass(frozen=True)
+class Averaging:
+    """How much the mean of the gradients of the chunks' own losses differs from the gradient of the whole batch.
+
+    The chunks are the rows of the ranks, or of micro-batches. `low` and `high` are the smallest and the largest
+    difference of a parameter's gradient, divided by the norm of its gradient of the whole batch. `rows` is the number
+    of samples in the batch.
+    """
+
+    low: float
+    high: float
+    rows: int
+
+
+@dataclass(frozen=True)
 class Verification:
     """The result of comparing a strategy's gradients or outputs with those of the chunked reference.
 
     `worst` is the name of the parameter, buffer or output with the largest relative error, and `error` is this error.
     `worst` is empty if all tensors are equal. `random` is True if two runs of the reference differ.
     `steps_s` is the time of the strategy's steps in seconds; the first step of a compiled module contains compilation.
+    `averaging` is None unless the gradients are the mean of the gradients of the ranks' own losses, and not those of
+    the whole batch; `verified`, `worst` and `error` then compare the gradients with this mean.
     """
 
     verified: Verified
@@ -64,6 +94,7 @@ class Verification:
     error: float = 0.0
     random: bool = False
     steps_s: float = 0.0
+    averaging: Averaging | None = None
 
     def __str__(self) -> str:
         if math.isnan(self.error):
@@ -95,6 +126,9 @@ def check(
 
     Several steps are taken in fp16 if the gradients overflow, because a GradScaler then skips the update and halves its
     scale; the gradients of the last step are compared. Raises ValueError if the reference overflows at every scale.
+
+    Gradients of a strategy with ranks that differ from the reference are compared with the mean of the gradients of
+    each rank's own loss. If they agree, within the same tolerance, they are right, and the result has `averaging`.
     """
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
@@ -105,17 +139,73 @@ def check(
     pristine = copy.deepcopy(model.module)
     trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
 
-    def reference() -> nn.Module:
-        return _reference(replace(model, module=pristine), small, inputs, target, parts, devices[0], precision, steps)
+    def reference(compute: Compute = chunked) -> nn.Module:
+        given = replace(model, module=pristine)
+        return _reference(given, small, inputs, target, parts, devices[0], precision, steps, compute)
 
     rounds = case.traits.rounds_gradients or (case.schedule not in ("", *SELECTED) and not parse(case.schedule).exact)
     first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
+    if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:
+        mean = reference(averaged)
+        _check_own_losses(mean, parts.rows)
+        own = compare(trained, mean, tolerance, buffers=buffers)
+        if own.verified is not Verified.NO:
+            return replace(own, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size))
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
         return replace(verdict, random=itself.verified is Verified.NO)
     return verdict
+
+
+def averaging(
+    case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
+) -> Averaging | None:  # fmt: skip
+    """Return how the gradient that ranks would compute for a batch of the case differs from that of the whole batch.
+
+    No rank and no strategy is started: both gradients are computed on `device`, with the chunks of the case's rows.
+    Return None if they agree within the tolerance of the case's precision, if the model returns its own loss, or if
+    the model draws random numbers that dpbench cannot repeat. Raises ValueError if the loss of one rank's rows is not
+    finite.
+    """
+    model = load(case.model, case.size, case.seed)
+    parts = Split(case.rows)
+    if model.owns_loss:
+        return None
+    if not _replay(model.module, parts):
+        _without_dropout(model.module)
+    inputs, target = model.batch(case.batch_size, case.seed + 1)
+    whole, again, mean = (
+        _reference(model, case, inputs, target, parts, device, precision, 1, compute)
+        for compute in (chunked, chunked, averaged)
+    )
+    _check_gradients(whole)
+    _check_own_losses(mean, parts.rows)
+    tolerance = TOLERANCE[case.precision]
+    if compare(again, whole, tolerance, buffers=False).verified is Verified.NO:
+        return None
+    found = compare(mean, whole, tolerance, buffers=False)
+    return _averaging(mean, whole, case.batch_size) if found.verified is Verified.NO else None
+
+
+def _check_own_losses(mean: nn.Module, rows: Sequence[int]) -> None:
+    """Raise ValueError if the mean of the gradients of the chunks' own losses is not finite; `rows` are the chunks'."""
+    for name, parameter in mean.named_parameters():
+        if kind := _not_finite(_gradient(parameter)):
+            raise ValueError(
+                f"the gradient of {name} contains {kind} if each rank or micro-batch has its own loss (of "
+                f"{', '.join(map(str, rows))} samples), but not if the loss is that of the whole batch: a mean over "
+                "the valid items divides by zero where no item is valid; divide by at least 1, or let each chunk have "
+                "a valid item"
+            )
+
+
+def _averaging(module: nn.Module, whole: nn.Module, rows: int) -> Averaging:
+    """Return the range of the errors of the module's gradients, relative to those of `whole`."""
+    errors = _errors(_gradients(module, whole), ())
+    trained = [errors[name] for name, parameter in whole.named_parameters() if parameter.requires_grad]
+    return Averaging(min(trained), max(trained), rows)
 
 
 def _check_gradients(module: nn.Module) -> None:
@@ -260,14 +350,15 @@ def _trained(
 
 def _reference(
     model: Model, case: Case, inputs: Any, target: Any, parts: Split, device: Device,
-    precision: Callable[[Case], AbstractContextManager[Any]], steps: int,
+    precision: Callable[[Case], AbstractContextManager[Any]], steps: int, compute: Compute = chunked,
 ) -> nn.Module:  # fmt: skip
     """Return a copy of the model's module with the gradients of the chunked reference after `steps` steps.
 
-    The steps do not change the weights, but every forward changes buffers. Raises ValueError if the gradients overflow
-    fp16 at every scale of the loss.
+    With `compute=averaged`, the gradients are the mean of those of the chunks' own losses. The steps do not change the
+    weights, but every forward changes buffers. Raises ValueError if the gradients overflow fp16 at every scale of the
+    loss.
     """
-    compute = block_chunked if parts.block else chunked
+    compute = block_chunked if parts.block else compute
     # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
         module = copy.deepcopy(model.module)
@@ -358,9 +449,13 @@ def _without_dropout(module: nn.Module) -> None:
 
 def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verification:
     """Compare a module's gradients, and with `buffers` its buffers, with those of `reference`; see `_verdict`."""
-    gradients = [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
+    gradients = _gradients(module, reference)
     kept = [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()] if buffers else []
     return _verdict(gradients, kept, tolerance)
+
+
+def _gradients(module: nn.Module, reference: nn.Module) -> Pairs:
+    return [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
 
 
 Pairs = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
@@ -375,20 +470,25 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
     the largest norm of all results; for a kept tensor, the norm of a tensor of its shape with all elements 1e-4.
     The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
-    # the reference is on one device, and the module's layers may be on several
-    results, kept = ([(name, ours.to(theirs.device), theirs) for name, ours, theirs in one] for one in (results, kept))
-    if all(torch.equal(ours, theirs) for _, ours, theirs in (*results, *kept)):
+    if all(torch.equal(ours.to(theirs.device), theirs) for _, ours, theirs in (*results, *kept)):
         return Verification(Verified.BITWISE)
-    largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
-    floors = [1e-4 * largest] * len(results) + [1e-4 * theirs.numel() ** 0.5 for _, _, theirs in kept]
-    errors = {
-        name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)
-        for (name, ours, theirs), floor in zip((*results, *kept), floors, strict=True)
-    }
+    errors = _errors(results, kept)
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     # not (error > tolerance), so that NaN fails
     verified = Verified.WITHIN_TOLERANCE if errors[worst] <= tolerance else Verified.NO
     return Verification(verified, worst, errors[worst])
+
+
+def _errors(results: Pairs, kept: Pairs) -> dict[str, float]:
+    """Return the error of each tensor by its name, as `_verdict` defines it."""
+    # the reference is on one device, and the module's layers may be on several
+    results, kept = ([(name, ours.to(theirs.device), theirs) for name, ours, theirs in one] for one in (results, kept))
+    largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
+    floors = [1e-4 * largest] * len(results) + [1e-4 * theirs.numel() ** 0.5 for _, _, theirs in kept]
+    return {
+        name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)
+        for (name, ours, theirs), floor in zip((*results, *kept), floors, strict=True)
+    }
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

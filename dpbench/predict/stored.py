@@ -298,7 +298,8 @@ class ObservedLoop:
 def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
     """Yield the spans of each timed step, or of the median step alone if the trial keeps no other spans."""
     if not trial.spans:
-        yield trial.ledger.median_step[1] if trial.ledger.median_step else ()
+        number, found = trial.ledger.median_step or (None, ())
+        yield tuple(span for span in found if span.step == number)
         return
     for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
         if not step.warmup:

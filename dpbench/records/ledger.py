@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
-from dpbench.records.activity import union
+from dpbench.records.activity import length, union
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
 
 if TYPE_CHECKING:  # records.trial imports this module
@@ -87,31 +87,37 @@ class Ledger:
     def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
         """Return, by phase, two totals in seconds over all timed steps: the sum and the union of the phase's spans.
 
-        The sum counts the time in which spans of several devices overlap once per span, the union only once. Spans of
-        the host are left out.
+        The sum counts the time in which spans of several devices overlap once per span, the union only once. Joint
+        spans on the host's clock count as one span: one thread computes for one device after the other. Joint spans
+        on a GPU's clock are left out, because they do not show when each device computed: autograd has a thread per
+        GPU. Spans of the host are left out too.
         """
         return {phase: self._concurrency(phase) for phase in dict.fromkeys(span.phase for span in self._spans)}
 
     def _concurrency(self, phase: Phase) -> tuple[float, float]:
         warm = {number for number, step in enumerate(self._steps) if step.warmup}
         spans = [s for s in self._spans if s.phase is phase and s.device != HOST and s.step not in warm]
-        union, reach = 0.0, float("-inf")
-        for span in sorted(spans, key=lambda s: s.start_s):
-            union += max(0.0, span.end_s - max(span.start_s, reach))
-            reach = max(reach, span.end_s)
-        return sum(span.end_s - span.start_s for span in spans), union
+        joint = union((s.start_s, s.end_s) for s in spans if s.joint and s.on_host)
+        each = [*((s.start_s, s.end_s) for s in spans if not s.joint), *joint]
+        return length(each), length(union(each))
 
     @cached_property
     def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
-        """Return the index and the spans of the timed step with the median duration; None if no step was timed.
+        """Return the index and the spans of the timed step that `typical_step` chooses; None if no step was timed.
 
-        If the number of timed steps is even, this is the shorter one of the two steps in the middle.
+        The spans are those of the step, wherever they are, and those of other steps that are open
+        before it ends and after it, or its first span, began. The latter show that a device works
+        on another step, and is not idle.
         """
-        timed = sorted((step.seconds, number) for number, step in enumerate(self._steps) if not step.warmup)
-        if not timed:
+        found = typical_step(self._steps, self._spans)
+        if found is None:
             return None
-        _, found = timed[(len(timed) - 1) // 2]
-        return found, tuple(span for span in self._spans if span.step == found)
+        step = self._steps[found]
+        own = [span.start_s for span in self._spans if span.step == found]
+        start_s = min([step.start_s, *own])
+        return found, tuple(
+            span for span in self._spans if span.step == found or (span.start_s < step.end_s and span.end_s > start_s)
+        )
 
     def close(self) -> Ledger:
         """Compute all properties, release the spans except those of the median step, and return this ledger."""
@@ -151,7 +157,7 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
     to the time at which the last of these results arrived; its wait is charged only where no other span is open.
     """
     inside = [span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)]
-    tie_s = 0.0 if all(span.clock == "host" for span in inside) else TIE_S
+    tie_s = 0.0 if all(span.on_host for span in inside) else TIE_S
     began = [_began(span, inside, tie_s) for span in inside]
     works = [Part(span, at, span.end_s) for span, at in zip(inside, began, strict=True)]
     waits = [Part(span, span.start_s, at) for span, at in zip(inside, began, strict=True) if at > span.start_s]
@@ -221,6 +227,39 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
         key = (span.phase.value, span.device) if span else (UNATTRIBUTED, -1)
         charged[key] = charged.get(key, 0.0) + (end_s - start_s)
     return charged
+
+
+def typical_step(steps: Sequence[Step], spans: Iterable[Span]) -> int | None:
+    """Return the index of the timed step that is closest to the medians; None if no step was timed.
+
+    The durations of the steps, and the total and the begin of each phase on each device, relative to
+    the begin of the step, each have a median over all timed steps. The largest difference of the
+    chosen step from these medians, in seconds, is smaller than that of any other step. A step of
+    median duration alone may be one in which a rank had run ahead, or in which one phase took the
+    time that another one saved. If the number of timed steps is even, a median is the lower one of
+    the two values in the middle.
+    """
+    from statistics import median_low  # every command imports this module
+
+    timed = {number: step.start_s for number, step in enumerate(steps) if not step.warmup}
+    lasted: dict[tuple[Phase, int], dict[int, float]] = {}
+    began: dict[tuple[Phase, int], dict[int, float]] = {}
+    for span in spans:
+        if span.step not in timed:
+            continue
+        key, number = (span.phase, span.device), span.step
+        lasted.setdefault(key, dict.fromkeys(timed, 0.0))[number] += span.end_s - span.start_s
+        begins, after_s = began.setdefault(key, {}), span.start_s - timed[number]
+        begins[number] = min(after_s, begins.get(number, after_s))
+    if not timed:
+        return None
+    durations = {number: steps[number].seconds for number in timed}
+    farthest = dict.fromkeys(timed, 0.0)
+    for values in (durations, *lasted.values(), *began.values()):
+        middle_s = median_low(values.values())
+        for number, value in values.items():
+            farthest[number] = max(farthest[number], abs(value - middle_s))
+    return min(timed, key=lambda number: (farthest[number], durations[number]))
 
 
 def _open_before(spans: Iterable[Span]) -> Callable[[float], float]:

@@ -68,6 +68,14 @@ and `copied_bytes` (the bytes of these copies).
 """
 
 
+AVERAGING = "averaging"
+"""The key of a trial's provenance for gradients that are the mean of those of the ranks' own losses.
+
+They are right for the strategy, but are not the gradient of the whole batch. `low` and `high` are the smallest and the
+largest relative difference of a parameter's gradient, in a step of `rows` samples.
+"""
+
+
 HOSTS = "hosts"
 """The key of the provenance of a trial, and of a run, for the machines of the ranks."""
 FAILED_HOSTS = "failed_hosts"
@@ -144,6 +152,10 @@ class Verified(StrEnum):
     NO = "no"
 
 
+JOINT = "_joint"
+"""The end of the name of a joint span's clock."""
+
+
 @dataclass(frozen=True)
 class Span:
     """The start and the end of one phase on one device in the step with the index `step`.
@@ -155,9 +167,24 @@ class Span:
     step: int
     phase: Phase
     device: int
-    clock: str  # "host" | "cuda_event" | "profiled_step"
+    clock: str  # "host" | "cuda_event" | "profiled_step", followed by `JOINT` if the span is joint
     start_s: float
     end_s: float
+
+    @property
+    def joint(self) -> bool:
+        """Return whether one thread had opened the phase on several devices at once.
+
+        It then runs one operation for all of them, such as the backward from a loss of the gathered
+        batch. The span does not show when its device computed within this time. Trials that dpbench
+        stored before it knew joint spans have none.
+        """
+        return self.clock.endswith(JOINT)
+
+    @property
+    def on_host(self) -> bool:
+        """Return whether the host's clock measured the times."""
+        return self.clock.removesuffix(JOINT) == "host"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ HEAD, ROW, GAP = 19.0, 15.0, 4.0
 """The heights of a case's name, of a row of bars, and of the gap below a lane, in SVG units."""
 LEFT = 46.0
 """The margin for the names of the lanes, in SVG units."""
+PALE = 0.35
+"""The opacity of a bar of another step."""
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
@@ -37,8 +39,10 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
     facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
     return Section(
         "lanes", "One median step, device by device",
-        "The lanes of a panel share one time axis. A bar is a phase on a device; where a lane is grey, no phase is "
-        "open on the device. A thick outline is the critical path: the bars that the end of the step waited for.",
+        "The step is the one closest to the medians of its round, in its duration and in each phase on each device. "
+        "The lanes of a panel share one time axis. A bar is a phase on a device; a pale bar belongs to the step before "
+        "or after. Where a lane is grey, no phase is open on the device. A thick outline is the critical path: the "
+        "bars that the end of the step waited for.",
         [_panel(facet, found, f"lanes{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )  # fmt: skip
@@ -89,21 +93,28 @@ def _drawing(
     """Return the timelines as one drawing with a common time axis; `cases`, if given, has the case of each timeline."""
     said = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
-    phases = {bar.phase.value for one in shown for lane in one.lanes for bar in lane.bars}
+    phases = {bar.phase.value for one in shown for lane in _shown(one) for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
     idle = any(lane.idle for one in shown for lane in one.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
     figure, axes, tops = svg.lanes(names, said, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases)
-    longest = max(one.seconds for one in shown) * 1e3
-    axes.set(xlim=(0, longest * 1.01), xlabel="milliseconds after the start of the step")
+    begin_s = min(lane.begin_s for one in shown for lane in one.lanes)
+    end_s = max([*(one.seconds for one in shown), *(bar.end_s for one in shown for bar in _own(one))])
+    width = (end_s - begin_s) * 1e3 * 1.01
+    axes.set(xlim=(begin_s * 1e3, begin_s * 1e3 + width), xlabel="milliseconds after the start of the step")
     for one, top in zip(shown, tops, strict=True):
-        _timeline(axes, one, top + HEAD, longest)
+        _timeline(axes, one, top + HEAD, width)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
     return svg.render(
         figure, key=key, title=f"One median step: {title}",
         description=" ".join(f"{name}: {_description(one)}" for name, one in zip(names, shown, strict=True)),
     )  # fmt: skip
+
+
+def _own(one: Lanes) -> Iterator[Bar]:
+    """Yield the bars of the step itself, without those of other steps."""
+    return (bar for lane in one.lanes for bar in lane.bars if not bar.step)
 
 
 def _path_key() -> Patch:
@@ -113,7 +124,7 @@ def _path_key() -> Patch:
 def _said(one: Lanes) -> str:
     """Return the duration of a step, and in brackets the range of the idle shares if it has several devices."""
     took = f"{words.number(one.seconds * 1e3)} ms"
-    shares = [lane.idle_s / one.seconds for lane in one.lanes if lane.device >= 0]
+    shares = [lane.idle_share for lane in one.lanes if lane.device >= 0]
     return f"{took} (devices idle {_range(shares)})" if len(shares) > 1 else took
 
 
@@ -122,8 +133,8 @@ def _range(shares: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(words.percent(share) for share in (min(shares), max(shares))))
 
 
-def _timeline(axes: Axes, one: Lanes, top: float, longest: float) -> None:
-    """Draw the lanes of one case from the height `top` downwards; `longest` is the end of the time axis in ms."""
+def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
+    """Draw the lanes of one case from the height `top` downwards; `width` is the length of the time axis in ms."""
     critical: dict[tuple[int | None, Bar | None], float] = {}
     for part in one.path:
         at = (part.device, part.bar)
@@ -135,18 +146,31 @@ def _timeline(axes: Axes, one: Lanes, top: float, longest: float) -> None:
         svg.write_beside(axes, top + 11, _short(lane.device), LEFT, fontsize=svg.SMALL)
         for begin, end in lane.idle:
             box = _box(axes, (begin, end), top, lane.rows * ROW, **IDLE)
-            _write(axes, ("idle",), (begin, end), top, longest, svg.MUTED)
+            _write(axes, ("idle",), (begin, end), top, width, svg.MUTED)
             marks.explain(box, f"{_place(lane.device)} idle: {_extent(begin, end, one.seconds)}")
         for bar in lane.bars:
             look, y = svg.PHASES[bar.phase], top + bar.row * ROW
-            box = _box(axes, (bar.start_s, bar.end_s), y, ROW, facecolor=look.fill)
-            _write(axes, (bar.phase.value, look.short), (bar.start_s, bar.end_s), y, longest, look.ink)
+            pale = {"alpha": PALE} if bar.step else {}
+            box = _box(axes, (bar.start_s, bar.end_s), y, ROW, facecolor=look.fill, **pale)
+            ink = svg.FOREGROUND if bar.step else look.ink
+            names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
+            _write(axes, names, (bar.start_s, bar.end_s), y, width, ink)
             waited = critical.get((lane.device, bar), 0.0)
             on_path = f"; critical for {words.time(waited)}" if waited else ""
-            said = f"{bar.phase} on {_place(lane.device)}: {_extent(bar.start_s, bar.end_s, one.seconds)}{on_path}"
-            marks.explain(box, said)
+            extent = _extent(bar.start_s, bar.end_s, one.seconds)
+            marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}")
         top += lane.rows * ROW + GAP
     _outline(axes, one.path, edges, (start, top - GAP))
+
+
+def _named(bar: Bar) -> str:
+    """Return the name of the bar's phase, whether it is joint, and its step if this is not the drawn step."""
+    phase = f"joint {bar.phase}" if bar.joint else bar.phase.value
+    if not bar.step:
+        return phase
+    away = abs(bar.step)
+    steps = "the step" if away == 1 else words.count(away, "step")
+    return f"{phase} of {steps} {'before' if bar.step < 0 else 'after'}"
 
 
 def _short(device: int) -> str:
@@ -173,11 +197,11 @@ def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **l
 
 
 def _write(
-    axes: Axes, texts: Sequence[str], interval: tuple[float, float], y: float, longest: float, ink: str
+    axes: Axes, texts: Sequence[str], interval: tuple[float, float], y: float, width: float, ink: str
 ) -> None:  # fmt: skip
     """Write the first of `texts` that fits into a row over an interval in seconds; write nothing if none fits."""
     start, end = (at * 1e3 for at in interval)
-    room = svg.room(end - start, longest * 1.01, LEFT)
+    room = svg.room(end - start, width, LEFT)
     if text := next((text for text in texts if len(text) <= room), ""):
         axes.text((start + end) / 2, y + 11, text, ha="center", color=ink, fontsize=svg.SMALL)
 
@@ -239,11 +263,17 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
     for name, one in zip(names, shown, strict=True):
         took = words.time(one.seconds)
         place = f"step {one.step} of {naming.unit(one.case)} {one.round + 1}"
-        measured = f"{place}, {took}, the median of its {words.count(one.timed, 'timed step')}"
+        measured = f"{place}, {took}, closest to the medians of its {words.count(one.timed, 'timed step')}"
         which = f"predicted, {took}" if one.source is Source.PREDICTED else measured
         said.append(f"{name}: {which}{_idle(one)}.")
         if left_out := len(one.lanes) - len(_shown(one)):
             said.append(f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn.")
+        if joint := sorted({bar.phase for bar in _own(one) if bar.joint}):
+            said.append(
+                f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')} ({', '.join(joint)}) "
+                f"{words.verb(len(joint), 'is', 'are')} one operation for all devices; the bars do not show when each "
+                "device works."
+            )
     return said
 
 
@@ -254,8 +284,8 @@ def _shown(one: Lanes) -> Sequence[Lane]:
 
 def _idle(one: Lanes) -> str:
     """Return a clause with the idle shares of device 0 and of the others; an empty text if there is only one device."""
-    first = [lane.idle_s / one.seconds for lane in one.lanes if lane.device == 0]
-    rest = [lane.idle_s / one.seconds for lane in one.lanes if lane.device > 0]
+    first = [lane.idle_share for lane in one.lanes if lane.device == 0]
+    rest = [lane.idle_share for lane in one.lanes if lane.device > 0]
     if not first or not rest:
         return ""
     others = "device 1" if len(rest) == 1 else "the others"
@@ -268,12 +298,12 @@ def _description(one: Lanes) -> str:
     for lane in _shown(one):
         total: dict[str, float] = {}
         for bar in lane.bars:
-            total[bar.phase.value] = total.get(bar.phase.value, 0.0) + bar.end_s - bar.start_s
+            total[_named(bar)] = total.get(_named(bar), 0.0) + bar.end_s - bar.start_s
         parts = [f"{phase} {words.time(seconds)}" for phase, seconds in total.items()]
         lanes.append(f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}")
     path: dict[str, float] = {}
     for part in one.path:
-        name = f"{part.bar.phase} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
+        name = f"{_named(part.bar)} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
     return f"a step of {words.time(one.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."

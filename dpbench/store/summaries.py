@@ -19,7 +19,7 @@ from dpbench.records.ledger import Ledger
 from dpbench.records.series import Steps
 from dpbench.records.visible import visible
 
-VERSION = 2
+VERSION = 3
 """The version of the ledger's rules. Raise it if a rule changes; summaries of other versions are computed again."""
 _PHASES = {phase.value: phase for phase in Phase}
 
@@ -29,7 +29,8 @@ class _Packed(msgspec.Struct, array_like=True):
 
     `warmup` has one byte per step. All other series are little-endian doubles, one per step, or one per timed step in
     `occupied`. `charged` has one series for each (phase, device) in `keys`; NaN marks a step without this key.
-    `median` is the index of the median step, and `spans` has its spans as (phase, device, clock, start, end).
+    `median` is the index of the median step, and `spans` has its spans as (phase, device, clock, start, end). `places`
+    has the step of each of these spans, relative to `median`; versions before 3 lack it.
     """
 
     version: int
@@ -43,6 +44,7 @@ class _Packed(msgspec.Struct, array_like=True):
     concurrency: dict[str, tuple[float, float]]
     median: int | None
     spans: list[tuple[str, int, str, float, float]]
+    places: list[int] = []
 
 
 _DECODER = msgspec.msgpack.Decoder(_Packed)
@@ -101,8 +103,10 @@ class StoredLedger(Ledger):
         if number is None:
             return None
         return number, tuple(
-            Span(number, _PHASES[phase], device, visible(clock), start_s, end_s)
-            for phase, device, clock, start_s, end_s in self._packed.spans
+            Span(number + place, _PHASES[phase], device, visible(clock), start_s, end_s)
+            for (phase, device, clock, start_s, end_s), place in zip(
+                self._packed.spans, self._packed.places, strict=True
+            )
         )
 
 
@@ -124,6 +128,7 @@ def packed(trial: Trial) -> bytes:
             concurrency={phase.value: pair for phase, pair in found.concurrency.items()},
             median=number,
             spans=[(s.phase.value, s.device, s.clock, s.start_s, s.end_s) for s in spans],
+            places=[s.step - number for s in spans] if number is not None else [],
         )
     )
 
@@ -141,6 +146,8 @@ def unpacked(summary: bytes) -> StoredLedger | None:
         raise ValueError(f"the summary has the unknown phase {min(unknown)!r}")
     if any(len(column) != len(found.seconds) for column in (found.ends, *found.charged)):
         raise ValueError("the series of the summary differ in length")
+    if len(found.places) != len(found.spans):
+        raise ValueError("the spans of the summary and their places differ in length")
     return StoredLedger(found)
 
 

@@ -132,19 +132,32 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
         lost, ideal = context.excess(phase.value), context.ideal()
         if lost is None or ideal is None:
             return Missing("whether devices compute concurrently (needs the strategy single at the same batch size)")
-        at_once = overlap(context.trials, phase)
+        at_once = _at_once(context, phase)
         took, alone = context.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
             says=f"{phase.value} takes {time(took)} on {devices}; with perfect scaling, it would take {time(alone)}",
-            numbers=f"one device would take {time(alone)} for its share of the batch; {_cause(context, at_once)}",
+            numbers=f"one device would take {time(alone)} for its share of the batch; "
+            f"{_cause(context, phase, at_once)}",
             size_s=lost,
         )
 
     return when
 
 
-def _cause(context: CaseContext, at_once: float | None) -> str:
+def _at_once(context: CaseContext, phase: Phase) -> float | None:
+    """Return the mean number of devices that run `phase`, over the time in which at least one does; None if unknown.
+
+    A joint backward is open on all devices at once. On CPU devices, autograd computes it in the thread that called it,
+    for one device after the other. On GPUs, its spans do not show when each device computed. Trials that were stored
+    before dpbench knew joint spans show several devices in both cases, so the schedule decides.
+    """
+    if phase is Phase.BACKWARD and context.schedule and context.schedule.backward == "joint":
+        return 1.0 if context.case.device_kind == "cpu" else None
+    return overlap(context.trials, phase)
+
+
+def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
     devices = count(len(context.case.rows), "device")
     if context.oversubscribed:
         return f"{devices} take turns on {count(context.cores, 'core')}"
@@ -152,9 +165,11 @@ def _cause(context: CaseContext, at_once: float | None) -> str:
         return f"how many of {devices} run this phase concurrently is unknown"
     if at_once < SERIAL:
         return f"on average, only {at_once:.1f} of {devices} are in this phase at a time: most run it one after another"
+    concurrent = f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than one device"
+    if phase is Phase.BACKWARD:  # autograd runs in C++, without the GIL
+        return f"{concurrent} alone"
     return (
-        f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than one device alone: "
-        "the operations are small, and launching them needs Python's global interpreter lock (GIL)"
+        f"{concurrent} alone: the operations are small, and launching them needs Python's global interpreter lock (GIL)"
     )
 
 

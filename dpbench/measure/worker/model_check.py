@@ -22,6 +22,7 @@ from torch import nn
 from dpbench import models, strategies
 from dpbench.engine import DataParallel
 from dpbench.hardware import processes
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
 from dpbench.measure.reference import all_tensors, mapped, tensors_by_name
@@ -29,7 +30,7 @@ from dpbench.models import Model
 from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import REFERENCE
-from dpbench.records.words import count
+from dpbench.records.words import count, percent
 from dpbench.records.words import size as in_bytes
 from dpbench.strategies import precision_of
 
@@ -316,6 +317,7 @@ class _Facts:
         if found.verified is Verified.NO:
             self.notes.append(f"a step on two devices does not pass verification: {found}")
             return
+        self._averaged(replace(two, batch_size=4 * two.devices - 1), devices[0])
         if self._draws:  # each chunk draws other numbers than the whole batch
             return
         even = replace(two, batch_size=2 * ROWS)
@@ -325,6 +327,23 @@ class _Facts:
                 f"the gradient of a step on two devices differs from that on one device (by {apart:.2g} of its norm), "
                 "with dpbench and with torch alike: the loss is not a mean over samples, or samples depend on each "
                 "other, as with BatchNorm"
+            )
+
+    def _averaged(self, case: Case, device: Device) -> None:
+        """Add a note if the mean of the gradients of ranks is not the gradient of the whole batch of a case."""
+        averaging = "ddp and other strategies that average the gradients of ranks or micro-batches"
+        try:
+            found = verification.averaging(case, device, precision_of)
+        except Exception as error:  # the user's loss may raise any error for the rows of one rank
+            first = str(error).strip().partition("\n")[0]
+            self.notes.append(f"{averaging} would fail: {type(error).__name__}: {first}")
+            return
+        if found:
+            self.notes.append(
+                f"with {averaging}, the gradient differs from that of the whole batch by {percent(found.low)} to "
+                f"{percent(found.high)} (on {count(case.devices, 'rank')}, with {count(found.rows, 'sample')}): the "
+                "loss is no mean over samples, as with ignore_index or a mask; a run measures these strategies, and "
+                "says so"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts, with_links
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
-from dpbench.records.trial import Failure, cause_of
+from dpbench.records.trial import AVERAGING, Failure, cause_of
 from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
@@ -136,6 +136,8 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     at.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
+    if verdict.averaging:
+        facts[AVERAGING] = asdict(verdict.averaging)
     compiling = {"compile_s": verdict.steps_s} if case.compile else {}
     if case.compile:
         torch.compiler.reset()  # the shapes of verification must not make the graphs dynamic

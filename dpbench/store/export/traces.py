@@ -240,7 +240,7 @@ def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero
         chosen = [(one.start_s, one.end_s, one) for one in spans if (one.phase in COMMUNICATION) is communicates]
         for lane, start, end, span in lanes(chosen, zero_s, nested=False):
             correlation += 1
-            cause = span.start_s if span.clock == "host" else steps[span.step].start_s
+            cause = span.start_s if span.on_host else steps[span.step].start_s
             at = _us(cause, zero_s)
             name = f"ncclKernel_{span.phase}" if communicates else str(span.phase)
             stream = first + lane
