@@ -113,7 +113,14 @@ def assign_data(loop: Loop, k: int) -> None:
     p.data = p.data * 0.9
 
 
+def reads_memory_order(loop: Loop) -> bool:
+    """Return whether fused kernels step the weights: torch's take no notice of a gradient's strides on the CPU."""
+    return any(group.get("fused") for group in loop.optimizer.param_groups)
+
+
 def assign_transposed(loop: Loop, k: int) -> None:
+    if reads_memory_order(loop):
+        return
     p = loop.module.first.weight
     p.data = p.data.t()
 
@@ -183,8 +190,7 @@ def hook_all(loop: Loop, k: int) -> None:
 
 
 def transpose_gradients(loop: Loop, k: int) -> None:
-    """Give gradients other strides, unless a fused kernel steps them: torch's read memory order on the CPU."""
-    if any(group.get("fused") for group in loop.optimizer.param_groups):
+    if reads_memory_order(loop):
         return
     for p in loop.module.parameters():
         if p.grad is not None and p.dim() == 2:
