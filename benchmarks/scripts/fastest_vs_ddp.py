@@ -3,12 +3,12 @@
     python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out reports/...]
 
 Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest` and `copying`, the
-default of TrainStep, train in that process. The ranks are its children, and block on a pipe while these run. All sides take their warm-up steps, then
-blocks of steps in ABBA order. The result of a run is the median over blocks of a ratio of seconds per step, DDP over
-`fastest`: above 1, `fastest` is faster. The ratio of `copying` to `fastest` shows the cost of the default.
-Three more ratios explain the result. DDP over a second DDP shows the noise.
-DDP over a DDP that keeps freed memory, as `fastest` does, shows the effect of the allocator. This third DDP over
-`fastest` shows the effect of the schedule.
+default of TrainStep, train in that process. The ranks are its children, and block on a pipe while these run. All
+sides take their warm-up steps, then blocks of steps in ABBA order. The result of a run is the median over blocks of a
+ratio of seconds per step, DDP over `fastest`: above 1, `fastest` is faster. The ratio of `copying` to `fastest` shows
+the cost of the default. Three more ratios explain the result. DDP over a second DDP shows the noise. DDP over a DDP
+that keeps freed memory, as `fastest` does, shows the effect of the allocator. This third DDP over `fastest` shows the
+effect of the schedule.
 """
 
 from __future__ import annotations
