@@ -180,8 +180,8 @@ FAULTS = (
     Fault(
         "early-error",
         "a device that fails early stops no other device in the same stage",
-        "                if not stopped:\n                    attempt(stage, i)",
-        "                if not errors:\n                    attempt(stage, i)",
+        "                    if not stopped:\n                        attempt(stage, i)",
+        "                    if not errors:\n                        attempt(stage, i)",
         ("tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",),
     ),
     Fault(
