@@ -99,7 +99,7 @@ class Plain(Loop):
             tuple(t.clone() for t in piece) for piece in zip(*(t.chunk(self._devices) for t in inputs), strict=True)
         ]
         parameters = list(self.module.parameters())
-        leaves = [[nn.Parameter(p.detach().clone(), p.requires_grad) for p in parameters] for _ in pieces]
+        leaves = [[leaf(p) for p in parameters] for _ in pieces]
         twins = [twin(self.module, leaves[i], share_buffers=i == 0) for i in range(len(pieces))]
         outputs, errors = [], []
         for replica, piece in zip(twins, pieces, strict=True):
@@ -135,6 +135,14 @@ class Plain(Loop):
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def leaf(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a copy of a parameter that gets gradients of the same dtype."""
+    new = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+    if hasattr(parameter, "grad_dtype"):
+        new.grad_dtype = parameter.grad_dtype
+    return new
 
 
 def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool) -> nn.Module:
@@ -415,6 +423,15 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "contrastive": ("loss=local",),
     "penalty": ("loss=local",),
     "test_a_target_that_wants_gradients_gets_them": ("loss=local",),
+    "flattened target": ("loss=local",),
+    "fewer rows": ("loss=local",),
+    "as many rows as devices": ("loss=local",),
+    "probabilities of one row": ("loss=local",),
+    "a number as target": ("loss=local",),
+    "weights of rows": ("loss=local",),
+    "weights of as many rows as devices": ("loss=local",),
+    # gradients of another dtype than the parameters
+    "grad_dtype": ("replicas=persistent",),
     # optimizers of a class that is not torch's
     "subclass": ("update=each", "update=sharded"),
 }

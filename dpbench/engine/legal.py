@@ -11,6 +11,7 @@ Writing values into a parameter in place changes none of these properties; `Repl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,7 +31,8 @@ from dpbench.engine.replicate import unique
 from dpbench.hardware.device import Device
 from dpbench.records.schedule import Schedule
 
-_requires_grad = attrgetter("requires_grad")
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since torch 2.10
+_requires_grad = attrgetter("requires_grad", *(["grad_dtype"] if _HAS_GRAD_DTYPE else []))
 _tensor_hooks = attrgetter("_backward_hooks")
 _accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 
@@ -173,6 +175,11 @@ def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.replicas != "persistent":
         return ""
     groups_of(setup.optimizer, unique(setup.module.parameters()))
+    if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in setup.trained):
+        return (
+            "replicas=persistent computes gradients in the dtype of their parameters, but a parameter has another "
+            "grad_dtype; use schedule='cached'"
+        )
     if any(getattr(part, "sparse", False) for part in setup.module.modules()):
         return (
             "replicas=persistent needs dense gradients, but a layer has sparse=True; use schedule='cached', or "
@@ -333,13 +340,20 @@ def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, s
 
 def check(schedule: Schedule, setup: TrainingSetup) -> None:
     """Raise Refused, with the reason, if the engine cannot run this training with the schedule."""
-    if isinstance(setup.optimizer, torch.optim.LBFGS):
-        raise Refused(
-            "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support; "
-            "use another optimizer"
-        )
+    _check_closure(setup.optimizer)
     for _, reason in hindrances(schedule, setup, ALWAYS):
         raise Refused(f"schedule {str(schedule)!r}: {reason}")
+
+
+def _check_closure(optimizer: Optimizer) -> None:
+    """Raise Refused if the optimizer's `step` has an argument that must be given, as that of LBFGS."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
+        kind = type(optimizer).__name__
+        raise Refused(
+            f"{kind} evaluates the loss several times per step, through a closure, which TrainStep does not support; "
+            "use another optimizer"
+        )
 
 
 def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
@@ -348,6 +362,7 @@ def best_legal(setup: TrainingSetup) -> tuple[Schedule, list[str]]:
     The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
     With a single device, the schedule is `reference`, and the list of reasons is empty.
     """
+    _check_closure(setup.optimizer)
     if len(setup.devices) == 1:
         return Schedule(), []
     schedule, notes = BEST, []
