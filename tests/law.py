@@ -430,6 +430,7 @@ REFUSALS: dict[str, tuple[str, ...]] = {
     "a number as target": ("loss=local",),
     "weights of rows": ("loss=local",),
     "weights of as many rows as devices": ("loss=local",),
+    "fp16": ("loss=local",),
     # gradients of another dtype than the parameters
     "grad_dtype": ("replicas=persistent",),
     # optimizers of a class that is not torch's

@@ -113,6 +113,11 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[
         lambda: ((drawn(8, 2, 5, 5),), torch.rand(8, 3, 3, 3).softmax(1)),
     ),
     "grad_dtype": (widened, nn.CrossEntropyLoss, class_batch),
+    "fp16": (
+        lambda: nn.Linear(4, 3).half(),
+        nn.MSELoss,
+        lambda: ((drawn(800, 4).half(),), torch.full((800, 3), 20.0).half()),
+    ),
 }
 needs_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
 

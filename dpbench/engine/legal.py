@@ -168,6 +168,11 @@ def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
             "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is unknown; use one of "
             "torch's losses without hooks, such as torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
         )
+    if schedule.loss == "local" and not setup.loss.pair and any(p.dtype is torch.float16 for p in setup.trained):
+        return (
+            "loss=local adds the losses of all rows before it divides, and such a sum in fp16, the dtype of a "
+            "parameter, is infinite above 65504; use loss=gathered"
+        )
     return ""
 
 
