@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from dpbench import DataParallel
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
+from dpbench.measure import verification
 from dpbench.records.schedule import RUNGS, Schedule
 from tests.law import EXACT, pair, refusing, rungs
 from tests.law_compare import assert_same
@@ -328,6 +329,16 @@ def test_checkpoints_without_random_numbers_and_dropout_without_checkpoints_trai
     module = Dropping(use_reentrant=False).eval()
     with made(rung, module) as step:
         step(drawn(64, 4), torch.randint(0, 3, (64,)))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True, None])
+def test_replicas_that_draw_numbers_one_after_the_other_are_not_refused(use_reentrant: bool | None) -> None:
+    """The verification of a strategy runs one forward at a time, from a seed."""
+    module = Dropping(use_reentrant=use_reentrant)
+    assert verification.replay(module, alone=True)
+    wrapped = DataParallel(module, ["cpu"] * 3)
+    for _ in range(20):  # some replica draws while another one ends
+        wrapped(drawn(6, 4).requires_grad_())
 
 
 # ---------------------------------------------------------------- denormal numbers

@@ -198,9 +198,16 @@ class SavedRandomStates:
 
     def _save(self) -> torch.Tensor:
         state = self._read()
-        if getattr(self._thread, "saved", state) is None:
+        # torch.random.fork_rng, which also calls this, repeats nothing
+        repeats = sys._getframe(1).f_globals.get("__name__") != "torch.random"
+        if repeats and getattr(self._thread, "saved", state) is None:
             self._thread.saved = state
         return state
+
+    def forget(self) -> None:
+        """Call this in a replica whose forward ran while no other replica drew numbers."""
+        if isinstance(getattr(self._thread, "saved", None), torch.Tensor):
+            self._thread.saved = None
 
     @contextmanager
     def checked(self) -> Iterator[None]:
