@@ -199,6 +199,20 @@ FAULTS = (
         ("tests/test_losses.py::test_soft_targets_are_counted_once_per_place_whatever_their_weights",),
     ),
     Fault(
+        "target-rows",
+        "a target with other rows than the inputs is not cut",
+        "elif not same_rows(arguments, target):",
+        "elif False:",
+        ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
+    ),
+    Fault(
+        "gradients-dtype",
+        "gradients have the dtype that the parameter asks for",
+        "if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype",
+        "if False and any(p.grad_dtype != p.dtype",
+        ("tests/test_law_ordinary.py::test_a_grad_dtype_that_is_set_between_steps_is_seen",),
+    ),
+    Fault(
         "row-weights",
         "a weight per row is not broadcast over the rows of one replica",
         "and all(weight.dim() < output.dim() or weight.size(0) == 1 for weight in self.weights)",
