@@ -257,8 +257,8 @@ FAULTS = (
     Fault(
         "early-error",
         "a device that fails early stops no other device in the same stage",
-        "                if not stopped:\n                    attempt(stage, i)",
-        "                if not errors:\n                    attempt(stage, i)",
+        "                    if not stopped:\n                        attempt(stage, i)",
+        "                    if not errors:\n                        attempt(stage, i)",
         ("tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",),
     ),
     Fault(
@@ -267,6 +267,71 @@ FAULTS = (
         "        load_operators()  # each of these modes receives operators in several threads",
         "        pass",
         ("tests/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",),
+    ),
+    Fault(
+        "soft-targets",
+        "a mean over class probabilities counts every place once",
+        "return output.numel() // output.shape[1]",
+        "return output.shape[0]",
+        ("tests/test_losses.py::test_soft_targets_are_counted_once_per_place_whatever_their_weights",),
+    ),
+    Fault(
+        "target-rows",
+        "a target with other rows than the inputs is not cut",
+        "elif not same_rows(arguments, target):",
+        "elif False:",
+        ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
+    ),
+    Fault(
+        "gradients-dtype",
+        "gradients have the dtype that the parameter asks for",
+        "if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype",
+        "if False and any(p.grad_dtype != p.dtype",
+        ("tests/test_law_ordinary.py::test_a_grad_dtype_that_is_set_between_steps_is_seen",),
+    ),
+    Fault(
+        "row-weights",
+        "a weight per row is not broadcast over the rows of one replica",
+        "and all(weight.dim() < output.dim() or weight.size(0) == 1 for weight in self.weights)",
+        "and True",
+        ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
+    ),
+    Fault(
+        "post-init",
+        "no constructor of a dataclass runs again on its pieces",
+        "    return new\n\n\ndef tensors_in(",
+        "    getattr(new, '__post_init__', int)()\n    return new\n\n\ndef tensors_in(",
+        (
+            "tests/test_contract_scatter_gather.py::test_pieces_of_a_dataclass_instance_are_copies_whose_constructor_does_not_run",
+        ),
+    ),
+    Fault(
+        "checkpointed-dropout",
+        "a checkpoint repeats forward with the same random numbers",
+        "if saved is not None and not torch.equal(saved, torch.default_generator.get_state()):",
+        "if saved is None and not torch.equal(saved, torch.default_generator.get_state()):",
+        ("tests/test_law_ordinary.py::test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused",),
+    ),
+    Fault(
+        "denormals",
+        "denormal numbers are flushed in all replicas or in none",
+        "    if flushes_denormals() != wanted:",
+        "    if False:",
+        ("tests/test_law_ordinary.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",),
+    ),
+    Fault(
+        "cached-weights",
+        "replicas do not share the cached weight of one of them",
+        "    if parametrize._cache_enabled and",
+        "    if False and",
+        ("tests/test_law_ordinary.py::test_cached_parametrizations_are_refused_because_replicas_would_share_them",),
+    ),
+    Fault(
+        "needless-refusal",
+        "a schedule that was asked for by name refuses nothing that it can train",
+        'schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared',
+        'schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu"',
+        ("tests/test_law_further.py::test_autocast_gives_the_bits_of_reference",),
     ),
     # -- measure
     Fault(

@@ -126,6 +126,8 @@ def assign_transposed(loop: Loop, k: int) -> None:
 
 
 def assign_resized(loop: Loop, k: int) -> None:
+    if "nodes" in loop.copies:  # they keep the shape of their parameter, in torch too
+        return
     if (table := getattr(loop.module, "table", None)) and len(table.weight) < 20:
         table.weight.data, table.weight.grad = torch.cat([table.weight.data, table.weight.data[:1] * 2]), None
         loop.optimizer.state.pop(table.weight, None)
@@ -186,6 +188,7 @@ def hook_all(loop: Loop, k: int) -> None:
             if gradient is not None:
                 loop.log.append((names[p], "all", gradient.detach().clone()))
 
+    loop.copies.setdefault("nodes", []).append(wanted)  # the handle keeps the parameters' nodes
     loop.handles.append(register_multi_grad_hook(wanted, seen))
 
 

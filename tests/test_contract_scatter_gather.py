@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter, OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -47,14 +47,30 @@ def _output(note: str, items: Any) -> Output:
 
 @dataclass(frozen=True)
 class Batch:
-    """Data, a setting, and something computed from the data."""
+    """Data, a setting, and what the constructor makes of the data, in a field and in plain attributes."""
 
     x: Tensor
-    scale: float = 2.0
-    rows: int = field(init=False, default=0)
+    scale: float | None = 2.0
+    doubled: Tensor = field(init=False)
+    made: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", len(self.x))
+        object.__setattr__(self, "x", self.x + 1)
+        object.__setattr__(self, "doubled", self.x * 2)
+        object.__setattr__(self, "mask", self.x > 2)
+        object.__setattr__(self, "name", "kept")
+        self.made.append(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    """A batch without a dict of attributes, whose constructor needs an argument that is no field."""
+
+    x: Tensor
+    factor: InitVar[float]
+
+    def __post_init__(self, factor: float) -> None:
+        object.__setattr__(self, "x", self.x * factor)
 
 
 @dataclass
@@ -94,12 +110,35 @@ def test_empty_containers_are_shared() -> None:
 def test_dataclass_instances_with_tensors_are_cut_and_others_are_shared() -> None:
     batch, options = Batch(torch.arange(5.0)), Options()
     first, second = scatter((batch, options), TWO)
-    assert (first[0].rows, second[0].rows) == (3, 2)
-    assert torch.equal(second[0].x, torch.tensor([3.0, 4.0]))
-    assert second[0].scale == 2.0
     assert first[1] is second[1] is options
     for piece in scatter((batch, torch.arange(5.0)), TWO, compat=True):
         assert piece[0] is batch
+
+
+def test_pieces_of_a_dataclass_instance_are_copies_whose_constructor_does_not_run() -> None:
+    batch = Batch(torch.arange(5.0))
+    for piece, rows in zip(scatter(batch, TWO), (slice(0, 3), slice(3, 5)), strict=True):
+        assert type(piece) is Batch
+        for name in ("x", "doubled", "mask"):
+            assert torch.equal(getattr(piece, name), getattr(batch, name)[rows]), name
+        assert (piece.scale, vars(piece)["name"]) == (2.0, "kept")
+        assert piece.made is batch.made
+    assert batch.made == [1]
+    assert torch.equal(batch.x, torch.arange(1.0, 6.0))
+
+
+def test_a_dataclass_instance_with_slots_is_cut_without_its_constructor() -> None:
+    first, second = scatter(Slotted(torch.arange(4.0), 2.0), TWO)
+    assert torch.equal(first.x, torch.tensor([0.0, 2.0]))
+    assert torch.equal(second.x, torch.tensor([4.0, 6.0]))
+
+
+def test_gathered_dataclass_instances_are_copies_whose_constructor_does_not_run() -> None:
+    batch = gather(scatter(Batch(torch.arange(5.0), scale=None), TWO), "cpu")
+    assert torch.equal(batch.x, torch.arange(1.0, 6.0))
+    assert torch.equal(batch.doubled, batch.x * 2)
+    assert torch.equal(vars(batch)["mask"], batch.x > 2)
+    assert (batch.made, vars(batch)["name"]) == ([1], "kept")
 
 
 def test_objects_that_hold_tensors_are_shared() -> None:

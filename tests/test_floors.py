@@ -113,7 +113,7 @@ def test_heavy_libraries_have_one_home() -> None:
             assert not slow, f"{path}:{line}: every run would import scipy.stats, which takes longer than all of pandas"
 
 
-def test_names_of_modules_say_what_they_are() -> None:
+def test_modules_say_what_they_are() -> None:
     for path in FILES:
         assert path.stem not in {"utils", "util", "common", "core", "base", "helpers"}
 

@@ -43,7 +43,7 @@ class Training(RuleBasedStateMachine):
         devices=st.sampled_from([2, 3, 1]),
         module=st.sampled_from(list(law_nets.MODULES)),
         criterion=st.sampled_from(list(law_nets.CRITERIA)),
-        optimizer=st.sampled_from(list(law_nets.OPTIMIZERS)),
+        optimizer=st.sampled_from([*law_nets.OPTIMIZERS, *law_nets.FUSED]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         accumulate=st.sampled_from([1, 2]),
         clip_norm=st.sampled_from([None, None, 0.5]),
@@ -61,7 +61,7 @@ class Training(RuleBasedStateMachine):
         self.pair = Pair(
             lambda: law_nets.MODULES[module]().to(dtype),
             law_nets.CRITERIA[criterion],
-            law_nets.OPTIMIZERS[optimizer],
+            (law_nets.OPTIMIZERS | law_nets.FUSED)[optimizer],
             schedule,
             devices=devices,
             **more,

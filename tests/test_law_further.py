@@ -17,10 +17,9 @@ from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import RUNGS, SELECTED, TRAIN_STEP, climb
-from tests.law import Loop, Pair, Plain
+from tests.law import Loop, Pair, Plain, refusing
 from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS, Net, Table, Writer, batch
 
@@ -28,14 +27,12 @@ EXACT = [name for name in climb(TRAIN_STEP) if RUNGS[name].exact]
 
 
 def every_rung(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on every exact schedule; one that was asked for by name may refuse at any point."""
+    """Run a test on every exact schedule; those that `REFUSALS` names for the test or its parameters must refuse."""
 
     @functools.wraps(test)
     def run(rung: str, **more: Any) -> None:
-        try:
+        with refusing(rung, test.__name__, *(getattr(value, "__name__", str(value)) for value in more.values())):
             test(rung=rung, **more)
-        except Refused:
-            assert rung not in SELECTED
 
     return pytest.mark.parametrize("rung", [*EXACT, *SELECTED])(run)
 
@@ -435,12 +432,7 @@ def test_autocast_gives_the_bits_of_reference(rung: str) -> None:
                 step(*batch(number, 8))
         return module
 
-    try:
-        found = run(rung)
-    except Refused:
-        assert rung not in SELECTED
-        return
-    assert_same(dict(found.state_dict()), dict(run("reference").state_dict()), "module")
+    assert_same(dict(run(rung).state_dict()), dict(run("reference").state_dict()), "module")
 
 
 class Interrupting(Table):

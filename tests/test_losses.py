@@ -152,3 +152,28 @@ def test_rows_that_broadcasting_couples_do_not_split() -> None:
     assert not summed.splits(torch.zeros(4, 1), torch.zeros(4))
     assert not summed.splits(torch.zeros(4, 3), torch.zeros(3))
     assert not summed.splits({"out": torch.zeros(4)}, torch.zeros(4))
+    classes = Loss(F.cross_entropy).summed()
+    assert classes is not None
+    assert classes.splits(torch.zeros(4, 3), torch.zeros(4, 3))
+    assert classes.splits(torch.zeros(4, 3, 2), torch.zeros(4, 2, dtype=torch.long))
+    assert not classes.splits(torch.zeros(4), torch.zeros(4))  # the probabilities of one row
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3), (6, 5, 3, 2)], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_soft_targets_are_counted_once_per_place_whatever_their_weights(shape: tuple[int, ...], weighted: bool) -> None:
+    output, target = torch.randn(shape), torch.rand(shape).softmax(1)
+    loss = Loss(nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0) if weighted else None))
+    summed = loss.summed()
+    assert summed is not None
+    assert summed.weight(output, target) == output.numel() // 5
+    torch.testing.assert_close(by_parts(loss, output, target), loss.whole(output, target))
+
+
+def test_weights_that_differ_between_rows_do_not_split() -> None:
+    output = torch.zeros(4, 3)
+    weights = {(3,): True, (1, 3): True, (): True, (4, 3): False, (4, 1): False}
+    for shape, splits in weights.items():
+        summed = Loss(nn.BCEWithLogitsLoss(weight=torch.ones(shape))).summed()
+        assert summed is not None
+        assert summed.splits(output, output) == splits, shape

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 TESTED = "2.13"
 ROOT = Path(__file__).parent.parent / "dpbench"
@@ -19,7 +20,7 @@ PRIVATE = {
     r"dropout\._DropoutNd": "measure/verification.py",
     r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/bench.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/workers.py",
-    r"_is_multithreading": "engine/workers.py",
+    r"_is_multithreading|parametrize\._cache": "engine/workers.py",
     r"_set_sequence_nr": "engine/collectives.py",
     r"_post_accumulate_grad_hooks": "engine/legal.py",
     r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/cuda_graphs.py",
@@ -52,6 +53,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert not torch.nn.Linear(1, 1)._forward_hooks, where
     assert not torch.nn.Linear(1, 1)._backward_pre_hooks, where
     assert hasattr(torch._utils, "_flatten_dense_tensors"), where
+    assert hasattr(parametrize, "_cache_enabled"), where
     assert hasattr(torch._subclasses.fake_tensor, "FakeTensorMode"), where
     assert importlib.util.find_spec("torch._dynamo.utils"), where
     leaf = torch.zeros(1, requires_grad=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,17 +15,26 @@ from dpbench.hardware.devices import as_devices
 
 
 def keys_of(value: Any) -> Collection[Any] | None:
-    """Return the keys of a dict, the indices of a list or tuple, or the field names of a dataclass instance.
+    """Return the keys of a dict, the indices of a list or tuple, or names of attributes of a dataclass instance.
 
-    Return None for any other value.
+    The attributes of a dataclass instance are the fields that its constructor sets, and all other attributes that
+    contain tensors. Return None for any other value.
     """
     if isinstance(value, dict):
         return value.keys()
     if isinstance(value, tuple | list):
         return range(len(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return tuple(field.name for field in fields(value) if field.init)
+        return _attributes_of(value)
     return None
+
+
+def _attributes_of(value: Any) -> tuple[str, ...]:
+    """Return the names of the parts of a dataclass instance; other attributes are shared by all of its copies."""
+    given = [field.name for field in fields(value) if field.init]
+    others = dict.fromkeys([*(field.name for field in fields(value)), *getattr(value, "__dict__", ())])
+    found = [name for name in others if name not in given and first_tensor(getattr(value, name, None)) is not None]
+    return (*given, *found)
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
@@ -38,7 +47,10 @@ def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
 
 
 def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the same type and keys as `value`, with `parts` in the order of `keys_of(value)`."""
+    """Return a container of the same type and keys as `value`, with `parts` in the order of `keys_of(value)`.
+
+    No constructor of a dict or dataclass runs: it would compute from one part what was computed from all of them.
+    """
     if isinstance(value, tuple | list):
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if type(value) is dict:
@@ -48,7 +60,10 @@ def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
         for key, part in zip(value, parts, strict=True):
             new[key] = part
         return new
-    return replace(value, **dict(zip(keys_of(value) or (), parts, strict=True)))
+    new = copy.copy(value)
+    for name, part in zip(keys_of(value) or (), parts, strict=True):
+        object.__setattr__(new, name, part)  # a frozen dataclass allows no other way
+    return new
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.replicas import Maker, flat_weights, maker
 from dpbench.engine.replicate import check_placement, replicate
 from dpbench.engine.scatter import scatter
-from dpbench.engine.workers import IntraOp, choose, keep_memory
+from dpbench.engine.workers import IntraOp, check_uncached, choose, keep_memory
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
@@ -86,6 +86,7 @@ def run_pieces(
         check_placement(module, devices[0])
         with devices[0].guard(), mark(Phase.FORWARD, devices[0].index):
             return call_on(devices[0], module, arguments[0], keywords[0])
+    check_uncached(module)
     detach = not torch.is_grad_enabled()
     replicas = replicate(module, used, detach=detach, mark=mark, on_reduce=on_reduce)
     outputs = parallel_apply(replicas, arguments, keywords, used, compat=compat, mark=mark)
@@ -205,6 +206,7 @@ class DataParallel(nn.Module):
             check_placement(self.module, self.devices[0])
             with self._mark(Phase.FORWARD, self.devices[0].index):
                 return call_on(self.devices[0], self.module, arguments[0], keywords[0])
+        check_uncached(self.module)
         with IntraOp(self.devices):
             replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
             outputs = self.parallel_apply(replicas, arguments, keywords)

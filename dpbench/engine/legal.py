@@ -11,6 +11,7 @@ Writing values into a parameter in place changes none of these properties; `Repl
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -32,7 +33,8 @@ from dpbench.engine.replicate import unique
 from dpbench.hardware.device import Device
 from dpbench.records.schedule import Schedule
 
-_requires_grad = attrgetter("requires_grad")
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since torch 2.10
+_requires_grad = attrgetter("requires_grad", *(["grad_dtype"] if _HAS_GRAD_DTYPE else []))
 _tensor_hooks = attrgetter("_backward_hooks")
 _accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
 Hooks = dict[int, Any]
@@ -74,6 +76,7 @@ class GradientHooks:
     hooks. `release` drops them, because a node also keeps the parameter's shape.
     """
 
+    @torch.inference_mode(mode=False)  # in which tensors have no nodes
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
@@ -194,6 +197,11 @@ def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
             "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is unknown; use one of "
             "torch's losses without hooks, such as torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
         )
+    if schedule.loss == "local" and not setup.loss.pair and any(p.dtype is torch.float16 for p in setup.trained):
+        return (
+            "loss=local adds the losses of all rows before it divides, and such a sum in fp16, the dtype of a "
+            "parameter, is infinite above 65504; use loss=gathered"
+        )
     return ""
 
 
@@ -201,6 +209,11 @@ def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.replicas != "persistent":
         return ""
     groups_of(setup.optimizer, unique(setup.module.parameters()))
+    if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in setup.trained):
+        return (
+            "replicas=persistent computes gradients in the dtype of their parameters, but a parameter has another "
+            "grad_dtype; use schedule='cached'"
+        )
     if any(getattr(part, "sparse", False) for part in setup.module.modules()):
         return (
             "replicas=persistent needs dense gradients, but a layer has sparse=True; use schedule='cached', or "
@@ -379,13 +392,20 @@ def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, s
 
 def check(schedule: Schedule, setup: TrainingSetup) -> None:
     """Raise Refused, with the reason, if the engine cannot run this training with the schedule."""
-    if isinstance(setup.optimizer, torch.optim.LBFGS):
-        raise Refused(
-            "LBFGS evaluates the loss several times per step, through a closure, which TrainStep does not support; "
-            "use another optimizer"
-        )
+    _check_closure(setup.optimizer)
     for _, reason in hindrances(schedule, setup, ALWAYS):
         raise Refused(f"schedule {str(schedule)!r}: {reason}")
+
+
+def _check_closure(optimizer: Optimizer) -> None:
+    """Raise Refused if the optimizer's `step` has an argument that must be given, as that of LBFGS."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
+        kind = type(optimizer).__name__
+        raise Refused(
+            f"{kind} evaluates the loss several times per step, through a closure, which TrainStep does not support; "
+            "use another optimizer"
+        )
 
 
 def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, list[str]]:
@@ -394,6 +414,7 @@ def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, lis
     The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
     With a single device, the schedule is `reference`, and the list of reasons is empty.
     """
+    _check_closure(setup.optimizer)
     if len(setup.devices) == 1:
         return Schedule(), []
     schedule, notes = preferred, []

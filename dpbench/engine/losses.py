@@ -76,10 +76,15 @@ class DivisorRule:
     bits: Bits = Bits.ROUNDED
 
     def splits(self, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether the rows of output and target correspond one to one, without broadcasting between rows."""
-        return target.shape[:1] == output.shape[:1] and (
-            target.dim() == output.dim() or (self.divisor is _classes and target.dim() == output.dim() - 1)
-        )
+        """Return whether the rows of output and target correspond one to one, without broadcasting between rows.
+
+        For a classification loss an output with one dimension is a single row.
+        """
+        if target.shape[:1] != output.shape[:1]:
+            return False
+        if self.divisor is _classes:
+            return output.dim() > 1 and target.dim() in (output.dim(), output.dim() - 1)
+        return target.dim() == output.dim()
 
 
 _RULES = {
@@ -108,13 +113,15 @@ class Summed:
 
     `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns the contribution of
     these rows to the divisor; `weight_fn` is None if the loss has no divisor. `rule` is the rule by which both
-    functions were made from one of torch's losses; it is None if the user gave the functions as a pair.
+    functions were made from one of torch's losses; it is None if the user gave the functions as a pair. `weights` are
+    tensors by which an elementwise loss multiplies its elements.
     """
 
     sum_fn: Function
     weight_fn: Function | None
     bits: Bits
     rule: DivisorRule | None = None
+    weights: Sequence[torch.Tensor] = ()
 
     def keeps_bits(self, *, powers: bool) -> bool:
         """Return whether the sums of the replicas' gradients are bitwise equal to the gradients of the whole batch.
@@ -128,7 +135,11 @@ class Summed:
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
-        return tensors and self.rule.splits(output, target)
+        return (
+            tensors
+            and self.rule.splits(output, target)
+            and all(weight.dim() < output.dim() or weight.size(0) == 1 for weight in self.weights)
+        )
 
     def weight_of(self, target: Any) -> int | None:
         """Return the divisor for all rows if the host can compute it before the outputs exist; otherwise None.
@@ -193,11 +204,13 @@ class Loss:
         if reduction not in ("mean", "sum"):
             return None
         rounding = any(isinstance(value := keywords.get(name), torch.Tensor) or value for name in _ROUNDING)
+        tensors = [value for value in keywords.values() if isinstance(value, torch.Tensor)]
         return Summed(
             functools.partial(_on_device, rule.function, keywords),
             functools.partial(_weigh, rule.divisor, keywords) if reduction == "mean" else None,
             Bits.ROUNDED if rounding else rule.bits,
             rule,
+            tensors if rule.divisor is _elements else (),
         )
 
     def key(self) -> Hashable:

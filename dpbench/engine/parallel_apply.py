@@ -7,12 +7,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 from dpbench.engine.containers import devices_of
 from dpbench.engine.errors import call_on, in_replica
-from dpbench.engine.workers import NOTHING, Context, Spawn, Workers, capture
+from dpbench.engine.workers import (
+    NOTHING,
+    SAVED_RANDOM_STATES,
+    Context,
+    Spawn,
+    Workers,
+    capture,
+    flush_denormals,
+    flushes_denormals,
+)
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
@@ -79,13 +89,16 @@ def _run(
     errors: dict[int, BaseException] = {}
     settings = capture(compat=compat)
     guards = [device.guard() for device in devices]
-    caller = threading.get_ident()
+    caller, flushes = threading.get_ident(), flushes_denormals()
+    at_once = workers.concurrent and len(devices) > 1
+    states, checked = (SAVED_RANDOM_STATES, SAVED_RANDOM_STATES.checked) if at_once else (NOTHING, nullcontext)
 
     def attempt(stage: Callable[[int], None], i: int) -> None:
         try:
             if threading.get_ident() != caller:
+                flush_denormals(flushes)
                 devices[i].settle()
-            with settings(), guards[i]:
+            with checked(), settings(), guards[i]:
                 stage(i)
         except BaseException as error:  # `_raise` raises it in the caller after all stages have ended
             errors[i] = error
@@ -104,25 +117,26 @@ def _run(
                 errors[BETWEEN] = error
         stopped = bool(errors)
 
-    if len(stages) == 1:
-        workers.run(partial(attempt, stages[0]), len(devices), starting)
-    elif workers.concurrent and len(devices) > 1:
-        meeting = threading.Barrier(len(devices), action=pause)
+    with states:
+        if len(stages) == 1:
+            workers.run(partial(attempt, stages[0]), len(devices), starting)
+        elif at_once:
+            meeting = threading.Barrier(len(devices), action=pause)
 
-        def job(i: int) -> None:
+            def job(i: int) -> None:
+                for number, stage in enumerate(stages):
+                    if number and not _meet(meeting):
+                        return
+                    if not stopped:
+                        attempt(stage, i)
+
+            workers.run(job, len(devices), starting)
+        else:
             for number, stage in enumerate(stages):
-                if number and not _meet(meeting):
-                    return
+                if number:
+                    pause()
                 if not stopped:
-                    attempt(stage, i)
-
-        workers.run(job, len(devices), starting)
-    else:
-        for number, stage in enumerate(stages):
-            if number:
-                pause()
-            if not stopped:
-                workers.run(partial(attempt, stage), len(devices), starting)
+                    workers.run(partial(attempt, stage), len(devices), starting)
     _raise(errors, devices)
 
 

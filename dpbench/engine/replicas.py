@@ -20,6 +20,7 @@ from dpbench.records import Mark, Phase
 from dpbench.records.schedule import Schedule
 
 
+@torch.inference_mode(mode=False)  # training and in-place writes need ordinary tensors
 def flat_weights(
     module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Schedule, root: Device, shares: int = 1
 ) -> FlatWeights | None:
@@ -154,6 +155,7 @@ class Autograd:
             self._flat.release()
 
 
+@torch.inference_mode(mode=False)
 def replicas_of(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,

@@ -307,6 +307,13 @@ def _chunks(length: int, devices: int) -> int:
     return -(-length // piece)
 
 
+def same_rows(inputs: Any, target: Any) -> bool:
+    """Return whether every tensor of the target has as many rows as the inputs, so that both can be cut alike."""
+    tensors = [target] if isinstance(target, torch.Tensor) else tensors_in(target)
+    rows = max((tensor.size(0) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
+    return all(tensor.dim() and tensor.layout is torch.strided and tensor.size(0) == rows for tensor in tensors)
+
+
 def checked_target(target: Any, root: Device) -> Any:
     """Return the target unchanged. Raises RuntimeError if it is on an accelerator other than `root`."""
     where = device_of(target)

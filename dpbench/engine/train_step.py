@@ -21,8 +21,8 @@ from dpbench.engine.losses import LocalLoss, Loss, Summed
 from dpbench.engine.parallel_apply import in_stages, parallel_apply, run_on_devices
 from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replicas import replicas_of
-from dpbench.engine.scatter import Shares, checked_target, place_target, scatter
-from dpbench.engine.workers import IntraOp, Workers, choose, keep_memory, without_cast_cache
+from dpbench.engine.scatter import Shares, checked_target, place_target, same_rows, scatter
+from dpbench.engine.workers import IntraOp, Workers, check_uncached, choose, keep_memory, without_cast_cache
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, Phase, no_mark
@@ -198,6 +198,10 @@ class TrainStep:
         """
         if self._closed:
             raise RuntimeError("this TrainStep is closed; create a new one with the same module to continue training")
+        if not torch.is_grad_enabled():
+            raise Refused("a training step needs gradients, but torch.no_grad() or torch.inference_mode() is active")
+        if len(self.devices) > 1:
+            check_uncached(self.module)
         if self._wanted is None:
             self._unfit = self._unfit or self._replicas.unusual
         if (
@@ -282,6 +286,8 @@ class TrainStep:
             reason = "loss=local: loss_fn now has hooks, another forward or reduction, and thus no known divisor"
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
+        elif not same_rows(arguments, target):
+            reason = "loss=local: the target cannot be cut as the inputs are, because it has another number of rows"
         elif self._has_history(arguments, target):
             reason = (
                 "loss=local: an input or the target has an autograd history (detach it if you need no gradient of it); "

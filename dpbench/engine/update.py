@@ -322,7 +322,8 @@ class Update:
                 line(found[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
         for n, gradient in found.items():
             parameter = self._replicas.originals[n]
-            if parameter.shape == gradient.shape and parameter.dtype == gradient.dtype:
+            dtypes = parameter.dtype, getattr(parameter, "grad_dtype", parameter.dtype)
+            if parameter.shape == gradient.shape and dtypes == (gradient.dtype, gradient.dtype):
                 parameter.grad = gradient
 
     @property

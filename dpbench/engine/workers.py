@@ -7,6 +7,7 @@ thread (`Serial`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,10 +17,12 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch import overrides
+from torch import nn, overrides
 from torch.autograd import graph
+from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch as dispatch
 
+from dpbench.engine.errors import Refused
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import load_operators
 from dpbench.hardware.processes import keep
@@ -141,6 +144,92 @@ def _autograd() -> list[Enter]:
     if not torch._C._is_multithreading_enabled():
         settings.append(partial(torch.autograd.set_multithreading_enabled, False))
     return settings
+
+
+def flushes_denormals() -> bool:
+    """Return whether the calling thread rounds denormal numbers to zero: see torch.set_flush_denormal.
+
+    torch cannot tell, but half of the smallest normal number is denormal.
+    """
+    return sys.float_info.min / 2 == 0.0
+
+
+def flush_denormals(wanted: bool) -> None:
+    """Make the calling thread round denormal numbers to zero, or not."""
+    if flushes_denormals() != wanted:
+        torch.set_flush_denormal(wanted)
+
+
+def check_uncached(module: nn.Module) -> None:
+    """Raise Refused inside torch.nn.utils.parametrize.cached() if `module` has parametrizations.
+
+    The cache is global, and its keys name the original module: all replicas would use the weight of one of them.
+    """
+    if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
+        raise Refused(
+            "torch.nn.utils.parametrize.cached() gives all replicas the same tensor for a parametrized weight, but "
+            "each replica needs its own; call the step outside of cached(), or use one device"
+        )
+
+
+class SavedRandomStates:
+    """A context in which replicas that save the state of the random number generator are noticed.
+
+    Activation checkpointing saves this state in forward, and restores it in backward to draw the same numbers again.
+    Concurrent replicas share the host's generator, so that numbers that another replica drew in between are missing in
+    the repetition: gradients would be wrong. In the context, torch.get_rng_state, which checkpoints call, is replaced.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._runs, self._read = threading.Lock(), 0, torch.get_rng_state
+        self._thread = threading.local()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._runs:
+                self._read, torch.get_rng_state = torch.get_rng_state, self._save
+            self._runs += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._runs -= 1
+            if not self._runs:
+                torch.get_rng_state = self._read
+
+    def _save(self) -> torch.Tensor:
+        state = self._read()
+        # torch.random.fork_rng, which also calls this, repeats nothing
+        repeats = sys._getframe(1).f_globals.get("__name__") != "torch.random"
+        if repeats and getattr(self._thread, "saved", state) is None:
+            self._thread.saved = state
+        return state
+
+    def forget(self) -> None:
+        """Call this in a replica whose forward ran while no other replica drew numbers."""
+        if isinstance(getattr(self._thread, "saved", None), torch.Tensor):
+            self._thread.saved = None
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Raise Refused at the end if the calling thread has saved a state and numbers have been drawn since."""
+        before = getattr(self._thread, "saved", ...)
+        self._thread.saved = None
+        try:
+            yield
+            saved = self._thread.saved
+        finally:
+            self._thread.saved = before
+        if saved is not None and not torch.equal(saved, torch.default_generator.get_state()):
+            raise Refused(
+                "activation checkpointing (or other code of forward) saves the state of the random number generator, "
+                "while concurrent replicas draw numbers from the same generator, so that backward would repeat forward "
+                "with other numbers, such as other dropout masks; use a schedule with workers=serial, or, if no "
+                "random numbers are drawn inside the checkpoints, checkpoint(..., preserve_rng_state=False)"
+            )
+
+
+SAVED_RANDOM_STATES = SavedRandomStates()
+"""The one context of the process, because torch.get_rng_state exists only once."""
 
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpbench.engine.workers import SAVED_RANDOM_STATES
 from dpbench.hardware.device import Device
 from dpbench.measure.reference import (
     all_tensors,
@@ -411,7 +412,10 @@ def replay(module: nn.Module, *, alone: bool) -> bool:
                 torch.default_generator.manual_seed(seed := _seed(tensors))
                 for index in gpus:
                     torch.cuda.default_generators[index].manual_seed(seed)
-                return original(self, *inputs, **named)
+                output = original(self, *inputs, **named)
+                if alone:
+                    SAVED_RANDOM_STATES.forget()
+                return output
 
         return forward
 
