@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from dpbench.analysis import commands
 from dpbench.analysis.decision import (
+    WORTH,
     Basis,
     Choice,
     Decision,
@@ -175,7 +176,7 @@ def _unknown(question: Question, decision: Decision) -> str:
     best = best_of(decision.open)
     if best.speedup and best.speedup.doubt:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
-    return f"{_name(best)} gives {_gain(best)}, which may or may not be a gain"
+    return f"{_name(best)} gives {_gain(best)}, which may or may not be a gain of {WORTH - 1:.0%} or more"
 
 
 def _failures(rows: Sequence[Row]) -> str:
@@ -277,8 +278,10 @@ def _certainty(question: Question, decision: Decision) -> str:
     said = []
     if question.source is Source.PREDICTED:
         said.append("predicted, with an 80% interval")
+    elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
+        said.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
     elif decision.basis is Basis.OPEN:
-        rounds = commands.rounds_needed(decision.open, question)
+        rounds = commands.rounds_needed(decision.open)
         more = (
             f"about {rounds} rounds" if rounds <= commands.ROUNDS_MOST else f"more than {commands.ROUNDS_MOST} rounds"
         )
@@ -295,7 +298,8 @@ def _certainty(question: Question, decision: Decision) -> str:
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster than this choice"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
-        said.append(f"other processes used the cores ({foreign_load.NOISY})")
+        left_out = ", and the comparison leaves these rounds out" if decision.row else ""
+        said.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
     if question.home.device_kind == "cpu":
         said.append("this says nothing about GPUs")
     return "; ".join(said)

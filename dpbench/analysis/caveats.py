@@ -127,7 +127,7 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
         for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
                 remedy = "more steps" if row.case.traits.observed else words.REMEDY
-                few = f"{words.NOT_ENOUGH} for the {name} ({estimate.doubt}); {remedy} would help"
+                few = f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would help"
                 found.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
         found[rule.name, rule.headline] = list(details.items())

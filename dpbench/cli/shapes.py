@@ -116,8 +116,10 @@ class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its 95 % interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
+    """A number with its interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
 
+    `level` is the probability with which the interval of a measurement contains the true value: 0.95, and more for
+    numbers that are judged together, so that all of their intervals hold with 95 % (99 % for the ratios of two runs).
     `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
     """
 
@@ -126,13 +128,21 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     rounds: int
     withheld: str
+    level: float = 0.95
 
     @classmethod
     def of(cls, one: Estimate | None) -> EstimateFacts | None:
         """Return an estimate as a record; None for None."""
         if one is None:
             return None
-        return cls(value=one.value, low=one.low, high=one.high, rounds=one.n, withheld=one.doubt or "")
+        return cls(
+            value=one.value,
+            low=one.low,
+            high=one.high,
+            rounds=one.n,
+            withheld=one.doubt or "",
+            level=0.8 if one.n == 0 else one.level,
+        )
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):

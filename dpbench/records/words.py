@@ -15,7 +15,8 @@ from dpbench.records.trial import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
-"""The text that is shown in place of an estimate that is in doubt."""
+"""The text that is shown in place of an estimate that is in doubt; for NOISY rounds, it is `NOT_ENOUGH_QUIET`."""
+NOT_ENOUGH_QUIET = "not enough quiet rounds"
 NOT_ENOUGH_STEPS = "not enough steps"
 """The text that is shown in place of a percentile of too few steps."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
@@ -107,9 +108,16 @@ INTERVALS = (
     "Intervals of measurements are 95% intervals by Student's t over rounds; their standard error comes from a "
     "hierarchical bootstrap, which resamples the rounds and then the steps in each round."
 )
+TOGETHER = (
+    "The intervals of all speed-ups over one baseline are wider, so that all of them contain the true values with 95% "
+    "(Bonferroni). The interval that is shown decides: a case is faster or slower if its whole interval is above or "
+    "below 1."
+)
 WITHHELD = (
     f"An estimate from fewer than {Estimate.ROUNDS} rounds, or with an interval that spans more than a factor of "
-    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn. To get this estimate, use {REMEDY}."
+    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn; a comparison with fewer than "
+    f"{Estimate.ROUNDS} rounds without the label NOISY is replaced by “{NOT_ENOUGH_QUIET}”. To get this estimate, "
+    f"use {REMEDY}."
 )
 
 
@@ -119,27 +127,34 @@ def interval(estimate: Estimate, scale: float = 1.0) -> str:
 
 
 def duration(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in one unit; `NOT_ENOUGH` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in one unit; `withheld` if it is in doubt."""
     if estimate.doubt:
-        return NOT_ENOUGH
+        return withheld(estimate)
     scale, unit = time_unit(estimate.value)
     return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
 
 
 def ms(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in ms; `NOT_ENOUGH` if it is in doubt."""
-    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
+    """Return an estimated duration in seconds and its interval as text in ms; `withheld` if it is in doubt."""
+    return withheld(estimate) if estimate.doubt else f"{number(estimate.value * 1e3)} ms ({interval(estimate, 1e3)})"
 
 
 def times(estimate: Estimate) -> str:
-    """Return an estimated ratio and its interval as text; `NOT_ENOUGH` if it is in doubt."""
-    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
+    """Return an estimated ratio and its interval as text; `withheld` if it is in doubt."""
+    return withheld(estimate) if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
+
+
+def withheld(estimate: Estimate) -> str:
+    """Return the text that is shown in place of an estimate that is in doubt."""
+    return NOT_ENOUGH_QUIET if estimate.doubt is Doubt.NOISY else NOT_ENOUGH
 
 
 def doubt(estimate: Estimate) -> str:
     """Return, as text, the reason why an estimate is in doubt and not shown; an empty text if it is shown."""
     if estimate.doubt is Doubt.ROUNDS:
         return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how rounds differ"
+    if estimate.doubt is Doubt.NOISY:
+        return f"other processes used the cores (NOISY), and fewer than {Estimate.ROUNDS} rounds without them are left"
     if estimate.doubt is Doubt.WIDTH:
         return f"the estimate's interval spans more than a factor of {exact(Estimate.WIDEST)}"
     return ""

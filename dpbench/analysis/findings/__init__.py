@@ -144,8 +144,7 @@ def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
     for row in candidates:
         if row is not None and _applies(row, rule):
             ratio = context.ratio(row)
-            gain_s = stats.difference(context.row.series, row.series)
-            found.append(Cure(row=row, ratio=ratio, gain_s=gain_s, verdict=stats.verdict(ratio)))
+            found.append(Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio)))
     return tuple(sorted(found, key=lambda cure: -cure.ratio.value))
 
 
