@@ -100,11 +100,15 @@ class NameList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case that a run has started; `trials` has, by status, such as "ok", the number of the case's trials."""
+    """A case that a run has started; `trials` has, by status, such as "ok", the number of the case's trials.
+
+    `labels` qualify the results of the case, such as "NOISY".
+    """
 
     label: str
     case: Case
     trials: Mapping[str, int]
+    labels: Sequence[str] = ()
 
 
 class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,7 +297,7 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, one: Diagnosis) -> DiagnosisFacts:
         """Return a diagnosis as a record."""
         return cls(
-            label=one.row.case.label, labels=one.row.labels, text=one.text, unjudged=one.unjudged,
+            label=one.row.case.label, labels=one.labels, text=one.text, unjudged=one.unjudged,
             findings=[FindingFacts.of(found) for found in one.findings],
         )  # fmt: skip
 

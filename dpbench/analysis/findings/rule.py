@@ -141,6 +141,13 @@ class CaseContext:
         ]
 
     @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels of the diagnosed case, and of the cases of the same work with which it is compared."""
+        others = (self.single(), self.all_cores(), self.fewer(), *self.rivals)
+        found = (label for row in (self.row, *others) if row for label in row.labels)
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
     def level(self) -> float:
         """Return the level of the intervals of the comparisons with other cases of the same work.
 

@@ -316,7 +316,7 @@ def _lost(row: Row) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield f"[{' '.join(diagnosis.row.labels)}]"
+    yield f"[{' '.join(diagnosis.labels)}]"
     yield textwrap.fill(diagnosis.text, WIDTH)
     if not diagnosis.findings:
         yield f"\n{NO_FINDING[0].upper()}{NO_FINDING[1:]}."
