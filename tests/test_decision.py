@@ -409,10 +409,11 @@ def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> No
 def test_an_epoch_is_computed_from_the_throughputs() -> None:
     answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
     assert answer.epoch(768_000) == (
-        "an epoch of 768,000 samples takes 20.0 min on one device and 10.0 min with this choice, which saves 10.0 min"
+        "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device and 10.0 min (9.71–10.3) with this "
+        "choice, which saves 10.0 min"
     )
     stays = only([SINGLE, row("ddp", 2, 0.5)], {})
-    assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min on one device"
+    assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device"
 
 
 def test_rounds_of_real_series_are_compared_pairwise() -> None:

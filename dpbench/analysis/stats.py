@@ -178,6 +178,21 @@ def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> tuple[Sequence[int]
     return (kept, False) if enough else (rounds, True)
 
 
+def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
+    """Return the ratio of the mean step of `numerator` to that of `denominator`, with its interval.
+
+    The rounds that are compared are those of `ratio`. The interval is Student's over the logarithms of the rounds'
+    means, or of their ratios in common rounds.
+    """
+    common, sides, disturbed = _compared(numerator, denominator, paired=True)
+    top, bottom = (np.log([np.mean(side[number]) for number in sorted(side)]) for side in sides)
+    n = min(len(top), len(bottom))
+    parts = [top - bottom] if common else [top, bottom]
+    error = math.sqrt(sum(part.var(ddof=1) / len(part) for part in parts)) if n > 1 else 0.0
+    value, half = float(top.mean() - bottom.mean()), float(_quantile(n, CONFIDENCE)) * error
+    return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half), n, noisy=disturbed)
+
+
 def quotient(
     numerator: Estimate, denominator: Estimate, above: Sequence[float] = (), below: Sequence[float] = ()
 ) -> Estimate:

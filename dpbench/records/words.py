@@ -53,6 +53,12 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def ordinal(number: int) -> str:
+    """Return the ordinal of a number as text, such as "4th"."""
+    last = "" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "")
+    return f"{number:,}{last or 'th'}"
+
+
 def verb(number: int, one: str, several: str) -> str:
     """Return the form of a verb that agrees with a count: `one` for a count of 1, else `several`."""
     return one if number == 1 else several
@@ -73,9 +79,23 @@ def time(value: float) -> str:
 
 def long_time(value: float) -> str:
     """Return a duration in seconds as text, in hours from 2 h, in minutes from 2 min, and otherwise as `time` does."""
+    scale, unit = long_unit(value)
+    return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
+
+
+def long_unit(value: float) -> tuple[float, str]:
+    """Return the unit of time in which `long_time` shows a duration in seconds, as (seconds per unit, its name)."""
     if not math.isfinite(value) or value < 120:
-        return time(value)
-    return f"{number(value / 60)} min" if value < 7200 else f"{number(value / 3600)} h"
+        return time_unit(value)
+    return (60.0, "min") if value < 7200 else (3600.0, "h")
+
+
+def long_duration(estimate: Estimate) -> str:
+    """Return an estimated duration in seconds and its interval as text, in the unit that `long_time` takes."""
+    if estimate.doubt:
+        return withheld(estimate)
+    scale, unit = long_unit(estimate.value)
+    return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
 
 
 def signed_time(value: float) -> str:
