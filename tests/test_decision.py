@@ -107,6 +107,10 @@ SITUATIONS = {
     "ddp is as good as a rare strategy": Situation(
         [SINGLE, row("ddp", 2, 1.60), row("ddp_static_graph", 2, 1.63)], USE, ("ddp", 2)
     ),
+    "the faster one of two schedules": Situation(
+        [SINGLE, row("dp", 2, 1.60, schedule="overlap"), row("dp", 2, 1.62, schedule="allreduce"), row("ddp", 4, 1.61)],
+        USE, ("dp", 2), ["1.62×"],
+    ),
     "one is decided and a better one is not": Situation(
         [SINGLE, row("ddp", 2, 1.3), row("fsdp", 2, 1.5, off=0.5)], USE, ("ddp", 2), ["fsdp on 2 GPUs"]
     ),

@@ -293,20 +293,25 @@ def _compared(
     `speedup_levels`. `steps` has the median step times. `draws` has random draws of the error of each predicted step
     time. A case has no draws if it was measured, or if an older version of dpbench predicted it.
     """
-    mine = series[row.case]
-    if not mine:
-        return row
-    base = baseline_in(row.case, series)
+    base = baseline_in(row.case, series) if series[row.case] else None
     if base is None:
         return row
-    strong = base.batch_size == row.case.batch_size
+    work = row.case.batch_size / base.batch_size
     if row.source is Source.PREDICTED and row.step:
         ratio = stats.quotient(steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source])
+        speedup = scaled(ratio, work)
     else:
-        ratio = stats.ratio(series[base], mine, level=levels[base])
-    speedup = scaled(ratio, row.case.batch_size / base.batch_size)
+        speedup = _speedup(row.case, base, series, levels)
     efficiency = None if row.case.traits.one_device else scaled(speedup, 1 / row.case.devices)
-    return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
+    return replace(row, speedup=speedup, scaling="strong" if work == 1 else "weak", efficiency=efficiency)
+
+
+def _speedup(
+    case: Case, base: Case, series: Mapping[Case, stats.Rounds], levels: Mapping[Case, float]
+) -> Estimate:  # fmt: skip
+    """Return the speed-up of a case over its baseline `base`."""
+    ratio = stats.ratio(series[base], series[case], level=levels[base])
+    return scaled(ratio, case.batch_size / base.batch_size)
 
 
 def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
@@ -314,13 +319,9 @@ def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
 
     `series` has the durations of the timed steps of each case in seconds, by round.
     """
-    levels, found = speedup_levels(series), {}
-    for case, mine in series.items():
-        base = baseline_in(case, series)
-        if base and mine:
-            ratio = stats.ratio(series[base], mine, level=levels[base])
-            found[case] = scaled(ratio, case.batch_size / base.batch_size)
-    return found
+    levels = speedup_levels(series)
+    bases = {case: baseline_in(case, series) for case, mine in series.items() if mine}
+    return {case: _speedup(case, base, series, levels) for case, base in bases.items() if base}
 
 
 def speedup_levels(series: Mapping[Case, stats.Rounds]) -> dict[Case, float]:
