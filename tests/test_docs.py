@@ -118,8 +118,3 @@ def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
         f"{path.name}:{n}: {len(line)}" for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120
     ]
     assert not long
-
-
-def test_the_documents_stay_short_enough_to_be_read() -> None:
-    tutorial = ROOT / "docs" / "why-dataparallel-is-slow.md"
-    assert sum(len(path.read_text().split()) for path in DOCS if path != tutorial) <= 8000
