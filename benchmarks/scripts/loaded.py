@@ -1,6 +1,6 @@
 """Loaded: count wrong verdicts of runs beside one and two processes that keep cores busy.
 
-    python benchmarks/scripts/loaded.py OUTPUT.jsonl [--runs 10] [--budget 60]
+    python benchmarks/scripts/loaded.py OUTPUT.jsonl [--runs 10] [--budget 120]
 
 Each run measures the small resnet18 at batch 64 on two cores: one device, and DDP and DataParallel on two devices.
 Without a load, DDP gives 1.3 to 1.5 times the speed of one device, and DataParallel less (reports/answers-2-cores). The
@@ -161,7 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--runs", type=int, default=10, help="the number of runs beside each load")
-    parser.add_argument("--budget", type=float, default=60.0, help="the budget of each run in seconds")
+    parser.add_argument("--budget", type=float, default=120.0, help="the budget of each run in seconds")
     given = parser.parse_args()
     done = _lines(given.output)
     with tempfile.TemporaryDirectory() as folder:
