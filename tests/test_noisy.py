@@ -197,6 +197,33 @@ def test_a_difference_in_seconds_leaves_noisy_rounds_out_too() -> None:
     assert stats.difference(table[SINGLE].series, table[DDP].series).doubt is Doubt.NOISY
 
 
+# -- one interval
+
+
+def test_the_headline_the_findings_and_the_table_say_the_same_of_one_interval() -> None:
+    """With several cases on one page, the interval of one alone may exclude 1, and that of all together not."""
+    told = set()
+    others = [replace(DP, schedule=name) for name in ("pool", "cached", "overlap")]
+    for spread in range(2, 15):
+        draw = random.Random(7)
+        trials = [trial(SINGLE, number, 0.014) for number in ROUNDS]
+        for case in (DP, *others):
+            trials += [trial(case, number, 0.0151 * draw.lognormvariate(0, spread / 400)) for number in ROUNDS]
+        found = report(trials)
+        (answer,), (diagnosis,) = found.answers, found.diagnoses
+        row = next(row for row in found.rows if row.case == DP)
+        alone = stats.ratio(rows(trials)[SINGLE].series, row.series)
+        slower = row.speedup.high < 1
+        told.add((alone.high < 1, slower))
+        assert ("Without data parallelism, one device is" in diagnosis.text) == slower
+        if slower:
+            assert "gives only" in answer.headline or answer.choice is Choice.UNKNOWN
+        assert answer.choice is not Choice.USE
+        every = [one.speedup for one in found.rows if one.speedup]
+        assert (answer.choice is Choice.STAY) == all(one.high < 1.05 for one in every)
+    assert (True, False) in told, "the case that once gave two answers is among them"
+
+
 # -- labels
 
 
