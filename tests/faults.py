@@ -914,6 +914,13 @@ FAULTS = (
         ("tests/test_noisy.py::test_a_round_is_quiet_only_if_it_is_quiet_on_both_sides",),
     ),
     Fault(
+        "noisy-no-free-core",
+        "on many cores, a load that takes a part of a core that the case needs is NOISY",
+        "return min(LIMIT * cores, max(0.0, cores - used) + SPARE_CORES)",
+        "return LIMIT * cores",
+        ("tests/test_noisy.py::test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs",),
+    ),
+    Fault(
         "noisy-label",
         "the label NOISY is that of all trials behind a number, not only of the last",
         "found = dict.fromkeys(label for trial in trials for label in labels(trial))",

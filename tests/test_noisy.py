@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import dpbench as dp
-from dpbench.analysis import comparison, ladder, stats, summary
+from dpbench.analysis import comparison, ladder, stats, summary, validity
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.cli.progress import RunningSpeedups
@@ -195,6 +195,29 @@ def test_a_difference_in_seconds_leaves_noisy_rounds_out_too() -> None:
     assert saved.value == pytest.approx(0.004, rel=0.1)
     table = rows(run(ALL))
     assert stats.difference(table[SINGLE].series, table[DDP].series).doubt is Doubt.NOISY
+
+
+@pytest.mark.parametrize(
+    ("case", "cores", "taken_cores", "noisy"),
+    [
+        # one busy process on two cores takes at least a half of one core from any case
+        (SINGLE, 2, 1.0, True), (replace(SINGLE, strategy="single_all_cores"), 2, 0.67, True), (DP, 2, 0.5, True),
+        (DDP, 2, 0.5, True), (DDP, 2, 0.15, False),
+        # on more cores, a part of one core is a small fraction of all, and halves a rank if no core is free
+        (replace(DDP, devices=8), 8, 0.5, True), (replace(SINGLE, strategy="single_all_cores"), 8, 0.5, True),
+        (replace(DDP, devices=8), 8, 0.2, False), (replace(DDP, devices=4), 8, 0.5, False), (SINGLE, 8, 0.5, False),
+        (replace(DDP, devices=4), 8, 0.9, True), (replace(DDP, devices=16, hosts=2), 8, 0.5, True),
+        (replace(DDP, devices=8, device_kind="cuda"), 8, 0.5, False),
+    ],
+)  # fmt: skip
+def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
+    case: Case, cores: int, taken_cores: float, noisy: bool
+) -> None:
+    load = asdict(Load(foreign=taken_cores / cores, steal=0.0, cores=cores, seconds=3.0))
+    one = replace(trial(case, 0, 0.01), provenance={FACT: load})
+    assert ("NOISY" in summary.labels(one)) is noisy
+    (check,) = [found for found in validity.check(one, cores) if found.name == "foreign_cpu"]
+    assert check.ok is not noisy
 
 
 # -- one interval
