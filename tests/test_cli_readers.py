@@ -199,7 +199,7 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
     assert len(lines) == 6
     for line in lines:
         documented = {"run_id", "case", "source", "status", "reason", "verified", "steps", "memory", "provenance"}
-        assert documented <= set(line) <= documented | {"round", "setup", "failed_device"}
+        assert documented <= set(line) <= documented | {"round", "setup", "failed_device", "labels"}
         assert (line["source"], line["status"], line["verified"]) == ("measured", "ok", "bitwise")
         assert {"model", "strategy", "devices", "batch_size"} <= set(line["case"])
         assert line["steps"]

@@ -110,7 +110,8 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
 @pytest.mark.parametrize(
     ("others", "ratio", "verdict", "said"),
     [
-        (0, of(1.5, 0.01), "faster", r"p = .*e-0\d, within the limit of 0.01"),
+        (0, of(1.5, 0.01), "faster", r"the whole interval is above 1, at 99%$"),
+        (4, of(0.5, 0.01), "slower", r"the whole interval is below 1, at 99% for all of 5 cases together"),
         (0, of(1.002, 0.0015), "same", "within the margin of 1.0% around 1, although it excludes 1"),
         (
             0,
@@ -119,17 +120,16 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
             r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds per run should be enough for a",
         ),
         (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly lead to a verdict"),
-        (0, of(1.1, 0.08), "undecided", r"the interval excludes 1, but p = 0.03 is above the limit of 0.01$"),
-        (4, of(1.1, 0.045), "undecided", r"p = 0.0042 is above the limit of 0.002 for one of 5 cases judged together"),
         (0, of(1.5, 0.01, 2), "undecided", "not enough rounds: 2 rounds, but at least 3 are needed"),
         (0, Estimate(1.0, 0.3, 3.0, 5), "undecided", "not enough rounds: the estimate's interval spans"),
+        (0, replace(of(1.5, 0.01), noisy=True), "undecided", "not enough quiet rounds: other processes used the cores"),
     ],
 )
 def test_a_verdict_has_its_reason(
     others: int, ratio: Estimate, verdict: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ratios = iter([ratio, *[of(1.0, 0.3)] * others])
-    monkeypatch.setattr(stats, "ratio", lambda *sides, paired: next(ratios))
+    monkeypatch.setattr(stats, "ratio", lambda *sides, paired, level: next(ratios))
     cases = [replace(DP, batch_size=size) for size in range(8, 9 + others)]
     lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
     line = next(line for line in lines if line.case == cases[0])
@@ -137,18 +137,12 @@ def test_a_verdict_has_its_reason(
     assert re.search(said, line.reason), line.reason
 
 
-def test_after_a_case_that_stays_undecided_no_case_is_decided_and_the_reason_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    estimates = [of(1.1, 0.06), of(1.1, 0.0605)]
-    assert stats.thresholds(estimates) == [0.005, 0.0]
-    ratios = iter(estimates)
-    monkeypatch.setattr(stats, "ratio", lambda *sides, paired: next(ratios))
-    cases = [replace(DP, batch_size=size) for size in (8, 9)]
-    lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
-    assert [line.verdict for line in lines] == ["undecided", "undecided"]
-    assert "for one of 2 cases judged together (Holm's method)" in lines[0].reason
-    assert "is undecided, so this case is too (Holm's method)" in lines[1].reason
+def test_the_interval_that_is_printed_decides_and_holds_for_all_cases_together() -> None:
+    lines = comparison.compare(BEFORE, AFTER)
+    assert {line.ratio.level for line in lines} == {stats.together(2, comparison.SURE)}
+    (alone,) = comparison.compare(BEFORE[5:], AFTER[5:])
+    (beside,) = [line for line in lines if line.case == alone.case]
+    assert beside.ratio.low < alone.ratio.low < alone.ratio.high < beside.ratio.high
 
 
 # -- what may be compared
@@ -258,11 +252,11 @@ def test_the_text_has_both_sides_and_a_line_per_case_and_the_code_says_the_worst
     assert before.startswith(f"before  {first[:8]}  @base  20")
     assert before.endswith("dpbench 0.1.0 commit aaaa1111 dirty  project commit bbbb2222  bench-07, EPYC, 2 cores")
     assert after.startswith(f"after   {second[:8]}  20")
-    assert head.split() == ["verdict", "case", "ratio", "95", "%", "before,", "ms", "after,", "ms", "labels", "why"]
+    assert head.split() == ["verdict", "case", "ratio", "99", "%", "before,", "ms", "after,", "ms", "labels", "why"]
     assert set(rule) == {"-", " "}
     assert lines[0].startswith("faster   mlp dp[reference] x2 batch 64  1.66")
     assert "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of the changes of all" in lines[0]
-    assert last == "1 case faster, 1 case same. A ratio above 1 means that the second run (after) is faster."
+    assert last.startswith("1 case faster, 1 case same. A ratio above 1 means that the second run (after) is faster.")
     assert dpbench("compare", "@last", "@base")[0] == 1
 
 

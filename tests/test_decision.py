@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.analysis import answer as answering
-from dpbench.analysis import stats, summary
+from dpbench.analysis import commands, stats, summary
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.summary import Row
@@ -58,8 +58,10 @@ def lost(strategy: str, devices: int = 1, status: Status = Status.OOM, **setting
     )
 
 
-def noisy(one: Row) -> Row:
-    return replace(one, labels=(*one.labels, foreign_load.NOISY))
+def noisy(one: Row, *, carries: bool = True) -> Row:
+    """Return the row with the label NOISY; if `carries`, its speed-up has too few rounds without this label."""
+    speedup = replace(one.speedup, noisy=carries) if one.speedup else None
+    return replace(one, labels=(*one.labels, foreign_load.NOISY), speedup=speedup)
 
 
 def predicted(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.2) -> Row:
@@ -105,6 +107,10 @@ SITUATIONS = {
     "ddp is as good as a rare strategy": Situation(
         [SINGLE, row("ddp", 2, 1.60), row("ddp_static_graph", 2, 1.63)], USE, ("ddp", 2)
     ),
+    "the faster one of two schedules": Situation(
+        [SINGLE, row("dp", 2, 1.60, schedule="overlap"), row("dp", 2, 1.62, schedule="allreduce"), row("ddp", 4, 1.61)],
+        USE, ("dp", 2), ["1.62×"],
+    ),
     "one is decided and a better one is not": Situation(
         [SINGLE, row("ddp", 2, 1.3), row("fsdp", 2, 1.5, off=0.5)], USE, ("ddp", 2), ["fsdp on 2 GPUs"]
     ),
@@ -115,8 +121,16 @@ SITUATIONS = {
     "the gain is weak scaling": Situation(
         [SINGLE, row("ddp", 2, 1.8, batch_size=128, scaling="weak")], USE, ("ddp", 2), ["weak scaling"]
     ),
-    "noise did not hide the gain": Situation(
-        [noisy(SINGLE), noisy(row("ddp", 2, 1.8))], USE, ("ddp", 2), ["NOISY"]
+    "enough rounds were quiet": Situation(
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.8), carries=False)], USE, ("ddp", 2), ["leaves these rounds out"]
+    ),
+    "a faster case has only noisy rounds": Situation(
+        [SINGLE, row("dp", 2, 1.3), noisy(row("ddp", 2, 1.9))], USE, ("dp", 2),
+        ["undecided whether ddp on 2 GPUs is faster"],
+    ),
+    "a slower case has only noisy rounds": Situation(
+        [SINGLE, row("dp", 2, 1.3), noisy(row("ddp", 2, 0.8))], USE, ("dp", 2),
+        ["undecided whether ddp on 2 GPUs is faster"],
     ),
     "only several devices have the memory": Situation(
         [lost("single"), row("ddp", 2)], USE, ("ddp", 2), ["one GPU runs out of memory"]
@@ -160,6 +174,16 @@ SITUATIONS = {
     "the interval spans everything": Situation([SINGLE, row("ddp", 2, 1.8, off=0.9)], UNKNOWN, None),
     "undecided on a busy machine": Situation(
         [noisy(SINGLE), noisy(row("ddp", 2, 1.2, off=0.3))], UNKNOWN, None, ["other processes used the cores"]
+    ),
+    "decided on a busy machine": Situation(
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.8))], UNKNOWN, None, ["other processes used the cores", "--patience"]
+    ),
+    "no gain on a busy machine": Situation(
+        [noisy(SINGLE), noisy(row("ddp", 2, 0.7, off=0.1))], UNKNOWN, None, ["other processes used the cores"]
+    ),
+    "no gain, but for one case on a busy machine": Situation(
+        [SINGLE, row("dp", 2, 0.5), noisy(row("ddp", 2, 0.7, off=0.1))], UNKNOWN, None,
+        ["other processes used the cores"],
     ),
     "single was not measured": Situation([row("ddp", 2), row("dp", 2)], UNKNOWN, None, ["single"]),
     "single failed": Situation(
@@ -221,7 +245,10 @@ SITUATIONS = {
         [SINGLE, row("dp", 2, 1.2, schedule="overlap"), row("ddp", 2, 1.6)], USE, ("ddp", 2)
     ),
     "a small gain may be a worthwhile one": Situation(
-        [SINGLE, row("ddp", 2, 1.049, off=0.03)], UNKNOWN, None, ["may or may not be a gain"]
+        [SINGLE, row("ddp", 2, 1.049, off=0.03)], UNKNOWN, None, ["may or may not be a gain of 5% or more"]
+    ),
+    "a decided gain may be a worthwhile one": Situation(
+        [SINGLE, row("ddp", 2, 1.045, off=0.03)], UNKNOWN, None, ["may or may not be a gain of 5% or more"]
     ),
     # -- predictions
     "a predicted gain": Situation(
@@ -326,11 +353,23 @@ def test_strong_and_weak_scaling_are_two_questions() -> None:
 
 
 def test_more_rounds_are_more_than_there_are() -> None:
-    """Holm's method judges three candidates together, so that a single one's number of rounds is not enough."""
-    rounds = {"off": 0.26, "n": 3}
+    rounds = {"off": 0.35, "n": 3}
     answer = only([SINGLE, *(row(name, 2, 1.4, **rounds) for name in ("dp", "ddp", "torch_dp"))], {})
     assert answer.choice is UNKNOWN
     assert int(answer.command.split()[-1]) > 3
+
+
+def test_a_busy_machine_is_waited_for_in_the_next_command() -> None:
+    answer = only([noisy(SINGLE), noisy(row("ddp", 2, 0.7, n=7))], {})
+    asked = parsed(*shlex.split(answer.command)[2:])
+    assert (asked.patience, asked.rounds) == (600.0, 7)
+
+
+def test_an_undecided_small_gain_needs_the_rounds_that_separate_it_from_a_worthwhile_one() -> None:
+    """The interval excludes 1 already: no number of rounds beyond those that there are is needed for this."""
+    small = row("ddp", 2, 1.02, off=0.09)
+    needed = commands.rounds_needed([small])
+    assert small.speedup.n < stats.rounds_to_decide(small.speedup, against=1.05) == needed
 
 
 def test_ddp_alone_is_not_promised_that_pairs_help() -> None:
@@ -374,10 +413,11 @@ def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> No
 def test_an_epoch_is_computed_from_the_throughputs() -> None:
     answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
     assert answer.epoch(768_000) == (
-        "an epoch of 768,000 samples takes 20.0 min on one device and 10.0 min with this choice, which saves 10.0 min"
+        "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device and 10.0 min (9.71–10.3) with this "
+        "choice, which saves 10.0 min"
     )
     stays = only([SINGLE, row("ddp", 2, 0.5)], {})
-    assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min on one device"
+    assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device"
 
 
 def test_rounds_of_real_series_are_compared_pairwise() -> None:

@@ -58,6 +58,20 @@ def test_peaks_are_the_highest_over_trusted_rounds() -> None:
     assert found.peaks["forward"] == {0: 107, 1: 87, 2: 67}
 
 
+def test_a_peak_of_any_round_counts_wherever_it_is() -> None:
+    """Neither the smallest peak nor that of the last round: what a device needed once must fit."""
+    rounds = [trial(number=number, grown=grown) for number, grown in enumerate((3, 9, 0))]
+    (found,) = imbalance.footprints(rounds)
+    assert found.peaks["forward"] == {0: 109, 1: 89, 2: 69}
+    assert found.whole == {0: 409, 1: 109, 2: 119}
+    used = [
+        replace(one, samples=tuple(Sample(12.0 + k, 0, "memory_used_bytes", size) for k, size in enumerate(sizes)))
+        for one, sizes in zip(rounds, ([10, 40, 20], [30, 70, 50], [60, 20, 10]), strict=True)
+    ]
+    (found,) = imbalance.footprints(used)
+    assert found.used == {0: 70}
+
+
 def test_nvml_tells_what_is_in_use_on_the_cases_own_devices() -> None:
     base = trial()
     readings = tuple(

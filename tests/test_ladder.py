@@ -56,7 +56,7 @@ def trial(case: Case, number: int, seconds: float, noise: float) -> Trial:
 
 
 def trials(
-    cases: Sequence[Case] = CASES, *, noise: float = 0.002, drift: Mapping[int, float] | None = None
+    cases: Sequence[Case] = CASES, *, noise: float = 0.001, drift: Mapping[int, float] | None = None
 ) -> list[Trial]:
     """Return three rounds of every case, the reference's step being 10 ms."""
     slow = drift or {0: 1.0, 1: 1.0, 2: 1.0}

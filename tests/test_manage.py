@@ -148,7 +148,7 @@ def test_show_has_the_facts_of_a_run_and_the_status_of_each_case(dpbench, three)
     facts = dict(re.split(r" +", line, maxsplit=1) for line in out.splitlines() if not line.startswith(" "))
     assert (facts["run"], facts["name"], facts["tags"]) == (three[1], "@nightly", "driver=550")
     assert (facts["command"], facts["host"]) == ("dpbench run --models mlp", "secret-host, EPYC")
-    assert re.search(rf"^  {re.escape(SINGLE.label)} +1 ok, 1 failed$", out, re.M)
+    assert re.search(rf"^  {re.escape(SINGLE.label)} +1 ok, 1 failed  MEASURED CPU-ONLY$", out, re.M)
     found = json.loads(dpbench("show", three[1][:8], "--json")[1])
     assert [(one["label"], one["trials"]) for one in found["cases"]] == [
         (SINGLE.label, {"ok": 1, "failed": 1}), (DP.label, {"ok": 1}),

@@ -125,10 +125,10 @@ def tampered(tamper: Any) -> Any:
     return start
 
 
-def faulty(tamper: Any, *, buffers: bool = True) -> verification.Verification:
+def faulty(tamper: Any, *, buffers: bool = True, **changed: Any) -> verification.Verification:
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (6,))
-    case = Case(model="own", strategy="dp", devices=2, batch_size=8)
+    case = Case(model="own", strategy="dp", devices=2, batch_size=8, **changed)
     return verification.check(tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers)
 
 
@@ -243,6 +243,17 @@ def test_rounding_is_within_tolerance() -> None:
     found = faulty(scale("0.weight", 1 + 1e-5))
     assert (found.verified, found.worst) == (Verified.WITHIN_TOLERANCE, "0.weight")
     assert found.error == pytest.approx(1e-5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit"),
+    [({}, 1e-3), ({"precision": "tf32"}, 1e-2), ({"precision": "bf16"}, 5e-2)],
+)
+def test_an_error_above_the_tolerance_of_the_precision_is_refused(changed: dict[str, str], limit: float) -> None:
+    """The limits are those of docs/measuring.md; rounding in bf16 gives at most a part of the tolerance."""
+    within, beyond = (faulty(scale("0.weight", 1 + share * limit), **changed) for share in (0.6, 1.5))
+    assert (within.verified, beyond.verified) == (Verified.WITHIN_TOLERANCE, Verified.NO)
+    assert beyond.worst == "0.weight"
 
 
 def test_buffers_count_only_where_they_are_compared() -> None:

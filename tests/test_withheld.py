@@ -152,7 +152,6 @@ def test_verdicts_of_what_is_in_doubt_are_undecided() -> None:
     for estimate in (Estimate(1.0, 1.0, 1.0, 2), Estimate(5.0, 4.9, 5.1, 2), Estimate(1e9, 1e8, 1e10, 9)):
         assert estimate.doubt
         assert stats.verdict(estimate) == "undecided"
-        assert stats.verdicts([estimate]) == ["undecided"]
 
 
 def test_an_imbalance_in_doubt_decides_nothing() -> None:

@@ -4,11 +4,11 @@
 
 A/A: half of the comparisons are within one run. One worker measures both sides in alternating blocks, and rounds are
 added until the ratio is known to 1 % or the budget of 12 s is spent. The other half are between two runs of five
-rounds, each round under a new server, so that the runs share only the machine. At most 2 % of the verdicts should be a
-false "faster" or "slower". A/B: one phase (forward, loss and backward in rotation) spins for 3 % of the step, and a
-comparison takes less than 60 s, of which 45 s are the budget of its run. At least 90 % of the comparisons should find
-the slowdown and name its phase. Each comparison appends one line to OUTPUT; a restarted script makes only the missing
-ones. All comparisons take about 100 minutes on two cores.
+rounds, each round under a new server, so that the runs share only the machine. At most 5 % of the verdicts within a
+run, and 1 % of those between two runs, should be a false "faster" or "slower". A/B: one phase (forward, loss and
+backward in rotation) spins for 3 % of the step, and a comparison takes less than 60 s, of which 45 s are the budget of
+its run. At least 90 % of the comparisons should find the slowdown and name its phase. Each comparison appends one line
+to OUTPUT; a restarted script makes only the missing ones. All comparisons take about 100 minutes on two cores.
 """
 
 from __future__ import annotations

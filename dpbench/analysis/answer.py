@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.analysis import commands
+from dpbench.analysis import commands, stats, summary, uneven
 from dpbench.analysis.decision import (
+    WORTH,
     Basis,
     Choice,
     Decision,
@@ -23,6 +24,7 @@ from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import UNATTRIBUTED, Case, Fault, Source, Status, plan, registry, schedule, words
 from dpbench.records.registry import Role
+from dpbench.records.trial import Estimate
 
 _OBSTACLES = {
     Basis.EMULATED: "emulated devices show host cost only, and no speed-up",
@@ -68,20 +70,62 @@ class Answer:
     def epoch(self, samples: int) -> str:
         """Return a clause on the time of an epoch of `samples` samples, and on the time that the answer saves.
 
-        Return "" if the throughput of the baseline, or the speed-up of the recommended case, is unknown.
+        If it is unknown, the clause says why.
         """
-        old = self.baseline.throughput if self.baseline else None
-        if not old or old.doubt or not self.row:
-            return ""
-        now_s = samples / old.value
-        takes = f"an epoch of {words.count(samples, 'sample')} takes {words.long_time(now_s)} on one device"
-        if self.row is self.baseline:
+        amount = f"an epoch of {words.count(samples, 'sample')}"
+        now, then = self.epoch_s(samples)
+        if self.home.traits.observed:
+            return f"the steps of {amount} take {words.long_duration(now)}" if now else self._no_epoch(amount)
+        if then and not now:
+            return f"{amount} takes {words.long_duration(then)} with this choice"
+        if not now:
+            return self._no_epoch(amount)
+        takes = f"{amount} takes {words.long_duration(now)} on one device"
+        if not then:
             return takes
-        if not self.row.speedup:
-            return ""
-        # not from the row's throughput, which uses all rounds: the speed-up uses those that the baseline has too
-        then_s = now_s / self.row.speedup.value
-        return f"{takes} and {words.long_time(then_s)} with this choice, which saves {words.long_time(now_s - then_s)}"
+        saved_s = now.value - then.value
+        change = f"saves {words.long_time(saved_s)}" if saved_s > 0 else f"takes {words.long_time(-saved_s)} longer"
+        return f"{takes} and {words.long_duration(then)} with this choice, which {change}"
+
+    def epoch_s(self, samples: int) -> tuple[Estimate | None, Estimate | None]:
+        """Return the seconds of an epoch of `samples` samples: as it is now, and with the recommended case.
+
+        Now means on one device or, for an observed loop, in this loop. Both come from the means of all timed steps.
+        They are None if they are unknown or in doubt; the second is also None if no other case is recommended. Emulated
+        devices, which show host cost only, have no such times.
+        """
+        if self.home.device_kind == "emulated":
+            return None, None
+        start = self.row if self.home.traits.observed else self.baseline
+        now = _epoch_s(start, samples)
+        if self.row is None or self.row is start:
+            return now, None
+        if now is None:
+            return None, _epoch_s(self.row, samples)
+        # not from the row's throughput: the gain uses only the rounds that decide the answer
+        gain = uneven.gain_of_means(self.row, start) or self.row.speedup
+        return now, stats.quotient(now, gain) if gain and not gain.doubt else None
+
+    def _no_epoch(self, amount: str) -> str:
+        """Return a clause that says why the time of an epoch is unknown."""
+        row = self.row if self.home.traits.observed else self.baseline
+        if self.home.device_kind == "emulated":
+            why = "emulated devices show host cost only"
+        elif row is None:
+            why = f"the strategy {self.home.strategy} was not measured"
+        elif row.throughput:
+            why = words.doubt(row.throughput)
+        elif row.step:
+            why = "the batch size is unknown"
+        else:
+            why = f"{row.case.label} has no result ({row.outcome})"
+        return f"the time of {amount} is unknown, because {why}"
+
+
+def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
+    """Return the seconds in which the case of `row` takes `samples` samples; None if unknown or in doubt."""
+    rate = row.throughput if row else None
+    return summary.scaled(stats.inverse(rate), samples) if rate and not rate.doubt else None
 
 
 def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
@@ -175,7 +219,7 @@ def _unknown(question: Question, decision: Decision) -> str:
     best = best_of(decision.open)
     if best.speedup and best.speedup.doubt:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
-    return f"{_name(best)} gives {_gain(best)}, which may or may not be a gain"
+    return f"{_name(best)} gives {_gain(best)}, which may or may not be a gain of {WORTH - 1:.0%} or more"
 
 
 def _failures(rows: Sequence[Row]) -> str:
@@ -277,8 +321,10 @@ def _certainty(question: Question, decision: Decision) -> str:
     said = []
     if question.source is Source.PREDICTED:
         said.append("predicted, with an 80% interval")
+    elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
+        said.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
     elif decision.basis is Basis.OPEN:
-        rounds = commands.rounds_needed(decision.open, question)
+        rounds = commands.rounds_needed(decision.open)
         more = (
             f"about {rounds} rounds" if rounds <= commands.ROUNDS_MOST else f"more than {commands.ROUNDS_MOST} rounds"
         )
@@ -288,6 +334,7 @@ def _certainty(question: Question, decision: Decision) -> str:
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
         said.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
     if decision.row:
+        said += _of_all_steps(question, decision.row)
         said += _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
@@ -295,10 +342,19 @@ def _certainty(question: Question, decision: Decision) -> str:
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster than this choice"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
-        said.append(f"other processes used the cores ({foreign_load.NOISY})")
+        left_out = ", and the comparison leaves these rounds out" if decision.row else ""
+        said.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
     if question.home.device_kind == "cpu":
         said.append("this says nothing about GPUs")
     return "; ".join(said)
+
+
+def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
+    """Yield a clause on the gain of `row` by the mean of all steps, if it differs from that of the median steps."""
+    if row is not question.baseline and any(map(uneven.differs, filter(None, (row, question.baseline)))):
+        gain = uneven.gain_of_means(row, question.baseline)
+        if gain and not gain.doubt:
+            yield f"some steps are much longer: by the mean of all steps, it gives {words.times(gain)}"
 
 
 def _gaps(question: Question, row: Row) -> Iterator[str]:

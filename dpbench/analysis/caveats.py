@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.analysis import hosts, validity
+from dpbench.analysis import hosts, uneven, validity
 from dpbench.analysis.ladder import label
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import Row, shown
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Status, Trial, words
 from dpbench.records.observed import observed
@@ -71,6 +71,7 @@ def caveats(
                 *_of_rows(unreadable),
                 *(Caveat(kind="hosts", text=text) for text in machines),
                 *_of_cases(rows, trials, cores),
+                *_of_steps(rows, trials),
                 *_of_devices(rows),
                 *_of_loops(rows, trials),
                 *_of_code(provenance),
@@ -127,12 +128,31 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
         for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
                 remedy = "more steps" if row.case.traits.observed else words.REMEDY
-                few = f"{words.NOT_ENOUGH} for the {name} ({estimate.doubt}); {remedy} would help"
+                few = f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would help"
                 found.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
         found[rule.name, rule.headline] = list(details.items())
     for (kind, text), cases in found.items():
         yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
+
+
+def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
+    """Yield a caveat on the cases whose mean step differs from the median step, with the period of their slow steps."""
+    cases = []
+    for row in filter(uneven.differs, rows):
+        assert row.step
+        assert row.mean
+        mine = [trial for trial in trials if trial.case == row.case and trial.source is row.source]
+        slow = uneven.period(shown(mine))
+        said = f"the mean is {words.duration(row.mean)}, the median {words.duration(row.step)}"
+        every = f"; every {words.ordinal(slow.steps)} step takes {words.time(slow.longer_s)} longer" if slow else ""
+        cases.append((row.case, said + every))
+    if cases:
+        yield Caveat(
+            kind="uneven", cases=tuple(cases), every=False,
+            text="the mean step differs from the median step: samples/s and times of epochs are those of all steps, "
+            "but step times and their ratios are medians",
+        )  # fmt: skip
 
 
 def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:

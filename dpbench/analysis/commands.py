@@ -12,16 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 from dpbench.analysis import stats
-from dpbench.analysis.decision import Basis, Choice, Decision, Question, best_of
+from dpbench.analysis.decision import WORTH, Basis, Choice, Decision, Question, best_of
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule
 from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Doubt, Estimate
 
 ROUNDS_MOST = 50
 """The largest number of rounds that a command states; if more are needed, the command gives --rounds auto."""
+PATIENT_S = 600.0
+"""The seconds that a repeated run waits for other processes to leave the cores."""
 GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
 PREDICTABLE = ("fp32", "bf16")
@@ -121,7 +123,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
         two = [replace(spread, strategy=registry.of_role(role), devices=2, schedule="") for role in roles]
         return measure([spread, *two], machine=machine)
     if basis is Basis.OPEN:
-        return measure(cases, machine=machine, **_more(decision.open, question))
+        return measure(cases, machine=machine, **_more(decision.open))
     if basis in (Basis.NO_RESULT, Basis.LOST):
         return _again(question, cases, machine)
     return measure(cases, machine=machine)
@@ -131,9 +133,14 @@ ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
 """The reasons for a missing answer that only a run on other devices, or a prediction for them, can remove."""
 
 
-def _more(rows: Sequence[Row], question: Question) -> dict[str, Any]:
-    """Return the options of a run whose rounds should be enough for a verdict on each speed-up in `rows`."""
-    needed = rounds_needed(rows, question)
+def _more(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the options of a run whose rounds should be enough for a verdict on each speed-up in `rows`.
+
+    If NOISY rounds prevented a verdict, the run waits until other processes leave the cores.
+    """
+    needed = rounds_needed(rows)
+    if any(noisy(row) for row in rows):
+        return {"rounds": min(needed, ROUNDS_MOST), "patience": PATIENT_S}
     if needed <= ROUNDS_MOST:
         return {"rounds": needed}
     # --paired measures cases in one process, and these cases need separate ones
@@ -157,15 +164,26 @@ def has_control(question: Question) -> bool:
     return any(row.case.traits.role is Role.CONTROL for row in question.several)
 
 
-def rounds_needed(rows: Sequence[Row], question: Question) -> int:
+def noisy(row: Row) -> bool:
+    """Return whether the row's speed-up decides nothing, because it compares NOISY rounds."""
+    return row.speedup is not None and row.speedup.doubt is Doubt.NOISY
+
+
+def rounds_needed(rows: Sequence[Row]) -> int:
     """Return the number of rounds that should be enough for a verdict on each speed-up in `rows`: more than they have.
 
-    The 5 % level is divided by the number of candidates, because the question judges all its candidates together.
+    A speed-up of `WORTH` or more needs an interval above 1, a smaller one an interval below `WORTH`. The spread of
+    NOISY rounds says nothing about quiet ones: for them, as many rounds again are assumed to be enough.
     """
-    alpha = (1 - stats.CONFIDENCE) / max(1, len(question.candidates))
     known = [row.speedup for row in rows if row.speedup and row.speedup.n >= Estimate.ROUNDS]
-    needed = [max(stats.rounds_to_decide(one, alpha=alpha), one.n + 1) for one in known]
-    return max(needed, default=10)
+    return max(map(_rounds_needed, known), default=10)
+
+
+def _rounds_needed(speedup: Estimate) -> int:
+    if speedup.noisy:
+        return speedup.n
+    against = 1.0 if speedup.value >= WORTH else WORTH
+    return max(stats.rounds_to_decide(speedup, against=against), speedup.n + 1)
 
 
 LOOP = tuple(name for name in HABITS if hasattr(Options, name))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import stats
-from dpbench.analysis.summary import labels, measured, order
+from dpbench.analysis.summary import all_labels, measured, order, shown
 from dpbench.records import Case, Source, Trial, ledger, words
 from dpbench.records.trial import Estimate
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from dpbench.analysis.report import Report
 
 UNKNOWN = "unknown"
+SURE = 0.99
+"""The probability with which the intervals of all ratios of a comparison hold together.
+
+It is higher than in one run, because two runs also differ in ways that no round of either run shows.
+"""
 NEVER = 100
 """More rounds are not recommended if at least this number would be needed to decide a verdict."""
 ORDER = ("slower", "faster", "undecided", "same")
@@ -138,17 +143,18 @@ def compare(
 ) -> list[Comparison]:
     """Return the comparison of every case with results in both runs; a ratio above 1 means that `after` is faster.
 
-    `margin` is the relative difference up to which two cases count as the same. The verdicts are corrected for multiple
-    comparisons. With `unlike`, a case on one kind of device is compared with the same case on another kind. Emulated
-    devices, whose time is host time only, are never compared with others.
+    `margin` is the relative difference up to which two cases count as the same. The interval of each ratio decides; the
+    intervals of all ratios hold together with the probability `SURE`. With `unlike`, a case on one kind of device is
+    compared with the same case on another kind. Emulated devices, whose time is host time only, are never compared with
+    others.
     """
     sides = [_by_case(side, unlike=unlike) for side in (before, after)]
     pairs = [(one, sides[1][key]) for key, one in sides[0].items() if key in sides[1]]
-    ratios = [stats.ratio(measured(one), measured(other), paired=False) for one, other in pairs]
-    permitted = stats.thresholds(ratios)
+    level = stats.together(len(pairs), SURE)
     found = []
-    for (one, other), ratio, most in zip(pairs, ratios, permitted, strict=True):
-        verdict = stats.verdict(ratio, margin=margin, alpha=most)
+    for one, other in pairs:
+        ratio = stats.ratio(measured(one), measured(other), paired=False, level=level)
+        verdict = stats.verdict(ratio, margin=margin)
         changes = moved(one, other)
         phase, phase_s = _largest(changes)
         total_s = sum(map(abs, changes.values()))
@@ -156,9 +162,9 @@ def compare(
             Comparison(
                 case=one[-1].case, other=other[-1].case, before=stats.median(measured(one)),
                 after=stats.median(measured(other)), ratio=ratio, verdict=verdict,
-                reason=_reason(ratio, verdict, most, len(pairs), margin), phase=phase, phase_s=phase_s,
+                reason=_reason(ratio, verdict, len(pairs), margin), phase=phase, phase_s=phase_s,
                 share=abs(phase_s) / total_s if total_s else 0.0,
-                labels=tuple(dict.fromkeys((*labels(one[-1]), *labels(other[-1]), *["UNLIKE"] * unlike))),
+                labels=(*all_labels([*shown(one), *shown(other)]), *["UNLIKE"] * unlike),
             )
         )  # fmt: skip
     return sorted(found, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
@@ -182,25 +188,16 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
     return found
 
 
-def _reason(ratio: Estimate, verdict: str, most: float, count: int, margin: float) -> str:
-    """Return a clause that explains the verdict on one of `count` ratios.
-
-    `most` is the largest p-value with which this ratio is called "faster" or "slower" (see `stats.thresholds`).
-    """
+def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
+    """Return a clause that explains the verdict on one of `count` ratios."""
     if ratio.doubt:
-        return f"{words.NOT_ENOUGH}: {words.doubt(ratio)}; {words.REMEDY} would help"
-    p, excludes = stats.p_value(ratio), not ratio.low <= 1 <= ratio.high
+        return f"{words.withheld(ratio)}: {words.doubt(ratio)}; {words.REMEDY} would help"
     if verdict == "same":
-        although = ", although it excludes 1" if excludes else ""
+        although = "" if ratio.low <= 1 <= ratio.high else ", although it excludes 1"
         return f"the whole interval is within the margin of {words.percent(margin)} around 1{although}"
     if verdict != "undecided":
-        return f"p = {p:.2g}, within the limit of {most:.2g}"
-    if excludes and not most:
-        smaller = f"a case with a smaller p-value than this one's {p:.2g} is undecided"
-        return f"the interval excludes 1, but {smaller}, so this case is too (Holm's method)"
-    if excludes:
-        cases = f" for one of {count} cases judged together (Holm's method)" if count > 1 else ""
-        return f"the interval excludes 1, but p = {p:.2g} is above the limit of {most:.2g}{cases}"
+        cases = f" for all of {count} cases together" if count > 1 else ""
+        return f"the whole interval is {'above' if verdict == 'faster' else 'below'} 1, at {SURE:.0%}{cases}"
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
     enough = f"about {words.count(rounds, 'round')} per run should be enough for a verdict"

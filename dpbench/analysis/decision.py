@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from dpbench.analysis import stats
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import Row, scaled
 from dpbench.records import Case, Fault, Source, Status, plan
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Doubt, Estimate
 
 WORTH = 1.05
 """The least speed-up, over one device or over fewer devices, that is worth more devices."""
@@ -124,11 +124,11 @@ class Decision:
 def decide(question: Question) -> Decision:
     """Return the decision on a question.
 
-    All speed-ups of the question are judged together at the 95 % level (Holm's method). Of the candidates that are
-    decidedly faster than the baseline, with a speed-up of at least `WORTH`, the fastest wins. If another
-    of them is slower by a factor of less than `WORTH`, and has fewer devices or a better-known strategy, it wins
-    instead. Stay with one device if no case on several devices failed, and none can gain `WORTH`: each is decidedly not
-    faster, or its whole interval is below `WORTH`.
+    The interval of a speed-up decides; the intervals of all speed-ups over the baseline hold together with 95 %. Of the
+    candidates that are decidedly faster than the baseline, with a speed-up of at least `WORTH`, the fastest wins. If
+    another of them is slower by a factor of less than `WORTH`, and has fewer devices or a better-known strategy, it
+    wins instead. Stay with one device if no case on several devices failed, and none can gain `WORTH`: the whole
+    interval of each is below `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
     """
     candidates, obstacle = question.candidates, _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
@@ -136,13 +136,12 @@ def decide(question: Question) -> Decision:
         return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates, _rate))
     if obstacle:
         return Decision(choice=Choice.UNKNOWN, basis=obstacle)
-    judged = {row.case: verdict for row, verdict in zip(candidates, _verdicts(candidates), strict=True)}
-    gains = [row for row in candidates if judged[row.case] == "faster" and speed(row) >= WORTH]
+    gains = [row for row in candidates if _verdict(row) == "faster" and speed(row) >= WORTH]
     if gains:
         best = _simplest(gains, speed)
         choice = Choice.STAY if best.case.traits.all_cores else Choice.USE
         return Decision(choice=choice, basis=Basis.GAIN, row=best, open=_rivals(best, candidates))
-    unsure = tuple(row for row in candidates if not _without_gain(row, judged[row.case]))
+    unsure = tuple(row for row in candidates if not _without_gain(row))
     if any(row.case.devices > 1 for row in unsure):
         return Decision(choice=Choice.UNKNOWN, basis=Basis.OPEN, open=unsure)
     if question.failed:
@@ -166,25 +165,14 @@ def _obstacle(question: Question) -> Basis | None:
     return None
 
 
-def _verdicts(rows: Sequence[Row]) -> list[str]:
-    """Return the verdict on each row's speed-up: "faster", "slower", "same" or "undecided".
-
-    A prediction, which has no rounds, is decided if its 80 % interval excludes 1.
-    """
-    ratios = [row.speedup or Estimate(1.0, 0.0, 1.0, 1) for row in rows]
-    found = stats.verdicts(ratios, alpha=1 - stats.CONFIDENCE)
-    return [_stated(ratio) if ratio.n == 0 else verdict for ratio, verdict in zip(ratios, found, strict=True)]
+def _verdict(row: Row) -> str:
+    """Return the verdict on the row's speed-up: "faster", "slower", "same" or "undecided"."""
+    return stats.verdict(row.speedup) if row.speedup else "undecided"
 
 
-def _stated(ratio: Estimate) -> str:
-    return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "undecided"
-
-
-def _without_gain(row: Row, verdict: str) -> bool:
-    """Return whether `row` decidedly has no gain that is worth more devices; `verdict` judges its speed-up."""
-    if row.speedup is None or row.speedup.doubt:
-        return False
-    return verdict in ("slower", "same") or row.speedup.high < WORTH
+def _without_gain(row: Row) -> bool:
+    """Return whether `row` decidedly has no gain that is worth more devices."""
+    return row.speedup is not None and not row.speedup.doubt and row.speedup.high < WORTH
 
 
 def speed(row: Row) -> float:
@@ -217,17 +205,23 @@ def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
 def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows that may be faster than `best` by more than `WORTH`: the measurements do not exclude it."""
     others = [row for row in rows if row is not best]
-    ratios = [ratio_of(row, best) for row in others]
-    found = zip(others, ratios, stats.verdicts(ratios, alpha=1 - stats.CONFIDENCE), strict=True)
-    return tuple(row for row, ratio, verdict in found if verdict == "undecided" and ratio.high >= WORTH)
+    ratios = {row.case: ratio_of(row, best, level=stats.together(len(others))) for row in others}
+    return tuple(row for row in others if _may_gain(ratios[row.case]))
 
 
-def ratio_of(one: Row, other: Row) -> Estimate:
-    """Return the speed of `one` over that of `other`, from their timed steps or, without them, from their speed-ups."""
+def _may_gain(ratio: Estimate) -> bool:
+    """Return whether a ratio is undecided, and may be `WORTH` or more."""
+    return stats.verdict(ratio) == "undecided" and (ratio.doubt is Doubt.NOISY or ratio.high >= WORTH)
+
+
+def ratio_of(one: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estimate:
+    """Return the speed of `one` over that of `other`, from their timed steps or, without them, from their speed-ups.
+
+    `level` is the probability with which the interval of a ratio from timed steps contains the true value.
+    """
     if one.series and other.series:
-        found = stats.ratio(other.series, one.series)
-        work = one.case.batch_size / other.case.batch_size
-        return Estimate(found.value * work, found.low * work, found.high * work, found.n)
+        found = stats.ratio(other.series, one.series, level=level)
+        return scaled(found, one.case.batch_size / other.case.batch_size)
     assert one.speedup
     assert other.speedup
     return stats.quotient(one.speedup, other.speedup)

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 from dpbench.analysis import stats, summary
-from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Trial
 from dpbench.records.trial import Estimate
 from dpbench.store.runs import PastRun
@@ -107,9 +106,7 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
         rounds = dict(enumerate(steps for run in every for steps in run))
         if not rounds or (step := stats.median(rounds)).doubt or not math.isfinite(step.high):
             continue
-        trusted = [trial for _, trials in runs for trial in trials if trial.trusted]
-        noisy = (foreign_load.NOISY,) * any(map(foreign_load.noisy, trusted))
-        labels = (*summary.labels(trusted[-1]), *noisy)
+        labels = summary.all_labels(trial for _, trials in runs for trial in summary.shown(trials))
         name = "+".join(filter(None, (code[:8], project[:8] if by_project and project != code else "")))
         found.append(
             CommitPoint(commit=name or project[:8], runs=tuple(run for run, _ in runs), step=step, labels=labels)

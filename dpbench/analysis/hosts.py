@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.analysis import stats
+from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial, host_device, words
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate
 
@@ -46,10 +47,17 @@ class Pace:
 def paces(trials: Sequence[Trial]) -> list[Pace]:
     """Return the pace of each machine except the fastest, for each baseline that several machines of a launch ran."""
     found: dict[Case, dict[str, dict[int, list[float]]]] = {}
+    noisy: dict[Case, set[int]] = {}
     for trial in trials:
         for name, seconds in _alone(trial).items():
             found.setdefault(trial.case, {}).setdefault(name, {})[trial.round] = seconds
-    return [pace for case, machines in found.items() if len(machines) > 1 for pace in _compared(case, machines)]
+        if foreign_load.noisy(trial):
+            noisy.setdefault(trial.case, set()).add(trial.round)
+    timed = {
+        case: {name: stats.Timed(rounds, noisy.get(case, ())) for name, rounds in machines.items()}
+        for case, machines in found.items()
+    }
+    return [pace for case, machines in timed.items() if len(machines) > 1 for pace in _compared(case, machines)]
 
 
 def _alone(trial: Trial) -> dict[str, list[float]]:

@@ -127,37 +127,30 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
     limit = plan.limit(case)
     # emulated devices show host cost only: their step cannot be compared with DDP's
     ddp = rivals.get(replace(case, strategy=registry.of_role(Role.CONTROL))) if case.device_kind != "emulated" else None
-    rungs = tuple(_climb(steps, ddp))
+    names = [name for name in schedule.RUNGS if name in steps]
+    level = stats.together(len(names) - 1)  # about a dozen gains are read together
+    rungs = tuple(_climb({name: steps[name] for name in names}, ddp, level))
     base, ablations, fixed = _ablated(steps, plan.conditions(case.device_kind))
-    # about a dozen gains are read together: correct their verdicts for multiple comparisons
-    climbed = iter(_together([rung.change for rung in rungs if rung.change]))
-    rungs = tuple(replace(rung, change=next(climbed)) if rung.change else rung for rung in rungs)
-    ablations = tuple(_together(ablations))
     fastest = _fastest(rungs)
     return Ladder(
         case=case, rungs=rungs, fastest=fastest, base=base, ablations=ablations, fixed=fixed, ddp=ddp, lost=lost,
-        whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name),
+        whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name, level=level),
         single=rivals.get(plan.alone(case, case.batch_size)),
         limit=(rivals.get(limit) or rivals.get(replace(limit, options=()))) if limit else None,
     )  # fmt: skip
 
 
-def _together(changes: Sequence[RungGain]) -> list[RungGain]:
-    """Return the same gains, with their verdicts corrected for multiple comparisons."""
-    found = stats.verdicts([change.ratio for change in changes])
-    return [replace(change, verdict=verdict) for change, verdict in zip(changes, found, strict=True)]
-
-
-def _climb(steps: Mapping[str, Row], ddp: Row | None) -> Iterator[Rung]:
+def _climb(steps: Mapping[str, Row], ddp: Row | None, level: float) -> Iterator[Rung]:
     """Yield the measured rungs in ladder order, each with its gain over the nearest lower rung without CUDA graphs.
 
-    `steps` maps measured schedules to their rows. `ddp` is the row of DDP, None without a comparison to DDP.
+    `steps` maps the measured rungs, in this order, to their rows. `ddp` is the row of DDP, None without a comparison to
+    DDP. `level` is the level of the intervals.
     """
     below = ""
-    for name in (name for name in schedule.RUNGS if name in steps):
-        row = steps[name]
-        change = _change(name, steps[below], row, over=below) if below else None
-        yield Rung(name=name, row=row, change=change, over_ddp=stats.ratio(ddp.series, row.series) if ddp else None)
+    for name, row in steps.items():
+        change = _change(name, steps[below], row, over=below, level=level) if below else None
+        over_ddp = stats.ratio(ddp.series, row.series, level=level) if ddp else None
+        yield Rung(name=name, row=row, change=change, over_ddp=over_ddp)
         if schedule.RUNGS[name].graphs == "off":
             below = name
 
@@ -167,16 +160,16 @@ def _fastest(rungs: Sequence[Rung]) -> Rung:
     return min(exact or rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
 
 
-def _change(name: str, before: Row, after: Row, *, over: str) -> RungGain:
+def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> RungGain:
     """Return the gain of `after` over `before`, from the rounds in which both were measured.
 
-    `name` and `over` become the fields of the result with the same names.
+    `name` and `over` become the fields of the result with the same names. `level` is the level of the intervals.
     """
-    ratio = stats.ratio(before.series, after.series)
+    ratio = stats.ratio(before.series, after.series, level=level)
     phases = {p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0) for p in {**before.phases, **after.phases}}
     phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
     return RungGain(
-        name=name, over=over, ratio=ratio, gain_s=stats.difference(before.series, after.series),
+        name=name, over=over, ratio=ratio, gain_s=stats.difference(before.series, after.series, level=level),
         verdict=stats.verdict(ratio), phase=phase, phase_s=phases.get(phase, 0.0),
     )  # fmt: skip
 
@@ -197,7 +190,8 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
     base = max(own, key=lambda text: own[text])
     if not own[base]:
         return "", (), ()
-    changes = (_change(switch, steps[one], steps[base], over=one) for switch, one in found[base].items())
+    level = stats.together(len(found[base]))
+    changes = (_change(switch, steps[one], steps[base], over=one, level=level) for switch, one in found[base].items())
     best, fixed = schedule.parse(base), []
     for switch in best.turned().keys() - found[base].keys():
         missing = replace(best, **{switch: schedule.SWITCHES[switch][0]}).missing(*conditions)

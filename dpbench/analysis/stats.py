@@ -7,14 +7,21 @@ n - 1 degrees of freedom (Hesterberg, "What Teachers Should Know About the Boots
 round gives no information about the variation between rounds: the interval of its estimate covers only the variation
 between steps. An estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is
 computed but not shown (`Estimate.doubt`), and its verdict is "undecided".
+
+One interval decides each verdict, and it is the interval that is shown. Of several estimates that are judged together,
+each has a wider interval (Bonferroni, see `together`), so that all of them contain the true values with 95 %.
+
+Other processes take cores from cases with several processes first, an error that no interval contains. A comparison
+therefore leaves out the NOISY rounds of both sides if at least three rounds remain; otherwise it is in doubt.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import scipy
@@ -25,6 +32,22 @@ from dpbench.records.work import middle_draws
 
 Rounds = Mapping[int, Sequence[float]]
 """The durations of one case's timed steps in seconds, by round."""
+
+
+class Timed(dict[int, Sequence[float]]):
+    """The durations of one case's timed steps in seconds, by round (see `Rounds`), and the rounds that are NOISY.
+
+    In a NOISY round, other processes used too much of the cores.
+    """
+
+    def __init__(
+        self, rounds: Mapping[int, Sequence[float]] | Iterable[tuple[int, Sequence[float]]] = (),
+        noisy: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(rounds)
+        self.noisy = frozenset(noisy)
+
+
 Array = NDArray[np.float64]
 Places = NDArray[np.int32]
 Vectors = Mapping[int, Array]
@@ -38,8 +61,6 @@ NETWORK = 10
 CELLS = 4_000_000
 """The largest number of pairs of rounds in all resamples together. With many rounds, fewer resamples are drawn."""
 CONFIDENCE = 0.95
-ALPHA = 0.01
-"""The significance level: the accepted probability of calling two equal cases "faster" or "slower"."""
 MARGIN = 0.01
 """The relative difference up to which two cases count as the same."""
 
@@ -90,26 +111,86 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     return replace(found, value=value, low=min(found.low, value), high=max(found.high, value))
 
 
-def ratio(numerator: Rounds, denominator: Rounds, *, paired: bool = True, seed: int = 0) -> Estimate:
+def mean(rounds: Rounds) -> Estimate:
+    """Return the mean over rounds of the mean duration of each round's steps, with its interval.
+
+    All durations must be above 0. The interval is Student's over the logarithms of the rounds' means; that of a single
+    round covers only the variation between its steps.
+    """
+    means = np.array([np.mean(steps) for steps in rounds.values()])
+    varying = means if len(means) > 1 else np.asarray(next(iter(rounds.values())), dtype=float)
+    value, n = float(means.mean()), len(varying)
+    error = float(np.log(varying).std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    factor = math.exp(min(700.0, float(_quantile(n, CONFIDENCE)) * error)) if error else 1.0
+    return Estimate(value, value / factor, value * factor, len(means))
+
+
+def ratio(
+    numerator: Rounds, denominator: Rounds, *, paired: bool = True, level: float = CONFIDENCE, seed: int = 0
+) -> Estimate:
     """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
 
     If `paired`, the median of each round of `numerator` is divided by the median of the same round of `denominator`;
     both series must come from one run. The estimate is the Hodges-Lehmann centre of these ratios on a logarithmic
     scale. Disturbances that affect both series in a round cancel, and an outlying round has little influence. If not
     `paired`, or if the series have no round in common, every round of one series is compared with every round of the
-    other, and the estimate is the median of the ratios.
+    other, and the estimate is the median of the ratios. NOISY rounds are left out if enough others remain
+    (see `Timed`).
     """
-    common = sorted(set(numerator) & set(denominator)) if paired else []
+    common, sides, disturbed = _compared(numerator, denominator, paired=paired)
     if common:
-        sides = [{key: side[key] for key in common} for side in (numerator, denominator)]
         (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed, together=True))
-        return _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(common))
-    (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians([numerator, denominator], seed))
+        found = _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level)
+        return replace(found, noisy=disturbed)
+    (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed))
     count = min(len(tops), len(bottoms))
     # resample each side's centre: computing all pairs of rounds in every resample would cost too much
     draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
     value = float(np.median(top[:, None] - bottom[None, :]))
-    return _exponential(value, draws, min(len(top), len(bottom)), widened=True)
+    found = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
+    return replace(found, noisy=disturbed)
+
+
+def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
+    """Return whether rounds are compared in pairs, the rounds of both series to compare, and whether some are NOISY.
+
+    In pairs, these are the common rounds. NOISY rounds of either series are left out if enough others remain.
+    """
+    common = sorted(set(first) & set(second)) if paired else []
+    if common:
+        kept, disturbed = _quiet(common, noisy(first) | noisy(second))
+        pairs: list[Rounds] = [{number: side[number] for number in kept} for side in (first, second)]
+        return True, pairs, disturbed
+    chosen = [_quiet([*side], noisy(side)) for side in (first, second)]
+    sides: list[Rounds] = [{n: side[n] for n in kept} for side, (kept, _) in zip((first, second), chosen, strict=True)]
+    return False, sides, any(disturbed for _, disturbed in chosen)
+
+
+def noisy(rounds: Rounds) -> frozenset[int]:
+    """Return the NOISY rounds of a series; a series that is not `Timed` has none."""
+    return rounds.noisy if isinstance(rounds, Timed) else frozenset()
+
+
+def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> tuple[Sequence[int], bool]:
+    """Return the rounds that are not in `noisy`, and False; if they are too few, return all rounds, and True."""
+    kept = [number for number in rounds if number not in noisy]
+    enough = len(kept) >= Estimate.ROUNDS or len(kept) == len(rounds)
+    return (kept, False) if enough else (rounds, True)
+
+
+def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
+    """Return the ratio of the mean step of `numerator` to that of `denominator`, with its interval.
+
+    The rounds that are compared are those of `ratio`. The interval is Student's over the logarithms of the rounds'
+    means, or of their ratios in common rounds.
+    """
+    common, sides, disturbed = _compared(numerator, denominator, paired=True)
+    top, bottom = (np.log([np.mean(side[number]) for number in sorted(side)]) for side in sides)
+    n = min(len(top), len(bottom))
+    parts = [top - bottom] if common else [top, bottom]
+    error = math.sqrt(sum(part.var(ddof=1) / len(part) for part in parts)) if n > 1 else 0.0
+    value, half = float(top.mean() - bottom.mean()), float(_quantile(n, CONFIDENCE)) * error
+    return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half), n, noisy=disturbed)
 
 
 def quotient(
@@ -127,23 +208,29 @@ def quotient(
         return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
-    return Estimate(value, value * math.exp(-down), value * math.exp(up), min(numerator.n, denominator.n))
+    low, high = value * math.exp(-down), value * math.exp(up)
+    n, disturbed = min(numerator.n, denominator.n), numerator.noisy or denominator.noisy
+    return Estimate(value, low, high, n, noisy=disturbed)
 
 
-def difference(first: Rounds, second: Rounds, *, seed: int = 0) -> Estimate:
+def inverse(estimate: Estimate) -> Estimate:
+    """Return 1 divided by a ratio."""
+    return replace(estimate, value=1 / estimate.value, low=1 / estimate.high, high=1 / estimate.low)
+
+
+def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed: int = 0) -> Estimate:
     """Return the median of `first` minus the median of `second` in seconds, with its interval.
 
-    Only rounds that both series have are used; if there are none, all rounds are used.
+    Only rounds that both series have are used; if there are none, all rounds are used. NOISY rounds are left out if
+    enough others remain (see `Timed`).
     """
-    common = sorted(set(first) & set(second))
-    if common:
-        first, second = ({key: side[key] for key in common} for side in (first, second))
-    (one, ones), (other, others) = _medians([first, second], seed, together=bool(common))
+    common, sides, disturbed = _compared(first, second, paired=True)
+    (one, ones), (other, others) = _medians(sides, seed, together=common)
     value, n = float(np.median(one) - np.median(other)), min(len(one), len(other))
     count = min(len(ones), len(others))
     draws = _row_medians(ones[:count]) - _row_medians(others[:count])
-    low, high = _interval(value, draws, n)
-    return Estimate(value, low, high, n, signed=True)
+    low, high = _interval(value, draws, n, level=level)
+    return Estimate(value, low, high, n, signed=True, level=level, noisy=disturbed)
 
 
 @dataclass(frozen=True)
@@ -315,85 +402,66 @@ def _widen(draws: Array, n: int) -> Array:
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
-def _exponential(value: float, draws: Array, n: int, *, widened: bool = False) -> Estimate:
+def _exponential(value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE) -> Estimate:
     """Return the estimate of exp(value) from `n` rounds; the arguments are those of `_interval`."""
-    low, high = _interval(value, draws, n, widened=widened)
-    return Estimate(math.exp(value), math.exp(low), math.exp(high), n)
+    low, high = _interval(value, draws, n, widened=widened, level=level)
+    return Estimate(math.exp(value), math.exp(low), math.exp(high), n, level=level)
 
 
-def _interval(value: float, draws: Array, n: int, *, widened: bool = False) -> tuple[float, float]:
-    """Return the ends of the 95 % interval: by Student's t for several rounds, by percentiles for a single round.
+def _interval(
+    value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
+) -> tuple[float, float]:
+    """Return the ends of the interval: by Student's t for several rounds, by percentiles for a single round.
 
-    `draws` are resamples of `value`. `widened` is True if they have already been widened by `_widen`.
+    `draws` are resamples of `value`. `widened` is True if they have already been widened by `_widen`. `level` is the
+    probability with which the interval contains the true value.
     """
-    tail = (1 - CONFIDENCE) / 2
     if n < 2:
-        low, high = np.percentile(draws, [100 * tail, 100 * (1 - tail)])
+        low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
         return float(min(low, value)), float(max(high, value))
-    spread = float((draws if widened else _widen(draws, n)).std())
-    half = float(scipy.special.stdtrit(n - 1, 1 - tail)) * spread
+    half = float(_quantile(n, level)) * float((draws if widened else _widen(draws, n)).std())
     return value - half, value + half
 
 
-def p_value(estimate: Estimate) -> float:
-    """Return the two-sided p-value of the hypothesis that a ratio is 1; 1.0 for predictions and estimates in doubt."""
-    if estimate.n < 2 or estimate.doubt:
-        return 1.0
-    spread = math.log(estimate.high / estimate.low) / 2 / scipy.special.stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
-    away = abs(math.log(estimate.value))
-    if spread < 1e-12:
-        return 1.0 if away < 1e-12 else 0.0
-    return float(2 * scipy.special.stdtr(estimate.n - 1, -away / spread))
+def _quantile(n: Any, level: float) -> Any:
+    """Return half the width of an interval of `n` rounds over its standard error, by Student's t."""
+    return scipy.special.stdtrit(np.maximum(n - 1, 1), (1 + level) / 2)
 
 
-def verdict(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA) -> str:
+def together(count: int, level: float = CONFIDENCE) -> float:
+    """Return the level of each of `count` intervals that contain all of their true values with probability `level`.
+
+    This is Bonferroni's method, which holds for any dependence between the estimates.
+    """
+    return 1 - (1 - level) / max(1, count)
+
+
+def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     """Return the verdict on a ratio: "same", "faster", "slower" or "undecided".
 
-    The verdict is "same" if the whole 95 % interval is between 1 - `margin` and 1 + `margin`. Otherwise, if the p-value
-    is at most `alpha`, the verdict is "faster" for a ratio above 1, and "slower" for a ratio below 1.
+    The verdict is "same" if the whole interval is between 1 - `margin` and 1 + `margin`. Otherwise, it is "faster" or
+    "slower" if the whole interval is above or below 1. It is "undecided" for an estimate in doubt.
     """
-    if 1 - margin <= estimate.low and estimate.high <= 1 + margin and estimate.n > 1 and not estimate.doubt:
+    if estimate.doubt:
+        return "undecided"
+    if 1 - margin <= estimate.low and estimate.high <= 1 + margin:
         return "same"
-    if p_value(estimate) <= alpha:
-        return "faster" if estimate.value > 1 else "slower"
-    return "undecided"
+    return "faster" if estimate.low > 1 else "slower" if estimate.high < 1 else "undecided"
 
 
-def verdicts(estimates: Sequence[Estimate], *, margin: float = MARGIN, alpha: float = ALPHA) -> list[str]:
-    """Return the verdicts on several ratios, corrected for multiple comparisons by the p-values of `thresholds`."""
-    permitted = thresholds(estimates, alpha=alpha)
-    return [verdict(one, margin=margin, alpha=most) for one, most in zip(estimates, permitted, strict=True)]
-
-
-def thresholds(estimates: Sequence[Estimate], *, alpha: float = ALPHA) -> list[float]:
-    """Return, for each of several ratios, the largest p-value with which it is called "faster" or "slower".
-
-    Holm's method corrects for multiple comparisons: `alpha` bounds the probability that any equal case is called
-    "faster" or "slower". The m p-values are sorted, and the one at index k (from 0) must be at most alpha / (m - k). If
-    it is larger, the ratios with larger p-values are not called "faster" or "slower" either: their threshold is 0.
-    """
-    order = sorted(range(len(estimates)), key=lambda i: p_value(estimates[i]))
-    found = [0.0] * len(estimates)
-    for place, i in enumerate(order):
-        found[i] = alpha / (len(order) - place)
-        if p_value(estimates[i]) > found[i]:
-            break
-    return found
-
-
-def rounds_to_decide(estimate: Estimate, *, margin: float = MARGIN, alpha: float = ALPHA, most: int = 10_000) -> int:
-    """Return the least number of rounds that would decide the verdict on a ratio, at most `most`.
+def rounds_to_decide(estimate: Estimate, *, against: float = 1.0, margin: float = MARGIN, most: int = 10_000) -> int:
+    """Return the least number of rounds, at most `most`, after which the interval of a ratio would decide.
 
     The ratio and the variation between rounds are assumed to stay the same, so that the interval shrinks with the
-    square root of the number of rounds. The verdict is decided if the interval excludes 1, or if it is within `margin`
-    around 1. Return `most` if more rounds would be needed, or if the estimate has fewer than two rounds.
+    square root of the number of rounds. It decides if it excludes `against`, or if it is within `margin` around 1.
+    Return `most` if more rounds would be needed, or if the estimate has fewer than two rounds.
     """
     if estimate.n < 2:
         return most
-    spread = math.log(estimate.high / estimate.low) / 2 / scipy.special.stdtrit(estimate.n - 1, (1 + CONFIDENCE) / 2)
-    away, one = abs(math.log(estimate.value)), spread * math.sqrt(estimate.n)
+    error = math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
     n = np.unique(np.geomspace(estimate.n, most, 400).astype(int))
-    apart = scipy.special.stdtrit(n - 1, 1 - alpha / 2) * one / np.sqrt(n) <= away
-    within = scipy.special.stdtrit(n - 1, (1 + CONFIDENCE) / 2) * one / np.sqrt(n) <= math.log(1 + margin) - away
+    half = _quantile(n, estimate.level) * error * np.sqrt(estimate.n / n)
+    apart = half < abs(math.log(estimate.value / against))
+    within = half <= math.log(1 + margin) - abs(math.log(estimate.value))
     decided = n[apart | within]
     return int(decided[0]) if len(decided) else most

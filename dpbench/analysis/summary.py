@@ -6,6 +6,7 @@ docs/measuring.md defines how each number is derived.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -42,10 +43,11 @@ class Row:
     """The results of one case. Times are in seconds per step and sizes in bytes; mappings by device use its index.
 
     `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has the durations of the
-    timed steps, by round, and `step` is the median step time. `percentiles` maps each number of `PERCENTILES` to that
-    percentile of all timed steps; it is empty for predictions. `throughput` is in samples per second. `phases` divides
-    `step.value` among the phases and unattributed time. `speedup` compares with `single` at equal global work
-    (`scaling` is "strong") or at equal work per device ("weak"); `efficiency` is the speed-up over the number of
+    timed steps, by round; `step` is the median step time, and `mean` the mean one. `percentiles` maps each number of
+    `PERCENTILES` to that percentile of all timed steps; it is empty for predictions. `throughput` is in samples per
+    second of all timed steps, from their mean. `phases` divides `step.value` among the phases and unattributed time.
+    `speedup` compares with `single` at equal global work (`scaling` is "strong") or at equal work per device ("weak");
+    the intervals of all speed-ups over one baseline hold together. `efficiency` is the speed-up over the number of
     devices. `busy` has the time in which a device computes, `occupied` the time in which one of its spans is open.
     `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and
     `memory_imbalance` are the ratios of device 0's busy time and memory to the mean of the other devices'. `reason`
@@ -64,6 +66,7 @@ class Row:
     verified: Verified | None = None
     series: stats.Rounds = field(default_factory=dict, repr=False)
     step: Estimate | None = None
+    mean: Estimate | None = None
     percentiles: Mapping[int, stats.Percentile] = field(default_factory=dict)
     throughput: Estimate | None = None
     speedup: Estimate | None = None
@@ -127,9 +130,10 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     for (case, source), group in groups.items():
         series.setdefault(source, {})[case] = measured(group)
     table = [_row(case, group, series[source][case]) for (case, source), group in groups.items()]
+    levels = {source: speedup_levels(alike) for source, alike in series.items()}
     steps = {(row.case, row.source): row.step for row in table if row.step}
     draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
-    return [_compared(row, series, steps, draws) for row in table]
+    return [_compared(row, series[row.source], levels[row.source], steps, draws) for row in table]
 
 
 def order(case: Case) -> tuple[object, ...]:
@@ -140,9 +144,30 @@ def order(case: Case) -> tuple[object, ...]:
             case.devices, case.batch_size)  # fmt: skip
 
 
-def measured(trials: Iterable[Trial]) -> dict[int, list[float]]:
+def measured(trials: Iterable[Trial]) -> stats.Timed:
     """Return, by round, the seconds of the timed steps of the last trial whose numbers may be shown (`trusted`)."""
-    return {trial.round: list(trial.timed) for trial in trials if trial.trusted and trial.timed}
+    last = {trial.round: trial for trial in trials if trial.trusted and trial.timed}
+    noisy = (number for number, trial in last.items() if foreign_load.noisy(trial))
+    return stats.Timed({number: list(trial.timed) for number, trial in last.items()}, noisy)
+
+
+def shown(trials: Iterable[Trial]) -> list[Trial]:
+    """Return the trials behind the numbers of a case: the last trusted one of each round with timed steps.
+
+    If a round was measured again, its last trial counts.
+    """
+    trusted = [trial for trial in trials if trial.trusted]
+    timed = {trial.round for trial in trusted if trial.timed}
+    return list({trial.round: trial for trial in trusted if trial.round in timed}.values())
+
+
+def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
+    """Add the timed steps of an ended trial to those of its case, in place of an earlier trial of the same round.
+
+    A trial whose numbers must not be shown adds nothing.
+    """
+    known, new = series.get(trial.case, stats.Timed()), measured([trial])
+    series[trial.case] = stats.Timed({**known, **new}, (known.noisy - new.keys()) | new.noisy)
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
@@ -154,29 +179,30 @@ def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Seq
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     """Return the row of a case without speed-up and efficiency; `series` is the result of `measured` for `trials`."""
-    # if a round was measured again, its last trial counts
-    good = list({trial.round: trial for trial in trials if trial.round in series and trial.trusted}.values())
+    good = shown(trials)
     last = (good or trials)[-1]
     row = Row(
         case=case, source=last.source, status=last.status, fault=last.fault,
         reason=next((why for trial in trials if (why := trial.refusal)), ""), rounds=len(series),
-        steps=sum(map(len, series.values())), labels=labels(last), lost=_lost(trials, series),
+        steps=sum(map(len, series.values())), labels=all_labels(good or [last]), lost=_lost(trials, series),
     )  # fmt: skip
     if not good:
         return row
     series = parts(case, series)
-    step = _stated(good[-1]) or stats.median(series)
-    step = replace(step, n=0) if row.source is Source.PREDICTED else step
+    stated = _stated(good[-1])
+    step, mean = (stated, stated) if stated else (stats.median(series), stats.mean(series))
+    if row.source is Source.PREDICTED:
+        step, mean = replace(step, n=0), replace(mean, n=0)
     busy, source = _busy(good)
     memory = _memory(good)
     return replace(
         row,
         series=series,
-        labels=(*row.labels, *[foreign_load.NOISY] * any(map(foreign_load.noisy, good))),
         verified=max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
+        mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},
-        throughput=_inverse(step, case.batch_size) if case.batch_size else None,
+        throughput=_inverse(mean, case.batch_size) if case.batch_size else None,
         phases=_phases(good, step.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
@@ -243,47 +269,68 @@ def labels(trial: Trial) -> tuple[str, ...]:
         found.append("UNVERIFIED")
     if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(trial.hosts):
         found.append(COLOCATED)
+    if foreign_load.noisy(trial):
+        found.append(foreign_load.NOISY)
     return tuple(found)
+
+
+def all_labels(trials: Iterable[Trial]) -> tuple[str, ...]:
+    """Return the labels of all trials without duplicates; NOISY, which a single trial may have, is the last one."""
+    found = dict.fromkeys(label for trial in trials for label in labels(trial))
+    return tuple(sorted(found, key=lambda label: label == foreign_load.NOISY))
 
 
 def _compared(
     row: Row,
-    series: Mapping[Source, Mapping[Case, stats.Rounds]],
+    series: Mapping[Case, stats.Rounds],
+    levels: Mapping[Case, float],
     steps: Mapping[tuple[Case, Source], Estimate],
     draws: Mapping[tuple[Case, Source], Sequence[float]],
 ) -> Row:
     """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
 
-    `series` has the durations of the timed steps by source, case and round, and `steps` the median step times. `draws`
-    has random draws of the error of each predicted step time. A case has no draws if it was measured, or if an older
-    version of dpbench predicted it.
+    `series` has the durations of the timed steps, by round, of all cases of the same source; for `levels`, see
+    `speedup_levels`. `steps` has the median step times. `draws` has random draws of the error of each predicted step
+    time. A case has no draws if it was measured, or if an older version of dpbench predicted it.
     """
-    alike = series[row.source]
-    mine = alike[row.case]
-    if not mine:
-        return row
-    base = baseline_in(row.case, alike)
+    base = baseline_in(row.case, series) if series[row.case] else None
     if base is None:
         return row
-    strong = base.batch_size == row.case.batch_size
+    work = row.case.batch_size / base.batch_size
     if row.source is Source.PREDICTED and row.step:
         ratio = stats.quotient(steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source])
+        speedup = scaled(ratio, work)
     else:
-        ratio = stats.ratio(alike[base], mine)
-    speedup = _scaled(ratio, row.case.batch_size / base.batch_size)
-    efficiency = None if row.case.traits.one_device else _scaled(speedup, 1 / row.case.devices)
-    return replace(row, speedup=speedup, scaling="strong" if strong else "weak", efficiency=efficiency)
+        speedup = _speedup(row.case, base, series, levels)
+    efficiency = None if row.case.traits.one_device else scaled(speedup, 1 / row.case.devices)
+    return replace(row, speedup=speedup, scaling="strong" if work == 1 else "weak", efficiency=efficiency)
 
 
-def speedup(case: Case, series: Mapping[Case, stats.Rounds]) -> Estimate | None:
-    """Return the speed-up of a measured case over its baseline; None if `series` lacks one of them.
+def _speedup(
+    case: Case, base: Case, series: Mapping[Case, stats.Rounds], levels: Mapping[Case, float]
+) -> Estimate:  # fmt: skip
+    """Return the speed-up of a case over its baseline `base`."""
+    ratio = stats.ratio(series[base], series[case], level=levels[base])
+    return scaled(ratio, case.batch_size / base.batch_size)
+
+
+def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
+    """Return the speed-up of each measured case over its baseline; cases without a baseline in `series` are left out.
 
     `series` has the durations of the timed steps of each case in seconds, by round.
     """
-    base = baseline_in(case, series)
-    if base is None or not series.get(case):
-        return None
-    return _scaled(stats.ratio(series[base], series[case]), case.batch_size / base.batch_size)
+    levels = speedup_levels(series)
+    bases = {case: baseline_in(case, series) for case, mine in series.items() if mine}
+    return {case: _speedup(case, base, series, levels) for case, base in bases.items() if base}
+
+
+def speedup_levels(series: Mapping[Case, stats.Rounds]) -> dict[Case, float]:
+    """Return, for each baseline, the level of the interval of each speed-up over it.
+
+    The speed-ups over one baseline are read together: the intervals of all of them contain the true values with 95 %.
+    """
+    counts = Counter(base for case, mine in series.items() if mine and (base := baseline_in(case, series)))
+    return {base: stats.together(count) for base, count in counts.items()}
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
@@ -299,7 +346,8 @@ def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
     return next((base for batch in batches if series.get(base := plan.alone(case, batch))), None)
 
 
-def _scaled(estimate: Estimate, factor: float) -> Estimate:
+def scaled(estimate: Estimate, factor: float) -> Estimate:
+    """Return the estimate with its value and its interval multiplied by `factor`."""
     return replace(estimate, value=estimate.value * factor, low=estimate.low * factor, high=estimate.high * factor)
 
 
@@ -383,7 +431,7 @@ def _record(row: Row, devices: int) -> dict[str, object]:
     """Return the numbers of one row by name; busy time and memory are those of the first `devices` devices."""
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
     record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
-    for name in ("step", "throughput", "speedup", "efficiency", "imbalance"):
+    for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance"):
         estimate: Estimate | None = getattr(row, name)
         for part in ("value", "low", "high"):
             record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None

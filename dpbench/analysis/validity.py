@@ -58,9 +58,9 @@ class ValidityRule:
     """The definition of one check: its measurement, its limit and its wording.
 
     `measure` takes a trial and the number of cores, and returns a value with further facts, or None if the trial has no
-    data for it. `headline` describes the problem, and `item` returns the value of a check as text. The check fails if
-    the absolute value exceeds `limit`. It does not fail if `doubted` returns True for the facts, because the value is
-    then insignificant.
+    data for it; a fact `limit` replaces the limit. `headline` describes the problem, and `item` returns the value of a
+    check as text. The check fails if the absolute value exceeds `limit`. It does not fail if `doubted` returns True for
+    the facts, because the value is then insignificant.
     """
 
     name: str
@@ -68,8 +68,6 @@ class ValidityRule:
     measure: Callable[[Trial, int], Deviation | None]
     headline: str
     item: Callable[[Check], str]
-    per_core: bool = False
-    """Whether `limit` is a limit per core. If so, it is multiplied by the number of cores in the facts of the check."""
     doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
 
 
@@ -86,7 +84,7 @@ def check(trial: Trial, cores: int) -> list[Check]:
         measured = rule.measure(trial, cores)
         if measured is not None:
             value, about = measured
-            limit = rule.limit * (about["cores"] if rule.per_core else 1)
+            limit = about.get("limit", rule.limit)
             ok = abs(value) <= limit or rule.doubted(about)
             found.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
     return found
@@ -228,7 +226,8 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
-    return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores}
+    limit = foreign_load.tolerated(trial.case, load.cores)
+    return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores, "limit": limit}
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
@@ -364,9 +363,9 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: f"{words.size(check.value)}{_on(check)}",
     ),
     ValidityRule(
-        name="foreign_cpu", limit=foreign_load.LIMIT, per_core=True, measure=_foreign_cpu,
-        headline=f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the cores "
-        "while a trial ran",
+        name="foreign_cpu", limit=foreign_load.LIMIT, measure=_foreign_cpu,
+        headline=f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the cores, or "
+        "cores that the case needs, while a trial ran",
         item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
     ),
     ValidityRule(

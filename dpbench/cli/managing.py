@@ -19,6 +19,7 @@ from dpbench.cli.showing import choose, list_unreadable
 from dpbench.records import words
 
 if TYPE_CHECKING:
+    from dpbench.records import Case, Trial
     from dpbench.store import Store, StoredRun
 
 
@@ -52,9 +53,18 @@ def _commit(run: RunFacts) -> str:
 
 
 def shown_run(opened: Store, run: StoredRun) -> ShownRun:
-    """Return the facts of a stored run and of its cases."""
+    """Return the facts of a stored run and of its cases, with the labels of their results."""
+    from dpbench.analysis import summary
+
     outcomes = opened.outcomes(run.id)
-    cases = [StartedCase(label=case.label, case=case, trials=trials) for case, trials in outcomes.items()]
+    trials: dict[Case, list[Trial]] = {}
+    for trial in opened.summaries(run.id):
+        trials.setdefault(trial.case, []).append(trial)
+    labels = {case: summary.all_labels(summary.shown(group) or group) for case, group in trials.items()}
+    cases = [
+        StartedCase(label=case.label, case=case, trials=counts, labels=labels.get(case, ()))
+        for case, counts in outcomes.items()
+    ]
     return ShownRun(run=RunFacts.of(run, [*outcomes]), cases=cases)
 
 
@@ -69,14 +79,15 @@ def _text(shown: ShownRun) -> str:
         "torch": run.torch,
     }  # fmt: skip
     cases = [
-        (one.label, ", ".join(f"{number} {status}" for status, number in one.trials.items())) for one in shown.cases
+        (one.label, ", ".join(f"{number} {status}" for status, number in one.trials.items()), " ".join(one.labels))
+        for one in shown.cases
     ]
-    width = max((len(label) for label, _ in cases), default=0)
+    width, wide = (max((len(case[i]) for case in cases), default=0) for i in (0, 1))
     return "\n".join(
         [
             *(f"{title:<8} {fact}" for title, fact in facts.items() if fact),
             f"{words.count(len(cases), 'case')}, with the number of trials by status:",
-            *(f"  {label:<{width}}  {trials}" for label, trials in cases),
+            *(f"  {label:<{width}}  {trials:<{wide}}  {labels}".rstrip() for label, trials, labels in cases),
         ]
     )
 
@@ -117,7 +128,9 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
 
     with Store.read(store, list_unreadable) as opened:
         known = opened.runs()
-        chosen = {run.id: shown_run(opened, run).run for run in (choose(known, asked) for asked in run_ids)}
+        chosen = {
+            run.id: RunFacts.of(run, [*opened.outcomes(run.id)]) for run in (choose(known, asked) for asked in run_ids)
+        }
     for line in lines([*chosen.values()]):
         click.echo(line, err=True)
     if not yes:

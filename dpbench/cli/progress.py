@@ -13,8 +13,9 @@ from rich.progress import Progress as RichProgress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from dpbench.analysis import ladder, lanes, summary
+from dpbench.analysis import ladder, lanes, stats, summary
 from dpbench.cli.options import Detail
+from dpbench.hardware import foreign_load
 from dpbench.records import Case, Status, Trial, plan, words
 from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
@@ -51,25 +52,27 @@ class RunningSpeedups:
     """The largest number of cases that the table shows."""
 
     def __init__(self) -> None:
-        self._series: dict[Case, dict[int, list[float]]] = {}
-        self._found: dict[Case, tuple[Estimate, str]] = {}
+        self._series: dict[Case, stats.Timed] = {}
+        self._labels: dict[Case, tuple[str, ...]] = {}
+        self._found: dict[Case, Estimate] = {}
         self._model = ""
 
     def add(self, trial: Trial) -> None:
-        """Add an ended trial, and compute the speed-up of its case."""
-        self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
+        """Add an ended trial, and compute the speed-ups of the cases with its model."""
+        summary.add(self._series, trial)
         self._model = trial.case.model
-        if found := summary.speedup(trial.case, self._series):
-            self._found[trial.case] = found, " ".join(summary.labels(trial))
+        noisy = [foreign_load.NOISY] * bool(self._series[trial.case].noisy)
+        self._labels[trial.case] = tuple(dict.fromkeys([*summary.labels(trial), *noisy]))
+        alike = {case: series for case, series in self._series.items() if case.model == self._model}
+        self._found = summary.speedups(alike)
 
     def table(self) -> Table | None:
         """Return the speed-ups with their 95 % intervals and labels as a table; None if there are none."""
-        mine = [(case, *found) for case, found in self._found.items() if case.model == self._model][: self.MOST]
-        if not mine:
+        if not self._found:
             return None
         shown = Table("case", "speed-up so far", "labels", box=None, padding=(0, 2, 0, 0))
-        for case, estimate, labels in mine:
-            shown.add_row(escape(ladder.label(case)), words.times(estimate), labels)
+        for case, estimate in [*self._found.items()][: self.MOST]:
+            shown.add_row(escape(ladder.label(case)), words.times(estimate), " ".join(self._labels[case]))
         return shown
 
 
@@ -273,10 +276,10 @@ def _latency(row: Any) -> tuple[str, ...]:
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
     """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval; both empty for None.
 
-    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are `words.NOT_ENOUGH` and empty.
+    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are `words.withheld` and empty.
     """
     if estimate is None:
         return "", ""
     if estimate.doubt:
-        return words.NOT_ENOUGH, ""
+        return words.withheld(estimate), ""
     return words.number(estimate.value * scale) + unit, words.interval(estimate, scale)

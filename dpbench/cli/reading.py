@@ -154,7 +154,7 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as
     chosen, trials, unreadable = read(store, run_id)
     found = report_of(chosen, trials, unreadable=unreadable)
     if as_json:
-        shapes.show(shapes.Explanation.of(chosen, found))
+        shapes.show(shapes.Explanation.of(chosen, found, samples or 0))
         return
     click.echo(text.explain(found.answers, found.diagnoses, () if full else found.rows, samples or 0))
     if full:

@@ -100,11 +100,15 @@ class NameList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case that a run has started; `trials` has, by status, such as "ok", the number of the case's trials."""
+    """A case that a run has started; `trials` has, by status, such as "ok", the number of the case's trials.
+
+    `labels` qualify the results of the case, such as "NOISY".
+    """
 
     label: str
     case: Case
     trials: Mapping[str, int]
+    labels: Sequence[str] = ()
 
 
 class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,8 +120,10 @@ class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its 95 % interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
+    """A number with its interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
 
+    `level` is the probability with which the interval of a measurement contains the true value: 0.95, and more for
+    numbers that are judged together, so that all of their intervals hold with 95 % (99 % for the ratios of two runs).
     `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
     """
 
@@ -126,13 +132,21 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
     high: float
     rounds: int
     withheld: str
+    level: float = 0.95
 
     @classmethod
     def of(cls, one: Estimate | None) -> EstimateFacts | None:
         """Return an estimate as a record; None for None."""
         if one is None:
             return None
-        return cls(value=one.value, low=one.low, high=one.high, rounds=one.n, withheld=one.doubt or "")
+        return cls(
+            value=one.value,
+            low=one.low,
+            high=one.high,
+            rounds=one.n,
+            withheld=one.doubt or "",
+            level=0.8 if one.n == 0 else one.level,
+        )
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +165,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     verified: str | None
     step_s: EstimateFacts | None
+    mean_s: EstimateFacts | None
     samples_per_s: EstimateFacts | None
     speedup: EstimateFacts | None
     scaling: str
@@ -167,8 +182,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             label=row.case.label, labels=row.labels, case=row.case, outcome=row.outcome, reason=row.reason,
             rounds=row.rounds, steps=row.steps, verified=row.verified.value if row.verified else None,
-            step_s=EstimateFacts.of(row.step), samples_per_s=EstimateFacts.of(row.throughput),
-            speedup=EstimateFacts.of(row.speedup),
+            step_s=EstimateFacts.of(row.step), mean_s=EstimateFacts.of(row.mean),
+            samples_per_s=EstimateFacts.of(row.throughput), speedup=EstimateFacts.of(row.speedup),
             scaling=row.scaling, efficiency=EstimateFacts.of(row.efficiency), phases_s=row.phases, busy_s=row.busy,
             memory_bytes=row.memory, host_bytes=row.host_bytes, imbalance=EstimateFacts.of(row.imbalance),
         )  # fmt: skip
@@ -178,7 +193,9 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One answer, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case, null if none.
 
     `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands
-    out" or "cannot tell".
+    out" or "cannot tell". `epoch` states the time of an epoch, if `dpbench explain` was given its number of samples;
+    `epoch_s` has its seconds on one device (for an observed loop, in this loop), and `epoch_choice_s` the seconds with
+    the recommended case. They are null if unknown.
     """
 
     subject: str
@@ -190,14 +207,19 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     labels: Sequence[str]
     case: str | None
+    epoch: str = ""
+    epoch_s: EstimateFacts | None = None
+    epoch_choice_s: EstimateFacts | None = None
 
     @classmethod
-    def of(cls, one: Answer) -> AnswerFacts:
-        """Return an answer as a record."""
+    def of(cls, one: Answer, samples: int = 0) -> AnswerFacts:
+        """Return an answer as a record; `samples` is the number of samples of an epoch, 0 if unknown."""
+        now, then = one.epoch_s(samples) if samples else (None, None)
         return cls(
             subject=one.subject, choice=one.choice.value, headline=one.headline, reason=one.reason,
             certainty=one.certainty, memory=one.memory, command=one.command, labels=one.labels,
-            case=one.row.case.label if one.row else None,
+            case=one.row.case.label if one.row else None, epoch=one.epoch(samples) if samples else "",
+            epoch_s=EstimateFacts.of(now), epoch_choice_s=EstimateFacts.of(then),
         )  # fmt: skip
 
 
@@ -283,7 +305,7 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, one: Diagnosis) -> DiagnosisFacts:
         """Return a diagnosis as a record."""
         return cls(
-            label=one.row.case.label, labels=one.row.labels, text=one.text, unjudged=one.unjudged,
+            label=one.row.case.label, labels=one.labels, text=one.text, unjudged=one.unjudged,
             findings=[FindingFacts.of(found) for found in one.findings],
         )  # fmt: skip
 
@@ -305,11 +327,11 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
     @classmethod
-    def of(cls, run: StoredRun, report: Report) -> Explanation:
-        """Return the explanation of a run."""
+    def of(cls, run: StoredRun, report: Report, samples: int = 0) -> Explanation:
+        """Return the explanation of a run; `samples` is the number of samples of an epoch, 0 if unknown."""
         return cls(
             run=RunFacts.of(run, [*dict.fromkeys(row.case for row in report.rows)]),
-            answers=[AnswerFacts.of(one) for one in report.answers],
+            answers=[AnswerFacts.of(one, samples) for one in report.answers],
             diagnoses=[DiagnosisFacts.of(one) for one in report.diagnoses],
             without_result=[
                 WithoutResult(label=row.case.label, reason=f"{row.outcome}: {row.reason}")

@@ -17,10 +17,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
-from dpbench.records import Trial
+from dpbench.records import Case, Trial
 
 LIMIT = 0.10
-"""The fraction of the cores' capacity that other processes and steal may take; above it, a measurement is NOISY."""
+"""The fraction of the cores' capacity that other processes and steal may take; above it, a measurement is NOISY.
+
+For a trial, `tolerated` may be less.
+"""
+SPARE_CORES = 0.25
+"""The number of cores, besides those that a case leaves free, that others may take during a trial of this case.
+
+A rank that shares its core delays all ranks. On a machine with many cores, a process that takes half a core from a case
+with a rank on each core takes a small fraction of the capacity, but may double the step.
+"""
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
 """The minimum duration of a measurement; in a shorter one, the rounding to ticks of 10 ms would dominate."""
@@ -100,8 +109,21 @@ def during(trial: Trial) -> Measured:
 
 
 def noisy(trial: Trial) -> bool:
-    """Return whether the load during a trial is known and the sum of foreign load and steal exceeds `LIMIT`."""
-    return busy(during(trial))
+    """Return whether the load during a trial is known, and others took more cores than `tolerated`."""
+    load = during(trial)
+    return isinstance(load, Load) and load.taken * load.cores > tolerated(trial.case, load.cores)
+
+
+def tolerated(case: Case, cores: int) -> float:
+    """Return the number of cores that other processes and steal may take during a trial of a case; above it: NOISY.
+
+    It is the fraction `LIMIT` of the `cores` of a machine or, if this is less, the number of cores that the devices of
+    a CPU case leave free, plus `SPARE_CORES`.
+    """
+    if case.device_kind != "cpu" or case.traits.observed:
+        return LIMIT * cores
+    used = cores if case.traits.all_cores else case.devices / case.hosts
+    return min(LIMIT * cores, max(0.0, cores - used) + SPARE_CORES)
 
 
 def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:

@@ -139,11 +139,11 @@ class UntilPrecise:
     precision: float = PRECISION
     least: int = LEAST
     most: int = MOST
-    _series: dict[Case, dict[int, list[float]]] = field(default_factory=dict)
+    _series: dict[Case, stats.Timed] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
         """Add the step times of a trial to those of its case, unless the trial is not trusted (see `Trial.trusted`)."""
-        self._series.setdefault(trial.case, {}).update(summary.measured([trial]))
+        summary.add(self._series, trial)
 
     @property
     def name(self) -> str:
@@ -186,14 +186,13 @@ class UntilPrecise:
 
         If no case has a baseline, yield (case, None, step time in seconds) for each measured case.
         """
-        series = {case: found for case, found in self._series.items() if found}
-        bases = {case: base for case in cases if case in series and (base := summary.baseline_in(case, series))}
-        for case, base in bases.items():
-            yield case, base, stats.ratio(series[base], series[case])
-        if not bases:
-            for case in cases:
-                if case in series:
-                    yield case, None, stats.median(series[case])
+        series = {case: self._series[case] for case in cases if self._series.get(case)}
+        speedups = summary.speedups(series)
+        for case, found in speedups.items():
+            yield case, summary.baseline_in(case, series), found
+        if not speedups:
+            for case, mine in series.items():
+                yield case, None, stats.median(mine)
 
 
 def _outlook(ratio: Estimate | None) -> str:

@@ -25,15 +25,20 @@ class Doubt(StrEnum):
     """The reason why an estimate is in doubt, so that it is not shown as a result."""
 
     ROUNDS = "too few rounds"
+    NOISY = "other processes used the cores"
     WIDTH = "interval too wide"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with the low and the high end of its 95 % interval; the value was computed from `n` rounds.
+    """A value with the low and the high end of its interval; the value was computed from `n` rounds.
 
-    For a prediction, `n` is 0 and the interval is the 80 % interval of the predictor. A `signed` estimate is a
-    difference. It may be 0 or negative, so the ratio of its interval's ends has no meaning.
+    `level` is the probability with which the interval contains the true value. It exceeds 0.95 for estimates that are
+    judged together, so that all of their intervals contain the true values with 95 %. For a prediction, `n` is 0 and
+    the interval is the 80 % interval of the predictor. A `signed` estimate is a difference. It may be 0 or negative, so
+    the ratio of its interval's ends has no meaning. `noisy` is True if the estimate compares cases by rounds in which
+    other processes used the cores. Such a load takes cores from cases with several processes first, an error that no
+    interval contains.
     """
 
     value: float
@@ -41,6 +46,8 @@ class Estimate:
     high: float
     n: int
     signed: bool = False
+    level: float = 0.95
+    noisy: bool = False
     ROUNDS: ClassVar[int] = 3
     """The least number of rounds for which an estimate is shown: two rounds do not show how much rounds differ."""
     WIDEST: ClassVar[float] = 4.0
@@ -53,6 +60,8 @@ class Estimate:
             return None
         if self.n < self.ROUNDS:
             return Doubt.ROUNDS
+        if self.noisy:
+            return Doubt.NOISY
         # a low end of 0 or NaN also counts as too wide
         return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH
 

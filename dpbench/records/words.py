@@ -15,7 +15,8 @@ from dpbench.records.trial import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
-"""The text that is shown in place of an estimate that is in doubt."""
+"""The text that is shown in place of an estimate that is in doubt; for NOISY rounds, it is `NOT_ENOUGH_QUIET`."""
+NOT_ENOUGH_QUIET = "not enough quiet rounds"
 NOT_ENOUGH_STEPS = "not enough steps"
 """The text that is shown in place of a percentile of too few steps."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
@@ -54,6 +55,12 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def ordinal(number: int) -> str:
+    """Return the ordinal of a number as text, such as "4th"."""
+    last = "" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "")
+    return f"{number:,}{last or 'th'}"
+
+
 def verb(number: int, one: str, several: str) -> str:
     """Return the form of a verb that agrees with a count: `one` for a count of 1, else `several`."""
     return one if number == 1 else several
@@ -80,9 +87,23 @@ def time(value: float) -> str:
 
 def long_time(value: float) -> str:
     """Return a duration in seconds as text, in hours from 2 h, in minutes from 2 min, and otherwise as `time` does."""
+    scale, unit = long_unit(value)
+    return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
+
+
+def long_unit(value: float) -> tuple[float, str]:
+    """Return the unit of time in which `long_time` shows a duration in seconds, as (seconds per unit, its name)."""
     if not math.isfinite(value) or value < 120:
-        return time(value)
-    return f"{number(value / 60)} min" if value < 7200 else f"{number(value / 3600)} h"
+        return time_unit(value)
+    return (60.0, "min") if value < 7200 else (3600.0, "h")
+
+
+def long_duration(estimate: Estimate) -> str:
+    """Return an estimated duration in seconds and its interval as text, in the unit that `long_time` takes."""
+    if estimate.doubt:
+        return withheld(estimate)
+    scale, unit = long_unit(estimate.value)
+    return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
 
 
 def signed_time(value: float) -> str:
@@ -115,9 +136,16 @@ INTERVALS = (
     "Intervals of measurements are 95% intervals by Student's t over rounds; their standard error comes from a "
     "hierarchical bootstrap, which resamples the rounds and then the steps in each round."
 )
+TOGETHER = (
+    "The intervals of all speed-ups over one baseline are wider, so that all of them contain the true values with 95% "
+    "(Bonferroni). The interval that is shown decides: a case is faster or slower if its whole interval is above or "
+    "below 1."
+)
 WITHHELD = (
     f"An estimate from fewer than {Estimate.ROUNDS} rounds, or with an interval that spans more than a factor of "
-    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn. To get this estimate, use {REMEDY}."
+    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn; a comparison with fewer than "
+    f"{Estimate.ROUNDS} rounds without the label NOISY is replaced by “{NOT_ENOUGH_QUIET}”. To get this estimate, "
+    f"use {REMEDY}."
 )
 
 
@@ -127,18 +155,18 @@ def interval(estimate: Estimate, scale: float = 1.0) -> str:
 
 
 def duration(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in one unit; `NOT_ENOUGH` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in one unit; `withheld` if it is in doubt."""
     return _duration(estimate, *time_unit(measurable(estimate.value)))
 
 
 def ms(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in ms; `NOT_ENOUGH` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in ms; `withheld` if it is in doubt."""
     return _duration(estimate, 1e-3, "ms")
 
 
 def _duration(estimate: Estimate, scale: float, unit: str) -> str:
     if estimate.doubt:
-        return NOT_ENOUGH
+        return withheld(estimate)
     value, low, high = (
         number(measurable(seconds) / scale) for seconds in (estimate.value, estimate.low, estimate.high)
     )
@@ -146,14 +174,21 @@ def _duration(estimate: Estimate, scale: float, unit: str) -> str:
 
 
 def times(estimate: Estimate) -> str:
-    """Return an estimated ratio and its interval as text; `NOT_ENOUGH` if it is in doubt."""
-    return NOT_ENOUGH if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
+    """Return an estimated ratio and its interval as text; `withheld` if it is in doubt."""
+    return withheld(estimate) if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
+
+
+def withheld(estimate: Estimate) -> str:
+    """Return the text that is shown in place of an estimate that is in doubt."""
+    return NOT_ENOUGH_QUIET if estimate.doubt is Doubt.NOISY else NOT_ENOUGH
 
 
 def doubt(estimate: Estimate) -> str:
     """Return, as text, the reason why an estimate is in doubt and not shown; an empty text if it is shown."""
     if estimate.doubt is Doubt.ROUNDS:
         return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how rounds differ"
+    if estimate.doubt is Doubt.NOISY:
+        return f"other processes used the cores (NOISY), and fewer than {Estimate.ROUNDS} rounds without them are left"
     if estimate.doubt is Doubt.WIDTH:
         return f"the estimate's interval spans more than a factor of {exact(Estimate.WIDEST)}"
     return ""

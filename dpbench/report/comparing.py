@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from dpbench.analysis import caveats
-from dpbench.analysis.comparison import ORDER, Comparison, Comparisons
+from dpbench.analysis.comparison import ORDER, SURE, Comparison, Comparisons
 from dpbench.analysis.report import Report
 from dpbench.records import Case, Source, words
 from dpbench.records.trial import Estimate
@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from dpbench.report.page import PageSection, Styles
     from dpbench.report.svg import Panel
 
-COLUMNS = ("verdict", "case", "ratio", "95 %", "before, ms", "after, ms", "labels", "why")
+COLUMNS = ("verdict", "case", "ratio", "99 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
-NOTE = "A ratio above 1 means that the second run (after) is faster."
+NOTE = (
+    "A ratio above 1 means that the second run (after) is faster. The intervals of all ratios contain the true values "
+    f"with {SURE:.0%}; a verdict needs the whole interval."
+)
 PANELS = 40
 """The largest number of cases that a section of the page draws."""
 

@@ -160,7 +160,7 @@ def _index(index: Index) -> tuple[Cell, ...]:
 
 def _estimate(estimate: Estimate) -> Cell:
     if estimate.doubt:
-        return Cell(words.NOT_ENOUGH, words.count(estimate.n, "round"))
+        return Cell(words.withheld(estimate), words.count(estimate.n, "round"))
     return Cell(words.number(estimate.value) + "×", words.interval(estimate))
 
 

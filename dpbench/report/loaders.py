@@ -64,7 +64,7 @@ def _shown(estimate: Estimate | None, scale: float = 1.0) -> str:
     if estimate is None:
         return ""
     if estimate.doubt:
-        return words.NOT_ENOUGH
+        return words.withheld(estimate)
     return f"{words.number(estimate.value * scale)} ({words.interval(estimate, scale)})"
 
 

@@ -90,7 +90,7 @@ def _cell(cell: table.Cell) -> str:
 
 def _diagnosis(one: Diagnosis) -> Iterator[str]:
     """Yield the Markdown of a diagnosis: its answer, then a list of its findings."""
-    yield f"**Explained**{_labels(one.row.labels)} {_said(one.text, 2000)}"
+    yield f"**Explained**{_labels(one.labels)} {_said(one.text, 2000)}"
     lines = []
     for finding in one.findings:
         detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))

@@ -136,7 +136,7 @@ def render(report: Report) -> str:
         alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
-        intervals=words.INTERVALS,
+        intervals=f"{words.INTERVALS} {words.TOGETHER}",
         withheld=words.WITHHELD,
         headline=text.headline,
         finding_parts=text.parts,

@@ -109,13 +109,13 @@ def estimate(found: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell
     if found is None:
         return Cell("")
     if found.doubt:
-        return Cell(words.NOT_ENOUGH, words.count(found.n, "round"))
+        return Cell(words.withheld(found), words.count(found.n, "round"))
     return Cell(words.number(found.value * scale) + unit, words.interval(found, scale), repr(found.value))
 
 
 def _efficiency(estimate: Estimate | None) -> Cell:
     if estimate is None or estimate.doubt:
-        return Cell(words.NOT_ENOUGH if estimate else "")
+        return Cell(words.withheld(estimate) if estimate else "")
     return Cell(words.percent(estimate.value), sort=repr(estimate.value))
 
 
@@ -296,7 +296,7 @@ def tables(ladder: Ladder) -> Sequence[Table]:
 
 def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Cell:
     if estimate.doubt:
-        return Cell(words.NOT_ENOUGH)
+        return Cell(words.withheld(estimate))
     return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale))
 
 
@@ -304,6 +304,6 @@ def _saved(change: RungGain) -> Cell:
     """Return the cell with the milliseconds that a change saves; the number is negative if the change adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
-        return Cell(words.NOT_ENOUGH)
+        return Cell(words.withheld(gain_s if gain_s.doubt else change.ratio))
     low, high = (words.signed(side * 1e3) for side in (gain_s.low, gain_s.high))
     return Cell(words.signed(gain_s.value * 1e3), f"{low} to {high}")

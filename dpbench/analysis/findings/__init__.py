@@ -47,12 +47,14 @@ OBSERVED_RULES: tuple[FindingRule, ...] = (*loops.RULES, *(rule for rule in RULE
 class Diagnosis:
     """The explanation of one case, the diagnosed case, whose results are in `row`.
 
-    `text` is a paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost, the
-    largest first. `unjudged` has one text for each question that the measurements of the run cannot answer. `open` has
-    the evidence that is not shown as a finding, because its cost is small or uncertain.
+    `labels` are those of this case and of the cases with which it is compared. `text` is a paragraph on the gain, the
+    lost time and the best changes. `findings` are sorted by their cost, the largest first. `unjudged` has one text for
+    each question that the measurements of the run cannot answer. `open` has the evidence that is not shown as a
+    finding, because its cost is small or uncertain.
     """
 
     row: Row
+    labels: tuple[str, ...]
     text: str
     findings: tuple[Finding, ...]
     unjudged: tuple[str, ...]
@@ -83,6 +85,7 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     missing += loops.unclear(context.observed) if context.observed else ()
     return Diagnosis(
         row=context.row,
+        labels=context.labels,
         text=paragraph(context, found),
         findings=tuple(found),
         unjudged=(*missing, *(() if context.observed else _doubtful(judged))),
@@ -116,7 +119,7 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
     tried = rule.remedies(context.case)
     found = Finding(
         rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule),
-        labels=(*context.row.labels, *[Source.PREDICTED.upper()] * seen.predicted),
+        labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
         command=seen.command or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
     )  # fmt: skip
     return replace(found, code=seen.code or _code(found, tried))
@@ -144,8 +147,7 @@ def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
     for row in candidates:
         if row is not None and _applies(row, rule):
             ratio = context.ratio(row)
-            gain_s = stats.difference(context.row.series, row.series)
-            found.append(Cure(row=row, ratio=ratio, gain_s=gain_s, verdict=stats.verdict(ratio)))
+            found.append(Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio)))
     return tuple(sorted(found, key=lambda cure: -cure.ratio.value))
 
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row, parts
+from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Trial, plan, registry, schedule
 from dpbench.records.observed import Alternative, Alternatives, Observed, observed
@@ -139,11 +140,39 @@ class CaseContext:
             and (row.series and case != self.case and replace(case, strategy="", schedule="") == mine)
         ]
 
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Return the labels of the diagnosed case, and of the cases of the same work with which it is compared."""
+        others = (self.single(), self.all_cores(), self.fewer(), *self.rivals)
+        found = (label for row in (self.row, *others) if row for label in row.labels)
+        return tuple(dict.fromkeys(found))
+
+    @cached_property
+    def level(self) -> float:
+        """Return the level of the intervals of the comparisons with other cases of the same work.
+
+        They are read together: the intervals of all of them contain the true values with 95 %.
+        """
+        return stats.together(len(self.rivals) + (self.all_cores() is not None))
+
     def ratio(self, other: Row) -> Estimate:
-        """Return the ratio of the diagnosed case's step time to that of another row."""
+        """Return the ratio of the diagnosed case's step time to that of another row.
+
+        The ratio to the baseline is the inverse of the speed-up, so that findings and answers judge one interval.
+        """
         if other.case not in self._ratios:
-            self._ratios[other.case] = stats.ratio(self.row.series, other.series)
+            speedup = self.row.speedup
+            is_baseline = other.case == plan.alone(self.case, self.case.batch_size)
+            self._ratios[other.case] = (
+                stats.inverse(speedup)
+                if speedup and is_baseline
+                else stats.ratio(self.row.series, other.series, level=self.level)
+            )
         return self._ratios[other.case]
+
+    def saved(self, other: Row) -> Estimate:
+        """Return the seconds per step that another case of the same work saves; negative if its step is longer."""
+        return stats.difference(self.row.series, other.series, level=self.level)
 
     def fewer(self) -> Row | None:
         """Return the row of the same case on the next smaller measured number of devices, which is at least two.
@@ -191,8 +220,9 @@ class CaseContext:
 
     def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
         """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
-        trials = (trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed)
-        return parts(case, {trial.round: _timed(trial, names) for trial in trials})
+        trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
+        noisy = {trial.round for trial in trials if foreign_load.noisy(trial)}
+        return parts(case, stats.Timed({trial.round: _timed(trial, names) for trial in trials}, noisy))
 
 
 def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
@@ -225,9 +255,10 @@ def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
     return apart / together if together else None
 
 
-def scaled(series: stats.Rounds, factor: float) -> dict[int, list[float]]:
+def scaled(series: stats.Rounds, factor: float) -> stats.Timed:
     """Return the series with every duration multiplied by `factor`."""
-    return {number: [one * factor for one in steps] for number, steps in series.items()}
+    found = {number: [one * factor for one in steps] for number, steps in series.items()}
+    return stats.Timed(found, stats.noisy(series))
 
 
 def contexts(

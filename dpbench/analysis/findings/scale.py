@@ -22,7 +22,20 @@ from dpbench.analysis.summary import Row, busy_of
 from dpbench.records import Case, Phase, schedule
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.trial import Estimate
-from dpbench.records.words import NOT_ENOUGH, REMEDY, count, duration, exact, number, percent, size, time, times, verb
+from dpbench.records.words import (
+    NOT_ENOUGH,
+    REMEDY,
+    count,
+    duration,
+    exact,
+    number,
+    percent,
+    size,
+    time,
+    times,
+    verb,
+    withheld,
+)
 
 LEVEL = 1.1
 """The largest ratio of a device's memory or busy time to the other devices' mean at which they count as balanced."""
@@ -161,25 +174,30 @@ def _all_cores(context: CaseContext) -> Judgement:
     return _against(context, rival, "without data parallelism, one device with all cores")
 
 
-def _doubted(question: str) -> Missing:
-    """Return `Missing` for a question, such as "whether ddp is faster", that more rounds would answer."""
-    return Missing(f"{question} ({NOT_ENOUGH}: {REMEDY} would help)")
+def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
+    """Return `Missing` for a question, such as "whether ddp is faster", that more rounds would answer.
+
+    `estimate` is the number in doubt, if it may be one of NOISY rounds.
+    """
+    return Missing(f"{question} ({withheld(estimate) if estimate else NOT_ENOUGH}: {REMEDY} would help)")
 
 
-def _against(context: CaseContext, rival: Row, name: str) -> Evidence | Missing:
+def _against(context: CaseContext, rival: Row, name: str) -> Judgement:
     """Return the measured gain of `rival` over the diagnosed case as evidence; the text calls the rival `name`.
 
-    Return `Missing` if there are not enough rounds.
+    Return `Missing` if there are not enough rounds, and None if the rival is not decidedly faster.
     """
     assert rival.step is not None
     ratio = context.ratio(rival)
     if ratio.doubt or rival.step.doubt:
-        return _doubted(f"whether {name} is faster")
+        return _doubted(f"whether {name} is faster", ratio)
+    if stats.verdict(ratio) != "faster":
+        return None
     speedup = f"; its speed-up over one device is {times(rival.speedup)}" if rival.speedup else ""
     return Evidence(
         says=f"{name} is {times(ratio)} as fast",
         numbers=f"{duration(rival.step)} per step instead of {time(context.step_s)}{speedup}",
-        size_s=stats.difference(context.row.series, rival.series),
+        size_s=context.saved(rival),
         measured=True,
     )
 
@@ -305,7 +323,7 @@ def _diminishing(context: CaseContext) -> Judgement:
     work = context.case.batch_size / fewer.case.batch_size
     gained = stats.ratio(scaled(fewer.series, work), context.row.series)
     if gained.doubt:
-        return _doubted(f"the gain from more than {before} devices")
+        return _doubted(f"the gain from more than {before} devices", gained)
     serial = sum(seconds for name, seconds in context.row.phases.items() if name not in COMPUTE)
     single = context.single()
     bound = (

@@ -18,7 +18,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, Case, schedule, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, duration, exact, percent, time, times
+from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, duration, exact, percent, time, times, withheld
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -70,7 +70,7 @@ def _gives(context: CaseContext) -> str:
         said = f"{subject} take {time(context.step_s)} per step; the gain over one device is unknown, because {why}."
     elif row.speedup.doubt:
         said = (
-            f"{subject} take {time(context.step_s)} per step; {NOT_ENOUGH} for the gain over one device "
+            f"{subject} take {time(context.step_s)} per step; {withheld(row.speedup)} for the gain over one device "
             f"({doubt(row.speedup)}). {_REMEDY}"
         )
     else:
@@ -122,7 +122,7 @@ def _where(context: CaseContext) -> str:
     perfect scaling is unknown, return a sentence on the longest phases instead.
     """
     found = context.ideal()
-    if found is None or found[0].doubt:
+    if found is None or found[0].doubt or context.ratio(found[0]).doubt:
         return _largest(context)
     alone, divisor = found
     assert alone.step is not None
@@ -191,9 +191,19 @@ def _alone(context: CaseContext) -> str:
         return ""
     row, ratio = found[0]
     name = "one device" if row.case.traits.role is Role.BASELINE else strategy(row.case)
-    several = [rival for rival in context.rivals if stats.verdict(stats.ratio(row.series, rival.series)) != "slower"]
+    several = [rival for rival in context.rivals if not _slower(rival, row, context)]
     beaten = "" if several else ", and faster than every measured case on several devices: use one device here"
     return f" Without data parallelism, {name} is {times(ratio)} as fast{beaten}."
+
+
+def _slower(rival: Row, alone: Row, context: CaseContext) -> bool:
+    """Return whether `rival` is decidedly slower than the case on one device in `alone`.
+
+    Its speed-up decides if `alone` is its baseline, as in an answer.
+    """
+    if rival.speedup and rival.scaling == "strong" and alone.case.traits.role is Role.BASELINE:
+        return stats.verdict(rival.speedup) == "slower"
+    return stats.verdict(stats.ratio(alone.series, rival.series, level=context.level)) == "slower"
 
 
 def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Estimate]]:
@@ -306,7 +316,7 @@ def _lost(row: Row) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield f"[{' '.join(diagnosis.row.labels)}]"
+    yield f"[{' '.join(diagnosis.labels)}]"
     yield textwrap.fill(diagnosis.text, WIDTH)
     if not diagnosis.findings:
         yield f"\n{NO_FINDING[0].upper()}{NO_FINDING[1:]}."
@@ -355,7 +365,7 @@ def _cure(cure: Cure) -> str:
     """Return, as text, the name of a case that applies the remedy and its speed relative to the diagnosed case."""
     name = strategy(cure.row.case)
     if cure.ratio.doubt:
-        return f"{name}: {NOT_ENOUGH}"
+        return f"{name}: {withheld(cure.ratio)}"
     said = {"faster": "as fast", "slower": "as fast (slower)", "same": "as fast (the same)"}
     verdict = said.get(cure.verdict, "as fast (undecided)")
     saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""

@@ -75,7 +75,7 @@ def pieces(
     for `split`.
     """
     if format == "jsonl":
-        return chain.from_iterable(jsonl(run.id, trials) for run, trials in runs)
+        return chain.from_iterable(jsonl(run.id, trials, labels) for run, trials in runs)
     if format == "parquet":
         assert output is not None
         parquet(((run.id, trials) for run, trials in runs), labels, output)

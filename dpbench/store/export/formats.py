@@ -141,8 +141,8 @@ def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
     return {**provenance, **({"host": host} if host else {})}
 
 
-def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
-    """Yield one line of JSON per trial: run id, case, status, memory, provenance, and each step's seconds by phase."""
+def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: ()) -> Iterator[str]:
+    """Yield one line of JSON per trial: run id, case, status, labels, memory, provenance, and seconds by phase."""
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
@@ -154,6 +154,7 @@ def jsonl(run_id: str, trials: Iterable[Trial]) -> Iterator[str]:
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},
                 "source": trial.source,
                 "status": trial.status,
+                "labels": labels(trial),
                 "reason": trial.reason,
                 "verified": trial.verified,
                 "round": trial.round,
@@ -268,7 +269,7 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
                 "name": title,
                 "unit": "second",
                 "loops": 1,
-                "labels": " ".join(labels(next(iter(found.values())))),
+                "labels": " ".join(dict.fromkeys(label for trial in found.values() for label in labels(trial))),
             },
             "runs": [_run(number, trial) for number, trial in sorted(found.items())],
         }
