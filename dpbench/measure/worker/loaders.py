@@ -44,6 +44,7 @@ from dpbench.hardware import processes
 from dpbench.measure.failures import of_error
 from dpbench.measure.loaders import READING, LoaderProgress, Unfit, lost, stacks
 from dpbench.measure.request import Loading, Synthetic
+from dpbench.measure.scratch import write_whole
 from dpbench.models import rows_in
 from dpbench.records import HOST, Case, Mark, Phase, Status, registry
 
@@ -61,9 +62,7 @@ StepOfBatch = Callable[[Any, Any], Any]
 def work(loading: Loading, folder: Path) -> None:
     """Make one measurement and write its reading to `folder`; if it fails, the reading has the reason."""
     reading = _caught(loading, folder)
-    partial_file = folder / f"{READING}.part"
-    partial_file.write_text(json.dumps(asdict(reading)), encoding="utf-8")
-    partial_file.rename(folder / READING)
+    write_whole(folder / READING, json.dumps(asdict(reading)))
 
 
 def _caught(loading: Loading, folder: Path) -> LoaderReading:
