@@ -246,7 +246,7 @@ def here(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Pat
 def load(server: Server, here: Path, name: str, workers: int = 2, limit_s: float = 30.0) -> LoaderReading:
     setting = Setting(workers=workers, prefetch_factor=2 if workers else None)
     loading = Loading(dataset=f"{here / 'data.py'}:{name}", setting=setting, batch_size=4, examples=8)
-    return loaders.measure(server, loading, here, limit_s)
+    return loaders.measure(server, loading, limit_s)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -294,7 +294,7 @@ def test_an_example_that_hangs_is_named_with_its_worker_and_its_stack(server: Se
 def test_the_limit_is_for_each_batch(server: Server, here: Path) -> None:
     cost = Synthetic(wait_s=0.3)
     loading = Loading(dataset=cost, setting=Setting(workers=0), batch_size=1, examples=6)
-    assert loaders.measure(server, loading, here, 2.0).status is Status.OK  # eight batches take 2.4 s
+    assert loaders.measure(server, loading, 2.0).status is Status.OK  # eight batches take 2.4 s
 
 
 def test_a_worker_that_dies_is_a_failure(server: Server, here: Path) -> None:

@@ -76,10 +76,17 @@ def serve() -> None:
     for line in sys.stdin:
         request = Request.from_json(line)
         server = os.getpid()
+        grouped, in_group = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(answers)
+            os.close(grouped)
+            os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
+            os.close(in_group)
             _work(request, server)
+        os.close(in_group)
+        os.read(grouped, 1)  # returns when the worker has its process group, which the parent may kill from then on
+        os.close(grouped)
         say(pid=pid)
         _, status, usage = os.wait4(pid, 0)
         processes.end_children()  # processes that the worker has left running, also those in another session
@@ -97,7 +104,6 @@ def _work(request: Request, server: int) -> None:
         # the server ignores these signals, but they must end the processes that the model starts
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
         processes.die_with_parent(server)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
