@@ -98,13 +98,13 @@ def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(ow
 
 @pytest.mark.slow
 def test_a_full_disk_names_the_folder_and_the_variable_and_the_same_command_goes_on(folder):
-    """The check of the model and one trial still fit on the disk."""
+    """The results of the first trial still fit on the disk."""
     passing = folder.path / "passing"
     command = (
         "run", "--model", "tests.hungry:FILLS_THE_DISK_WHEN_TOLD", "--strategies", "single", "--batch-sizes", "16,24",
         "--rounds", "1",
     )  # fmt: skip
-    passing.write_text("2")
+    passing.write_text("1")
     done = folder.do(*command)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
