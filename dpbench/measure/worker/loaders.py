@@ -229,11 +229,11 @@ class _Watched(Dataset[Any]):
         """
         info = get_worker_info()
         where = f"worker {info.id}" if info else "the main process"
-        try:
-            with (self._folder / RAISED).open("x", encoding="utf-8") as file:
-                file.write(f"{what} in {where}: {of_error(error).reason}")
-        except FileExistsError:
-            pass  # another worker failed first
+        part = self._folder / f"{RAISED}-{os.getpid()}"
+        with suppress(OSError):  # the disk is full, or another worker failed first
+            part.write_text(f"{what} in {where}: {of_error(error).reason}", encoding="utf-8")
+            os.link(part, self._folder / RAISED)
+            part.unlink()  # or the next failure of this process would overwrite the record
 
     def __reduce__(self) -> Any:
         return _rebuilt, (type(self), self._name, bytes(ForkingPickler.dumps(self._dataset)), self._folder)
