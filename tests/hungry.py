@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -68,16 +70,27 @@ def _stay(x: Tensor) -> None:
 _seen = False
 
 
-def _stay_when_told(x: Tensor) -> None:
-    """Hang as above if the file `passing` of this folder has a 0; else reduce its number, once a process."""
-    global _seen
-    if len(x) <= 4 or _seen:  # so few rows are the verification's
-        return
-    _seen, passing = True, Path("passing")
-    number = int(passing.read_text())
-    passing.write_text(str(number - 1))
-    if number == 0:
-        _stay(x)
+def when_told(act: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
+    """Act if the file `passing` of this folder has a 0; else reduce its number, once a process."""
+
+    def told(x: Tensor) -> None:
+        global _seen
+        if len(x) <= 4 or _seen:  # so few rows are the verification's
+            return
+        _seen, passing = True, Path("passing")
+        number = int(passing.read_text())
+        passing.write_text(str(number - 1))
+        if number == 0:
+            act(x)
+
+    return told
+
+
+def _fill_the_disk(x: Tensor) -> None:
+    """Let the file system of temporary files look full to this worker, and to the server that waits for it."""
+    for folder in Path(tempfile.gettempdir()).glob("trial-*"):
+        for name in ("trials.json.part", "probe"):
+            (folder / name).symlink_to("/dev/full")
 
 
 def _leave_a_child(x: Tensor) -> None:
@@ -108,7 +121,8 @@ def _raise(x: Tensor) -> None:
 
 SLEEPS = _plug(_hang)
 STUBBORN_IN_RANK_1 = _plug(in_rank_1(_stay))
-STUBBORN_WHEN_TOLD = _plug(in_rank_1(_stay_when_told))
+STUBBORN_WHEN_TOLD = _plug(in_rank_1(when_told(_stay)))
+FILLS_THE_DISK_WHEN_TOLD = _plug(when_told(_fill_the_disk))
 SLEEPS_IN_RANK_1 = _plug(in_rank_1(_hang))
 RAISES_IN_RANK_1 = _plug(in_rank_1(_raise))
 DIES_IN_RANK_1 = _plug(in_rank_1(lambda x: os.abort()))
@@ -117,6 +131,7 @@ LEAVES_A_CHILD = _plug(_leave_a_child)
 ENDS_THE_SERVER = _plug(_die_with_the_server)
 RAISES_SURROGATE = _plug(_raise_surrogate)
 SLOW = _plug(_slow)
+WRITES_NO_FILES = _plug(lambda x: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))
 EXITS = _plug(lambda x: sys.exit("planted exit"))
 VANISHES = _plug(lambda x: os._exit(0))
 INTERRUPTS = _plug(lambda x: (_ for _ in ()).throw(KeyboardInterrupt()))

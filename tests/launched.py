@@ -11,7 +11,6 @@ from tests.commands import COMMAND, Folder
 
 MODELS = """
 import os
-import signal
 import time
 from types import SimpleNamespace
 
@@ -49,7 +48,7 @@ def raises():
 
 def dies():
     if RANK == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.abort()
 
 
 def waits():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -62,7 +63,7 @@ def own_models(tmp_path_factory):
         (package / "tiny.py").write_text(TINY)
         (folder.path / "broken.py").write_text("import no_such_module\n")
         (folder.path / "torch.py").write_text("raise SystemExit('a file of the user hides the real torch')\n")
-        models = ("broken:NET", *(f"tests.hungry:{name}" for name in ("RAISES", "KILLED", "TWICE_THE_ROWS")))
+        models = ("broken:NET", *(f"tests.hungry:{name}" for name in ("RAISES", "DIES", "TWICE_THE_ROWS")))
         named = [word for model in (*models, "mine.nets.tiny:Net") for word in ("--model", model)]
         axes = ("--strategies", "single,dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1", "--limit", "60")
         yield folder, folder.do("run", *named, *axes)
@@ -76,7 +77,7 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
     for model, why in (
         ("broken:NET", "No module named 'no_such_module'"),
         ("tests.hungry:RAISES", "planted in forward"),
-        ("tests.hungry:KILLED", "killed by SIGKILL); its resident set reached 0."),
+        ("tests.hungry:DIES", "killed by SIGABRT"),
         ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
     ):
         assert any(
@@ -93,6 +94,48 @@ def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(ow
     rows = folder.query("SELECT case_json, status, verified FROM trial")
     assert [row[1:] for row in rows if "mine.nets.tiny:Net" in row[0]] == [("ok", "bitwise")] * 2, done.stderr
     assert "imported" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_full_disk_names_the_folder_and_the_variable_and_the_same_command_goes_on(folder):
+    """The results of the first trial still fit on the disk."""
+    passing = folder.path / "passing"
+    command = (
+        "run", "--model", "tests.hungry:FILLS_THE_DISK_WHEN_TOLD", "--strategies", "single", "--batch-sizes", "16,24",
+        "--rounds", "1",
+    )  # fmt: skip
+    passing.write_text("1")
+    done = folder.do(*command)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert str(folder.temporary) in error
+    assert "TMPDIR" in error
+    assert os.strerror(errno.ENOSPC) in error
+    assert folder.query("SELECT status FROM run") == [("interrupted",)]
+    kept = folder.final()
+    assert [row[3] for row in kept] == ["ok"]
+    assert list(folder.temporary.iterdir()) == []
+    passing.write_text("99")
+    assert folder.do(*command).returncode == 0, folder.err
+    assert folder.query("SELECT status FROM run") == [("finished",)]
+    assert folder.final()[:1] == kept
+    assert [row[3] for row in folder.final()] == ["ok", "ok"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_server")
+def test_a_model_whose_processes_are_killed_fails_no_case_and_the_run_can_be_resumed(folder, dpbench):
+    axes = ("--model", "tests.hungry:KILLED", "--strategies", "single", "--batch-sizes", "8,16", "--rounds", "1")
+    code, _, err = dpbench("run", *axes)
+    assert code == 2, err
+    assert "will not be measured" not in err
+    assert folder.query("SELECT status, round FROM trial") == [("killed", 0)] * 2
+    assert all("SIGKILL" in reason for (reason,) in folder.query("SELECT reason FROM trial"))
+    assert folder.query("SELECT status FROM run") == [("interrupted",)]
+    dpbench("run", *axes)
+    assert folder.query("SELECT status FROM run") == [("interrupted",)], "the same command resumes the run"
+    assert folder.query("SELECT status, round FROM trial") == [("killed", 0)] * 4
 
 
 @pytest.mark.usefixtures("one_server")

@@ -232,3 +232,35 @@ def test_the_command_prints_a_line_a_case(tmp_path: Path, dpbench: Command) -> N
     assert code == 64
     assert "--device-kind emulated --device-memory 8GiB" in err
     assert not (tmp_path / "other.db").exists()
+
+
+def test_a_search_that_was_killed_goes_on_with_the_killed_try(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    class Killing:
+        def __init__(self, scratch: Path) -> None:
+            assert scratch.is_dir()
+
+        def __enter__(self) -> Killing:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def run(self, case: Case, effort: object, number: int, limit_s: float) -> Trial:
+            tried.append(case.batch_size)
+            if len(tried) == 3:
+                return Trial(case=case, status=Status.KILLED, reason="planted")
+            return Trial(case=case, status=Status.OK if case.batch_size <= 20 else Status.OOM)
+
+    monkeypatch.setattr(batch_search, "Server", Killing)
+    case = replace(SINGLE, batch_size=4)
+    first = batch_search.run([case], store)
+    assert "killed at batch 16" in first.found[0].reason
+    assert store.runs()[0].status == "interrupted"
+    second = batch_search.run([case], store)
+    assert (second.run_id, second.resumed) == (first.run_id, True)
+    assert (second.found[0].largest, second.found[0].failed) == (20, 21)
+    assert tried[:4] == [4, 8, 16, 16]
+    assert len(tried) == len({*tried}) + 1
+    assert store.runs()[0].status == "finished"

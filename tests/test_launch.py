@@ -41,7 +41,7 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(fo
     assert {span.device for span in good.spans} == {0, 1, 2}, "every rank's phases arrive"
     names = [host.name for host in good.hosts]
     for model, rank, reason in (
-        ("broken", 1, "a planted error"), ("dead", 2, "killed by SIGKILL"), ("late", 2, "it is late"),
+        ("broken", 1, "a planted error"), ("dead", 2, "killed by SIGABRT"), ("late", 2, "it is late"),
     ):  # fmt: skip
         failed = found[f"{model} ddp 3"]
         assert failed.status.value == "failed"

@@ -17,8 +17,9 @@ from dpbench.analysis.loaders import Bound, Curve, LoaderReading, Setting, Shape
 from dpbench.measure import loaders
 from dpbench.measure.request import Loading, Request, Synthetic, WorkKind
 from dpbench.measure.server import Server
+from dpbench.measure.worker import loaders as worker
 from dpbench.records import Effort, Status
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Estimate, Failure
 from tests.exported import Command, is_error
 
 STILL = (1.0, 1.004, 0.996, 1.002, 0.998)
@@ -246,7 +247,7 @@ def here(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Pat
 def load(server: Server, here: Path, name: str, workers: int = 2, limit_s: float = 30.0) -> LoaderReading:
     setting = Setting(workers=workers, prefetch_factor=2 if workers else None)
     loading = Loading(dataset=f"{here / 'data.py'}:{name}", setting=setting, batch_size=4, examples=8)
-    return loaders.measure(server, loading, here, limit_s)
+    return loaders.measure(server, loading, limit_s)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -274,6 +275,27 @@ def test_an_example_that_raises_is_named_with_its_worker_and_the_users_line(
     assert f"[data.py:{line} wrong <- data.py:" in found.reason
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_the_record_of_a_failed_example_is_whole_or_absent(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = worker._Watched([1], tmp_path, "")
+    if full:
+        monkeypatch.setattr(Path, "write_text", lambda *_, **__: Path("/dev/full").write_bytes(b"-"))
+
+    def of_error(error: BaseException) -> Failure:
+        assert not (tmp_path / worker.RAISED).exists(), "another worker could read it now"
+        return Failure(status=Status.FAILED, reason=str(error))
+
+    monkeypatch.setattr(worker, "of_error", of_error)
+    for name in ("first", "second"):
+        watched._record(ValueError(name), "example 0")
+        monkeypatch.setattr(worker, "of_error", lambda error: Failure(status=Status.FAILED, reason=str(error)))
+    path = tmp_path / worker.RAISED
+    assert path.exists() != full
+    assert full or path.read_text(encoding="utf-8") == "example 0 in the main process: first"
+
+
 def test_a_batch_that_cannot_be_collated_is_named(server: Server, here: Path) -> None:
     (here / "data.py").write_text(f"{DATASETS}\ndef ragged(): return Ragged()\n")
     found = load(server, here, "ragged")
@@ -294,7 +316,30 @@ def test_an_example_that_hangs_is_named_with_its_worker_and_its_stack(server: Se
 def test_the_limit_is_for_each_batch(server: Server, here: Path) -> None:
     cost = Synthetic(wait_s=0.3)
     loading = Loading(dataset=cost, setting=Setting(workers=0), batch_size=1, examples=6)
-    assert loaders.measure(server, loading, here, 2.0).status is Status.OK  # eight batches take 2.4 s
+    assert loaders.measure(server, loading, 2.0).status is Status.OK  # eight batches take 2.4 s
+
+
+@pytest.mark.parametrize(("times", "status"), [(1, Status.OK), (9, Status.KILLED)])
+def test_a_signal_from_outside_costs_one_attempt_at_a_measurement(
+    times: int, status: Status, server: Server, here: Path
+) -> None:
+    left = here / "left"
+    left.write_text(str(times))
+    killed = f"""
+def killed():
+    import signal
+    from pathlib import Path
+    left = int(Path({str(left)!r}).read_text())
+    if left:
+        Path({str(left)!r}).write_text(str(left - 1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Examples()
+"""
+    (here / "data.py").write_text(f"import os\n{DATASETS}{killed}")
+    found = load(server, here, "killed")
+    assert found.status is status
+    assert ("SIGKILL" in found.reason) == (status is Status.KILLED)
+    assert int(left.read_text()) == max(0, times - 2)
 
 
 def test_a_worker_that_dies_is_a_failure(server: Server, here: Path) -> None:

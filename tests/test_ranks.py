@@ -292,6 +292,18 @@ def test_a_rank_that_raised_keeps_its_connections_until_its_peers_are_ended(call
     assert (failure.rank, failure.exception) == (1, "RuntimeError")
 
 
+def test_a_rank_that_cannot_write_its_log_still_reports_its_own_error(called: Call) -> None:
+    entry = """
+    def entry(rank):
+        if rank == 0:
+            time.sleep(3600)
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        raise ArithmeticError("planted")
+    """
+    (failure,) = called(entry).failures
+    assert (failure.rank, failure.exception) == (1, "ArithmeticError")
+
+
 def test_a_rank_that_dies_within_its_report_is_a_failure(called: Call) -> None:
     entry = """
     from multiprocessing.connection import Connection

@@ -277,3 +277,32 @@ def test_a_model_that_failed_its_check_is_measured_when_it_is_retried_and_passes
     monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {}))
     outcome = run(CASES[:2], store, rounds=2, retry=["failed"])
     assert outcome.counts == {Status.OK: 4}
+
+
+# -- signals from outside
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round(store, monkeypatch):
+    monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {"status": Status.KILLED, "reason": "planted"}))
+    heard = []
+    outcome = run(CASES[:2], store, rounds=2, listen=heard.append)
+    assert outcome.counts == {Status.OK: 4}
+    assert Counter(case.model for case in Server.checked) == {"m0": 2, "m1": 2}
+    assert [("planted" in event.text) for event in heard if isinstance(event, Note)] == [True] * 4
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_same_call_measures_again_what_was_killed_and_nothing_else(store, monkeypatch):
+    killed = {"status": Status.KILLED, "steps": (), "reason": "planted"}
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: killed if case.model == "m1" else {}))
+    first = run(CASES[:3], store, rounds=2)
+    assert first.counts == {Status.OK: 4, Status.KILLED: 2}
+    assert store.runs()[0].status == "interrupted"
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
+    Server.made.clear()
+    second = run(CASES[:3], store, rounds=2)
+    assert (second.run_id, second.resumed, second.counts) == (first.run_id, True, {Status.OK: 6})
+    assert [case.model for server in Server.made for case, _, _ in server.asked] == ["m1", "m1"]
+    assert store.runs()[0].status == "finished"

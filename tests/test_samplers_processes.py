@@ -288,6 +288,20 @@ def test_process_says_ready_and_ends_in_order(tmp_path, way):
     assert (tmp_path / "out").read_bytes().startswith(written)
 
 
+@linux
+def test_process_that_cannot_write_its_samples_says_so_in_one_line(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    (tmp_path / "out").symlink_to("/dev/full")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command(tmp_path / "out"), stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.3)
+        _, error = process.communicate(b"7\n", timeout=patience(10))
+    assert process.returncode == 1
+    assert str(tmp_path / "out").encode() in error
+    assert error.count(b"\n") == 1, error
+
+
 PARENT = """
 import sys, time
 from pathlib import Path

@@ -1,11 +1,13 @@
 """The server's laws: every outcome of a worker becomes a trial, and no process or file of it remains."""
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -16,9 +18,13 @@ import pytest
 
 import dpbench
 from dpbench.analysis import validity
+from dpbench.hardware import processes
+from dpbench.measure import server as module
 from dpbench.measure.ranks import TIMEOUT
-from dpbench.measure.server import Server
+from dpbench.measure.request import UNWRITTEN, Request
+from dpbench.measure.server import Server, WorkerEnd
 from dpbench.records import Case, Effort, Phase, Status, Verified
+from dpbench.records.trial import Failure
 from tests.marked import NAME, Mark, marked, poll
 
 ROOT = Path(dpbench.__file__).parent.parent
@@ -311,6 +317,141 @@ def test_a_model_module_that_does_not_exist_is_named(server):
     assert works(server)
 
 
+# -- signals from outside
+
+KILLED = """
+import os, signal, time
+from pathlib import Path
+from types import SimpleNamespace
+from dpbench.models import mlp
+
+def build(size):
+    path = Path({path!r})
+    who, number, left = path.read_text().split()
+    if int(left) and (who != "rank" or os.environ.get("RANK") == "1"):
+        path.write_text(f"{{who}} {{number}} {{int(left) - 1}}")
+        os.kill(os.getppid() if who == "server" else os.getpid(), int(number))
+        time.sleep(60)
+    return mlp.build(size)
+
+net = SimpleNamespace(build=build, batch=mlp.batch, loss=mlp.loss)
+"""
+KILLS = [("worker", "SIGKILL"), ("worker", "SIGTERM"), ("server", "SIGKILL"), ("rank", "SIGKILL")]
+
+
+class Killed:
+    """A model that sends a signal to its worker, to the server or to its rank, in its first attempts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self._file = folder / "killed.py", folder / "kills"
+        self.path.write_text(KILLED.format(path=str(self._file)))
+
+    def plan(self, who: str, name: str, times: int) -> None:
+        self._file.write_text(f"{who} {int(signal.Signals[name])} {times}")
+
+    @property
+    def left(self) -> int:
+        return int(self._file.read_text().split()[-1])
+
+    def attempted(self, server: Server, who: str):
+        """Run what a signal may end: with ranks a trial, else the check of the model."""
+        if who == "rank":
+            return trial(server, case(f"{self.path}:net", "ddp", 2))
+        return server.check(case(f"{self.path}:net"), 60.0)
+
+
+@pytest.fixture
+def killed(tmp_path) -> Killed:
+    return Killed(tmp_path)
+
+
+@pytest.mark.parametrize(("who", "name"), KILLS)
+def test_a_signal_from_outside_costs_one_attempt(server, killed, caplog, who, name):
+    killed.plan(who, name, 1)
+    found = killed.attempted(server, who)
+    assert found.status is Status.OK, found.reason
+    assert [name in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize(("who", "name"), KILLS)
+def test_a_second_signal_from_outside_is_recorded_as_a_kill(server, killed, who, name):
+    killed.plan(who, name, 9)
+    found = killed.attempted(server, who)
+    assert found.status is Status.KILLED
+    assert name in found.reason
+    assert killed.left == 7, "two attempts, and not more"
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
+def test_a_crash_is_a_failure_that_is_not_tried_again(server, killed, name):
+    killed.plan("worker", name, 9)
+    found = killed.attempted(server, "worker")
+    assert found.status is Status.FAILED
+    assert name in found.reason
+    assert killed.left == 8
+
+
+def test_a_process_that_was_killed_for_memory_has_failed_and_is_not_tried_again(server, killed, monkeypatch):
+    counts = iter(range(99))
+    monkeypatch.setattr(processes, "killed_for_memory", lambda: next(counts))
+    killed.plan("worker", "SIGKILL", 9)
+    found = killed.attempted(server, "worker")
+    assert found.status is Status.FAILED
+    assert "memory ran out" in found.reason
+    assert killed.left == 8
+
+
+def test_a_worker_that_this_process_ends_has_failed(server):
+    request = Request(cases=(case("tests.hungry:SLEEPS"),), effort=QUICK, round=0)
+    asked = []
+
+    def cancelled() -> bool:
+        asked.append(None)
+        return True
+
+    found = server.answer(request, 60.0, cancelled)
+    assert isinstance(found, Failure)
+    assert (found.status, found.exit_status) == (Status.FAILED, -signal.SIGKILL)
+    assert asked
+
+
+# -- a full disk, and a server that does not answer
+
+
+def test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial(server):
+    found = trial(server, case("tests.hungry:WRITES_NO_FILES"))
+    assert found.status is Status.KILLED
+    assert "could not write its files" in found.reason
+    assert works(server)
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder_and_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "probe").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"{tmp_path}.*TMPDIR") as raised:
+        WorkerEnd(exit_status=UNWRITTEN).failure(1.0, tmp_path)
+    assert raised.value.errno == errno.ENOSPC
+
+
+def test_a_folder_of_temporary_files_that_was_removed_is_an_error_that_names_the_variable(tmp_path):
+    with Server(tmp_path / "gone") as own, pytest.raises(OSError, match="TMPDIR") as raised:
+        trial(own, MLP)
+    assert raised.value.errno == errno.ENOENT
+
+
+def test_a_server_that_does_not_answer_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark, monkeypatch):
+    assert works(server)
+    old = the_server(mark)
+    monkeypatch.setattr(module, "START_LIMIT_S", 0.2)
+    old.suspend()
+    found = trial(server, MLP)
+    monkeypatch.undo()
+    assert found.status is Status.FAILED
+    assert "did not answer" in found.reason
+    assert not old.is_running()
+    assert works(server)
+
+
 # -- the server itself
 
 
@@ -320,7 +461,7 @@ def the_server(mark: Mark) -> psutil.Process:
     return servers[0]
 
 
-def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark):
+def test_a_server_killed_in_the_middle_is_replaced_and_the_trial_is_tried_once_more(server, mark):
     assert works(server)
     old = the_server(mark)
     killed = []
@@ -332,22 +473,21 @@ def test_a_server_killed_in_the_middle_is_a_failed_trial_and_the_next_gets_a_new
 
     killer = threading.Thread(target=kill)
     killer.start()
-    found = trial(server, case("tests.hungry:STUBBORN_IN_RANK_1", "ddp", 2))
+    found = trial(server, case("tests.hungry:STUBBORN_IN_RANK_1", "ddp", 2), limit_s=5)
     killer.join()
     assert killed == [True]
-    assert found.status is Status.FAILED
-    assert "server" in found.reason
-    assert "SIGKILL" in found.reason
-    assert mark.settles(count=0) == "", "its workers and ranks end with it"
+    assert found.status is Status.TIMEOUT, found.reason
+    assert "deliberately_asleep" in found.reason, "the trial is tried once more"
+    assert mark.settles(count=1) == "", "the workers and ranks of the first attempt have ended"
     assert works(server)
     assert the_server(mark).pid != old.pid
 
 
-def test_a_worker_that_kills_the_server_is_a_failed_trial_and_does_not_outlive_it(server, mark):
+def test_a_worker_that_kills_the_server_is_a_killed_trial_and_does_not_outlive_it(server, mark):
     assert works(server)
     old = the_server(mark)
     found = trial(server, case("tests.hungry:ENDS_THE_SERVER"))
-    assert found.status is Status.FAILED
+    assert found.status is Status.KILLED
     assert "server" in found.reason
     assert "SIGKILL" in found.reason
     assert mark.settles(count=0) == "", "it sleeps for an hour after the kill"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -125,3 +127,50 @@ def test_folders_of_killed_processes_are_removed_by_their_lock(tmp_path: Path, m
     with scratch.folder():
         assert not folders["locked"].exists(), "the next start removes it"
     assert {*tmp_path.iterdir()} == {folders["nameless"], folders["foreign"]}
+
+
+# -- temporary files that cannot be written
+
+
+def test_a_folder_of_temporary_files_that_cannot_be_used_is_named_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(OSError, match=rf"{tmp_path / 'missing'}.*TMPDIR") as raised, scratch.folder():
+        pass
+    assert raised.value.errno == errno.ENOENT
+
+
+def test_a_full_disk_leaves_no_folder_and_is_named_with_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(scratch.os, "write", full)
+    with pytest.raises(OSError, match=rf"{tmp_path} .*TMPDIR") as raised, scratch.folder():
+        pass
+    monkeypatch.undo()
+    assert raised.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_inside_the_folder_of_temporary_files_stays_as_it_is() -> None:
+    error = OSError(errno.ENOSPC, "the store's disk is full")
+    with pytest.raises(OSError, match="store's disk") as raised, scratch.folder():
+        raise error
+    assert raised.value is error
+    with pytest.raises(OSError, match="Too many") as raised, scratch.explained():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    assert "TMPDIR" not in str(raised.value)
+
+
+def test_no_reader_finds_a_part_of_a_file(tmp_path: Path) -> None:
+    scratch.write_whole(tmp_path / "whole", "all")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("whole", "all")]
+    (tmp_path / "whole.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="space"):
+        scratch.write_whole(tmp_path / "whole", "other")
+    assert (tmp_path / "whole").read_text() == "all"

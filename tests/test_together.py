@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +109,15 @@ def test_a_neighbour_that_fails_fails_the_trial(
     assert (done.status, done.steps) == (Status.FAILED, ())
     assert "the model mlp, which runs concurrently, failed: " in done.reason
     assert reason in done.reason
+
+
+def test_a_neighbour_that_dies_within_its_message_is_named_with_its_end() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    os.write(theirs.fileno(), (100).to_bytes(4, "big") + b"part")
+    theirs.close()
+    process = SimpleNamespace(exitcode=-signal.SIGKILL, join=lambda timeout_s: None)
+    with pytest.raises(neighbour.NeighbourFailed, match="SIGKILL"):
+        neighbour._reply(CASE, ours, process, None)
 
 
 def test_a_neighbour_that_dies_during_the_steps_fails_the_trial(

@@ -261,6 +261,21 @@ def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int |
     return f"{resident}; another process sent the signal: the kernel has not killed any process for lack of memory"
 
 
+def killed_from_outside(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> bool:
+    """Return whether SIGKILL or SIGTERM ended a process, and no sign shows that memory had run out.
+
+    Such a signal comes from another process, such as a scheduler, and tells nothing about the case that was measured.
+    Signals of a crash, such as SIGSEGV and SIGABRT, do not count. The arguments are those of `advice`. This process
+    must not have sent the signal.
+    """
+    if exit_status != -signal.SIGKILL:
+        return exit_status == -signal.SIGTERM
+    now, limit = killed_for_memory(), memory_limit()
+    if now is not None and killed_before is not None and now > killed_before:
+        return False
+    return not (peak_bytes and limit and peak_bytes >= NEARLY_ALL * limit)
+
+
 def peak_of_children() -> int:
     """Return the largest peak of the resident sets of the children that have ended and were waited for, in bytes."""
     import resource  # not on every system

@@ -99,7 +99,7 @@ def run(
         with folder() as scratch, Server(scratch) as server:
             tries = _Tries(server, store, run_id, limit_s, listen)
             found = tuple(_search(case, tries, most) for case in cases)
-        finished = True
+        finished = not tries.killed
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
     return SearchOutcome(run_id, resumed, found)
@@ -127,6 +127,11 @@ class _Tries:
     ) -> None:
         self._server, self._store, self._run_id, self._limit_s, self._listen = server, store, run_id, limit_s, listen
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
+
+    @property
+    def killed(self) -> bool:
+        """Return whether a signal from outside has ended a try, which the same search must then repeat."""
+        return any(trial.status is Status.KILLED for trial in self._known.values())
 
     def of(self, case: Case) -> Trial:
         """Return the run's trial of a case.

@@ -37,7 +37,8 @@ class Models:
     def check(self, cases: Sequence[Case], server: TrialRunner) -> Iterator[str]:
         """Check each model of the cases that has not been checked yet, and yield one line of text per model that fails.
 
-        Each model is checked with the largest batch size of its cases. A check that exceeds the time limit fails.
+        Each model is checked with the largest batch size of its cases. A check that exceeds the time limit fails. A
+        check that a signal from outside has ended says nothing about the model: the model's cases are measured.
         """
         models: dict[Case, list[Case]] = {}
         for case in cases:
@@ -46,6 +47,9 @@ class Models:
             if model not in self._verdicts:
                 largest = max(case.batch_size for case in group)
                 found = server.check(replace(model, batch_size=largest), self._limit_s)
+                if found.status is Status.KILLED:
+                    yield f"{_named(model)} is measured without its check, which was {_why(found)}"
+                    continue
                 self._verdicts[model] = found
                 if found.status is not Status.OK:
                     yield _refusal(found, len(group))
@@ -63,9 +67,16 @@ def _refusal(verdict: Trial, cases: int) -> str:
 
     `verdict` is the failed trial of the check. `cases` is the number of cases that use the model.
     """
-    model, reason = f"{verdict.case.model} ({verdict.case.size})", verdict.reason.strip().partition(chr(10))[0]
-    lost = count(cases, "case")
-    return f"{model} failed its check ({verdict.status}), so its {lost} will not be measured; reason: {reason}"
+    failed = f"{_named(verdict.case)} failed its check ({verdict.status})"
+    return f"{failed}, so its {count(cases, 'case')} will not be measured; reason: {_first_line(verdict.reason)}"
+
+
+def _named(case: Case) -> str:
+    return f"{case.model} ({case.size})"
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]
 
 
 def model_words(found: Trial) -> list[str]:
@@ -74,12 +85,12 @@ def model_words(found: Trial) -> list[str]:
     If the check failed, return one line with the status and the reason.
     """
     if found.status is not Status.OK:
-        return [f"{found.case.model}: {found.status}: {found.reason.strip().partition(chr(10))[0]}"]
+        return [f"{found.case.model}: {_why(found)}"]
     facts = found.provenance.get("model_check", {"seen": {}, "notes": []})
     seen = {name: f"{value:.2f} s" if name == "check_s" else value for name, value in facts["seen"].items()}
     width = max(map(len, seen), default=0)
     lines = [f"{name.removesuffix('_s'):<{width}}  {value}" for name, value in seen.items()]
-    verdict = f"{found.case.model} ({found.case.size}) can be measured"
+    verdict = f"{_named(found.case)} can be measured"
     return [verdict, *lines, *(f"note: {note}" for note in facts["notes"])]
 
 
@@ -204,7 +215,7 @@ def _engines(server: Server, device_kind: str, scale: float) -> dict[str, Any]:
 
 
 def _why(trial: Trial) -> str:
-    return f"{trial.status.value}: {trial.reason.strip().partition(chr(10))[0]}"
+    return f"{trial.status.value}: {_first_line(trial.reason)}"
 
 
 def costs(facts: Mapping[str, Any]) -> list[MeasuringCost]:

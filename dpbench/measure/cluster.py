@@ -25,7 +25,7 @@ from dpbench.measure.launch import Launch, LaunchError, leader_address, names
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.peers import Offset, Peers, gather
 from dpbench.measure.request import RemoteRank, Request, WorkKind
-from dpbench.measure.server import START_LIMIT_S, as_trials
+from dpbench.measure.server import START_LIMIT_S, again_if_killed, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, TrialHost, cause_of, in_order
@@ -126,22 +126,26 @@ class Cluster:
     def check(self, case: Case, limit_s: float) -> Trial:
         """Check the model of a case in a worker of rank 0; return a trial without steps."""
         request = Request(cases=(case,), effort=Effort(), round=0, job=WorkKind.CHECK_MODEL)
-        return self._by_rank_0(request, limit_s)[0]
+        return again_if_killed(lambda: self._by_rank_0(request, limit_s))[0]
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run the cases in round `number`, and return a trial for each of them.
 
         A single case whose strategy uses ranks runs over its ranks. A single baseline case runs on each machine at the
         same time, which shows how much the machines differ; its trial is that of rank 0's machine, with the step times
-        of all machines as samples. All other cases run in one worker of rank 0.
+        of all machines as samples. All other cases run in one worker of rank 0. If a signal from outside ends a worker,
+        the cases are run once more.
         """
         request = Request(cases=tuple(cases), effort=effort, round=number)
-        (first, *others) = cases
+        return [*again_if_killed(lambda: self._run(request, limit_s))]
+
+    def _run(self, request: Request, limit_s: float) -> list[Trial]:
+        (first, *others) = request.cases
         if not others and first.traits.ranks:
             return [self._over_ranks(request, limit_s)]
         if not others and first.traits.role is Role.BASELINE:
             return [self._everywhere(request, limit_s)]
-        return self._by_rank_0(request, limit_s * len(cases))
+        return self._by_rank_0(request, limit_s * len(request.cases))
 
     def _by_rank_0(self, request: Request, limit_s: float) -> list[Trial]:
         answers = self._peers.ask({0: Work(request=request, limit_s=limit_s, roots=self._roots(0))})

@@ -69,6 +69,7 @@ def of_end(
 ) -> Failure:
     """Return the failure record of a rank whose process ended without a result.
 
+    The status is `killed` if a signal from outside ended it (see `processes.killed_from_outside`), otherwise `failed`.
     `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
     seconds, at which the parent detected the end. `killed_before` is the number of processes that the kernel had
     killed for lack of memory before this process started, and `peak_bytes` is the peak of the process's resident set;
@@ -76,7 +77,9 @@ def of_end(
     """
     advice = processes.advice(exit_status, killed_before, peak_bytes)
     reason = f"ended without a result ({processes.ending(exit_status)}){advice}"
-    return Failure(status=Status.FAILED, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
+    killed = processes.killed_from_outside(exit_status, killed_before, peak_bytes)
+    status = Status.KILLED if killed else Status.FAILED
+    return Failure(status=status, reason=reason, rank=rank, at_s=at_s, exit_status=exit_status)
 
 
 def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}".format) -> str:

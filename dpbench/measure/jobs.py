@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from dpbench.hardware import foreign_load, provenance
 from dpbench.measure.run import Ended, Listener, Note, Outcome, Started
+from dpbench.measure.scratch import write_whole
 from dpbench.records import Case, plan
 from dpbench.store import Store
 
@@ -185,7 +186,7 @@ class _Jobs:
             (folder / DONE).unlink(missing_ok=True)
             request.write(folder)
             job = self._launcher.submit(folder, START_S + request.rounds * request.limit_s)
-            (folder / ID).write_text(job.job_id, encoding="utf-8")
+            write_whole(folder / ID, job.job_id)
         self._listen(Note(f"{request.case.label} is measured in the {self._launcher.name} job {job.job_id}"))
         self._running.append(_Submitted(request.case, folder, job))
 
@@ -266,7 +267,7 @@ class JobRequest:
         """Write the request to a folder, which is created if it does not exist."""
         folder.mkdir(parents=True, exist_ok=True)
         plain = {"rounds": self.rounds, "limit_s": self.limit_s, "patience_s": self.patience_s}
-        (folder / REQUEST).write_text(json.dumps(plain | {"case": self.case.to_dict()}), encoding="utf-8")
+        write_whole(folder / REQUEST, json.dumps(plain | {"case": self.case.to_dict()}))
 
     @classmethod
     def read(cls, folder: Path) -> JobRequest:
@@ -290,9 +291,7 @@ def main(folder: Path) -> None:
         outcome = run.run(
             [asked.case], store, rounds=asked.rounds, limit_s=asked.limit_s, patience_s=asked.patience_s, listen=listen
         )
-    partial = folder / f"{DONE}.part"
-    partial.write_text(json.dumps(outcome.counts), encoding="utf-8")
-    partial.rename(folder / DONE)
+    write_whole(folder / DONE, json.dumps(outcome.counts))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import mmap
 import random
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Self
 
 from dpbench.analysis.loaders import LoaderReading, Setting
-from dpbench.hardware import foreign_load, processes, provenance
+from dpbench.hardware import foreign_load, provenance
 from dpbench.measure.request import Loading, Request, Synthetic, WorkKind
 from dpbench.measure.scratch import folder
-from dpbench.measure.server import Server, ServerDied, ended, status_of
+from dpbench.measure.server import Server, again_if_killed
 from dpbench.records import Case, Effort, Status, Trial, words
 
 READING, PROGRESS = "reading.json", "progress"
@@ -186,21 +185,21 @@ def run(plan: LoaderPlan, say: Callable[[str], None], *, patience_s: float | Non
     with folder() as scratch:
         foreign_load.wait(foreign_load.patience(patience_s), say)
         with Server(scratch) as server:
-            examples = _examples(plan, _trial(plan, server, scratch), say)
+            examples = _examples(plan, _trial(plan, server), say)
         before = foreign_load.snapshot()
         sweep = _rounds(plan, examples, scratch, say)
         load = foreign_load.since(before)
     return replace(sweep, noisy=str(load) if foreign_load.busy(load) else "")
 
 
-def _trial(plan: LoaderPlan, server: Server, scratch: Path) -> LoaderReading:
+def _trial(plan: LoaderPlan, server: Server) -> LoaderReading:
     """Load batches for half a second without workers, and return the reading.
 
     Raises Unfit if the dataset cannot be measured as requested, and Failed if it raises, hangs or ends the process.
     """
     setting = Setting(workers=0, pin_memory=any(one.pin_memory for one in plan.settings))
     loading = Loading(dataset=plan.dataset, setting=setting, batch_size=plan.batch_size, examples=0)
-    reading = measure(server, loading, scratch, plan.limit_s)
+    reading = measure(server, loading, plan.limit_s)
     if reading.status is Status.SKIPPED:
         raise Unfit(reading.reason)
     if reading.status is not Status.OK:
@@ -247,7 +246,7 @@ def _rounds(plan: LoaderPlan, examples: int, scratch: Path, say: Callable[[str],
                         dataset=plan.dataset, setting=one, batch_size=plan.batch_size, examples=examples,
                         round=number,
                     )  # fmt: skip
-                    readings.append(measure(server, loading, scratch, plan.limit_s))
+                    readings.append(measure(server, loading, plan.limit_s))
                     said = f"{one}: {_said(readings[-1])}"
                 say(f"[round {number + 1} of {plan.rounds}] {said}")
     reason = next(filter(None, map(_failure, steps)), "")
@@ -274,26 +273,29 @@ def _said(reading: LoaderReading) -> str:
     return f"{words.number(reading.batch_size / reading.batch_s)} examples/s"
 
 
-def measure(server: Server, loading: Loading, scratch: Path, limit_s: float) -> LoaderReading:
+def measure(server: Server, loading: Loading, limit_s: float) -> LoaderReading:
     """Make one measurement in a fresh process of the server; return its reading, even if the process hangs or dies.
 
-    The process is killed if no batch arrives for `limit_s` seconds.
+    The process is killed if no batch arrives for `limit_s` seconds. If a signal from outside ends the process, the
+    measurement is tried once more. Raises OSError if temporary files cannot be written.
     """
-    with tempfile.TemporaryDirectory(prefix="load-", dir=scratch, ignore_cleanup_errors=True) as name:
-        folder, killed_before = Path(name), processes.killed_for_memory()
+    (reading,) = again_if_killed(lambda: [_measured(server, loading, limit_s)])
+    return reading
+
+
+def _measured(server: Server, loading: Loading, limit_s: float) -> LoaderReading:
+    with server.folder() as folder:
         request = Request(
             job=WorkKind.LOAD, cases=(), effort=Effort(), folder=folder, round=loading.round, loading=loading
         )
-        try:
-            status = server.attempt(request, limit_s, lambda: LoaderProgress.read(folder)[0])
-        except ServerDied as died:
-            return lost(loading, Status.FAILED, str(died))
+        end = server.attempt(request, limit_s, lambda: LoaderProgress.read(folder)[0])
         written = folder / READING
-        if status is not None and written.exists():
+        if end.late:
+            return lost(loading, Status.TIMEOUT, _hung(loading, limit_s, folder))
+        if written.exists():
             return LoaderReading.from_dict(json.loads(written.read_text(encoding="utf-8")))
-        if status is not None:
-            return lost(loading, status_of(status), ended(status, limit_s, folder, killed_before))
-        return lost(loading, Status.TIMEOUT, _hung(loading, limit_s, folder))
+        failure = end.failure(limit_s, folder)
+        return lost(loading, failure.status, failure.reason)
 
 
 def lost(loading: Loading, status: Status, reason: str) -> LoaderReading:

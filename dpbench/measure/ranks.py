@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -271,11 +272,13 @@ def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: i
         pipe.send_bytes(f"result {result}".encode())
     except BaseException as error:
         failure = of_rank(error, rank, time.perf_counter())
-        print(failure.traceback, file=sys.stderr, flush=True)
+        with suppress(OSError):  # the log is on a full disk
+            print(failure.traceback, file=sys.stderr, flush=True)
         pipe.send_bytes(f"failure {failure.to_json()}".encode())
         # stay alive until the parent ends this rank: its exit would break connections and cause failures in its peers
         while os.getppid() == parent:
             time.sleep(POLL_S)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)

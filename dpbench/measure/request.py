@@ -11,8 +11,8 @@ from typing import Any, Self
 from dpbench.analysis.loaders import Setting
 from dpbench.records import Case, Effort
 
-PEAK = "peak"
-"""The file in which the server writes the peak of the worker's resident set in bytes."""
+UNWRITTEN = 74
+"""The exit status of a worker that cannot write its files (EX_IOERR of sysexits.h)."""
 
 
 class WorkKind(StrEnum):

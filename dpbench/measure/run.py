@@ -123,8 +123,9 @@ def run(
     these statuses are measured again, even if the latest run of this plan has finished. `traces` is a folder for
     profiles (None: no profiles). After the timed steps of each trial, one more step is profiled and written to
     traces/<run>/<case>-r<round>.json, with one file per rank. `cluster` has the ranks of a launch by torchrun or srun,
-    which then measure the cases. `listen` is called with every event. After a KeyboardInterrupt, the same call resumes
-    the run.
+    which then measure the cases. `listen` is called with every event. After a KeyboardInterrupt, or if signals from
+    outside have ended both attempts at a trial, the same call resumes the run. Raises OSError if temporary files cannot
+    be written; the trials that have ended stay stored.
     """
     facts = collect(cluster)
     again, patience_s = statuses(retry), foreign_load.patience(patience_s)
@@ -144,7 +145,7 @@ def run(
         )  # fmt: skip
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         store.annotate(run_id, "noisy", _noise(load, session.noisy))
-        finished = True
+        finished = session.killed <= store.done(run_id)
     finally:
         if reasons := rule.reasons(cases):
             store.annotate(run_id, "rounds", reasons)
@@ -212,6 +213,8 @@ class _Session:
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
         """The pairs (case, round) whose last trusted trial (see `Trial.trusted`) ran under too much foreign load."""
+        self.killed: set[tuple[str, int]] = set()
+        """The pairs (case fingerprint, round) of the trials that a signal from outside has ended."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in `done`."""
@@ -274,12 +277,14 @@ class _Session:
         return {*failed}
 
     def _take(self, trial: Trial) -> None:
-        """Pass an ended trial to the rule, and record whether it ran under too much foreign load."""
+        """Pass an ended trial to the rule, and record whether it was killed or ran under too much foreign load."""
         self._rule.add(trial)
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
         if trial.trusted:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
+        if trial.status is Status.KILLED:
+            self.killed.add((trial.case.fingerprint, trial.round))
 
     def _repeatable(self) -> list[Slot]:
         """Return the pairs (case, round) in `noisy` that were not repeated yet; empty if the budget is spent."""

@@ -7,6 +7,7 @@ name.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -18,25 +19,58 @@ from pathlib import Path
 PREFIX = "dpbench-"
 LOCK = "lock"
 _CONTENT = b"dpbench locks this file as long as it uses the folder\n"
+_NO_FAULT_OF_THE_FOLDER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Yield a new temporary folder, and remove it at the end; first remove the folders of killed processes."""
-    sweep()
-    found = Path(tempfile.mkdtemp(prefix=PREFIX))
+    """Yield a new temporary folder, and remove it at the end; first remove the folders of killed processes.
+
+    Raises OSError, with the remedy, if temporary files cannot be written.
+    """
+    with explained():
+        sweep()
+        found = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = -1
     try:
-        # lock the file before it gets its final name, so that no other process finds it unlocked
-        lock = os.open(found / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        os.write(lock, _CONTENT)
-        (found / f"{LOCK}.new").rename(found / LOCK)
+        with explained():
+            # lock the file before it gets its final name, so that no other process finds it unlocked
+            lock = os.open(found / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.write(lock, _CONTENT)
+            (found / f"{LOCK}.new").rename(found / LOCK)
         yield found
     finally:
         shutil.rmtree(found, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Add the folder of temporary files and the remedy to the message of an OSError that this context raises.
+
+    The context must only read and write temporary files. Errors that another folder would not avoid stay as they are.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_FAULT_OF_THE_FOLDER:
+            raise
+        where = tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
+        remedy = "free space there, or set the environment variable TMPDIR to another folder"
+        text = f"temporary files cannot be written to {where} ({error.strerror or error}): {remedy}"
+        raise OSError(error.errno, text) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file such that no reader finds a part of it, even if this process is killed or the disk is full.
+
+    Raises OSError if the file cannot be written.
+    """
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.rename(path)
 
 
 def sweep() -> list[Path]:

@@ -7,24 +7,29 @@ protocol.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
+from dpbench.analysis.loaders import LoaderReading
 from dpbench.hardware import processes, signals
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
-from dpbench.measure.request import PEAK, Request, SelfCheck, WorkKind
+from dpbench.measure.request import UNWRITTEN, Request, SelfCheck, WorkKind
+from dpbench.measure.scratch import explained
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
 from dpbench.records.visible import visible
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[], int]
 """A function that returns the number of results that a worker has produced so far."""
@@ -34,6 +39,8 @@ LOOK_S = 0.5
 STACKS_S = 0.5
 """The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
+PROBE_BYTES = 4096
+"""The bytes that are written to find out whether a file system is full."""
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment variables that limit each operation to one thread.
 
@@ -51,6 +58,22 @@ class TrialRunner(Protocol):
 
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run cases in round `number`, with `limit_s` seconds for each; return one trial per case, even if it fails."""
+
+
+Result = TypeVar("Result", Trial, LoaderReading)
+
+
+def again_if_killed(attempt: Callable[[], Sequence[Result]]) -> Sequence[Result]:
+    """Return the results of `attempt()`; if a signal from outside ended it, log a warning and attempt it once more.
+
+    The status of results that such a signal ended is `killed`.
+    """
+    results = attempt()
+    killed = [one.reason for one in results if one.status is Status.KILLED]
+    if not killed:
+        return results
+    log.warning("%s; it is tried once more", killed[0].partition("; its last output")[0])
+    return attempt()
 
 
 class Server:
@@ -107,11 +130,12 @@ class Server:
     ) -> list[Trial]:  # fmt: skip
         """Run a job in a fresh worker and return one trial per case, even if the worker fails.
 
-        `number` is the round, `limit_s` is the time limit of the whole job in seconds, and `self_check` has the
-        settings of a self-check (None for other jobs).
+        If a signal from outside ends the worker or the server, the job is tried once more. `number` is the round,
+        `limit_s` is the time limit of the whole job in seconds, and `self_check` has the settings of a self-check (None
+        for other jobs).
         """
         request = Request(cases=tuple(cases), effort=effort, round=number, job=job, self_check=self_check)
-        return as_trials(self.answer(request, limit_s), request)
+        return [*again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))]
 
     def answer(
         self, request: Request, limit_s: float, cancelled: Callable[[], bool] = lambda: False
@@ -119,24 +143,27 @@ class Server:
         """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
 
         `cancelled` is called when the worker has started; if it returns True, the worker is killed. This is needed if
-        `end_worker` was called before the worker existed, and therefore had no effect.
+        `end_worker` was called before the worker existed, and therefore had no effect. Raises OSError if temporary
+        files cannot be written.
         """
         self._cancelled = cancelled
-        with tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True) as name:
-            folder, killed_before = Path(name), processes.killed_for_memory()
-            try:
-                status = self.attempt(replace(request, folder=folder), limit_s)
-            except ServerDied as died:
-                return Failure(status=Status.FAILED, reason=str(died))
+        with self.folder() as folder:
+            end = self.attempt(replace(request, folder=folder), limit_s)
             finished, failed = folder / "trials.json", folder / "failure.json"
             # a worker past its limit may still finish while its stacks are requested: ignore its trials
-            if status is not None and finished.exists():
+            if not end.late and finished.exists():
                 return [Trial.from_dict(one) for one in json.loads(finished.read_text(encoding="utf-8"))]
-            if status is not None and failed.exists():
+            if not end.late and failed.exists():
                 return Failure.from_json(failed.read_text(encoding="utf-8"))
-            return Failure(
-                status=status_of(status), reason=ended(status, limit_s, folder, killed_before), exit_status=status
-            )
+            return end.failure(limit_s, folder)
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """Yield a folder for the files of one worker, and remove it at the end."""
+        with explained():
+            made = tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True)
+        with made as name:
+            yield Path(name)
 
     def end_worker(self) -> None:
         """Kill the worker that is running, if any; the thread that waits for the worker's answer gets a failure."""
@@ -145,22 +172,33 @@ class Server:
 
     def prepare(self) -> None:
         """Start the server's process, so that the first request does not wait for it."""
-        with suppress(ServerDied):  # the next request tries again, and reports the reason
+        with suppress(_ServerDied):  # the next request tries again, and reports the reason
             self._started()
 
-    def attempt(self, request: Request, limit_s: float, progress: Progress | None = None) -> int | None:
-        """Run a request in a fresh worker; return its exit status, or None if it exceeded its limit.
+    def attempt(self, request: Request, limit_s: float, progress: Progress | None = None) -> WorkerEnd:
+        """Run a request in a fresh worker, and return how the worker ended.
 
         `limit_s` limits the whole request or, with `progress`, each period in which `progress()` returns the same
-        number. Raises ServerDied if the server process has ended.
+        number. If the server process has ended, the worker has ended too, and the next request starts a new server.
         """
+        killed_before = processes.killed_for_memory()
         try:
-            return self._attempt(request, limit_s, progress)
-        except ServerDied:
+            answer = self._attempt(request, limit_s, progress)
+        except _ServerDied as died:
             self.stop()
-            raise
+            return WorkerEnd(
+                exit_status=died.exit_status, killed_before=killed_before, server=str(died),
+                cancelled=self._cancelled(),
+            )  # fmt: skip
+        if answer is None:
+            return WorkerEnd(late=True)
+        return WorkerEnd(
+            exit_status=answer["exit"], killed_before=killed_before, peak_bytes=answer["peak_bytes"],
+            cancelled=self._cancelled(),
+        )  # fmt: skip
 
-    def _attempt(self, request: Request, limit_s: float, progress: Progress | None) -> int | None:
+    def _attempt(self, request: Request, limit_s: float, progress: Progress | None) -> dict[str, Any] | None:
+        """Run a request in a fresh worker; return the server's answer about its end, or None if it was too late."""
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -168,20 +206,20 @@ class Server:
             process.stdin.write(request.to_json().encode() + b"\n")
             process.stdin.flush()
         except OSError as error:
-            raise ServerDied(self._obituary()) from error
-        self._worker = pid = int(self._answer(START_LIMIT_S)["pid"])
+            raise self._died() from error
+        self._worker = pid = int(self._soon()["pid"])
         if self._cancelled():
             _kill_group(pid)
         try:
             answer = self._answer(limit_s, progress)
             _kill_group(pid)  # also end processes that the model has started
-            return int(answer["exit"])
+            return answer
         except TimeoutError:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGUSR1)
                 time.sleep(STACKS_S)
             _kill_group(pid)
-            self._answer(START_LIMIT_S)
+            self._soon()
             return None
         except BaseException:  # such as Ctrl-C: the worker must not continue to run
             _kill_group(pid)
@@ -190,10 +228,11 @@ class Server:
             self._worker = 0
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the server process; start it first if it is not running. Raises ServerDied if it does not start."""
+        """Return the server process; start it first if it is not running. Raises _ServerDied if it does not start."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._log = (self._scratch / "server.log").open("ab")
+            with explained():
+                self._log = (self._scratch / "server.log").open("ab")
             with signals.held():
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "dpbench.measure.worker", str(os.getpid())],
@@ -201,17 +240,21 @@ class Server:
                     env=environment() | {"TMPDIR": str(self._scratch)},
                 )  # fmt: skip
             self._buffer = b""
-            try:
-                self._answer(START_LIMIT_S)
-            except TimeoutError as error:
-                raise ServerDied(f"the worker server was not ready after {START_LIMIT_S:.0f} s") from error
+            self._soon()
         return self._process
+
+    def _soon(self) -> dict[str, Any]:
+        """Return the server's next answer, for which it needs no worker. Raises _ServerDied if there is none."""
+        try:
+            return self._answer(START_LIMIT_S)
+        except TimeoutError as error:
+            raise _ServerDied(f"the worker server did not answer within {START_LIMIT_S:.0f} s", None) from error
 
     def _answer(self, limit_s: float, progress: Progress | None = None) -> dict[str, Any]:
         """Return the server's next answer, decoded from JSON.
 
         Raises TimeoutError after `limit_s` seconds or, with `progress`, after `limit_s` seconds in which `progress()`
-        returns the same number. Raises ServerDied if the server process has ended.
+        returns the same number. Raises _ServerDied if the server process has ended.
         """
         assert self._process is not None
         assert self._process.stdout is not None
@@ -226,18 +269,20 @@ class Server:
                 continue
             chunk = os.read(descriptor, 65536)
             if not chunk:
-                raise ServerDied(self._obituary())
+                raise self._died()
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _obituary(self) -> str:
-        """Return a message that says how the server process ended, and quotes the end of its log."""
+    def _died(self) -> _ServerDied:
+        """Return an exception that says how the server process ended, and quotes the end of its log."""
         assert self._process is not None
-        self._process.wait(timeout=10)
-        log = (self._scratch / "server.log").read_text(errors="replace", encoding="utf-8")[-TAIL:].strip()
-        return f"the worker server ended ({processes.ending(self._process.returncode)}); last output: {log or 'none'}"
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+        status, last = self._process.returncode, _tail(self._scratch / "server.log")
+        text = f"the worker server ended ({processes.ending(status)}); its last output: {last or 'none'}"
+        return _ServerDied(text, status)
 
     def stop(self) -> None:
         """Kill the server process if it was started, and wait until it has ended; the next request starts a new one."""
@@ -262,8 +307,12 @@ def environment() -> dict[str, str]:
     return {ORDER: PCI_ORDER, **os.environ, **own}
 
 
-class ServerDied(RuntimeError):
-    """The server process has ended unexpectedly, or was not ready in time. The next request starts a new one."""
+class _ServerDied(RuntimeError):
+    """The server process has ended unexpectedly, with `exit_status`, or (None) did not answer in time."""
+
+    def __init__(self, reason: str, exit_status: int | None) -> None:
+        super().__init__(reason)
+        self.exit_status = exit_status
 
 
 def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
@@ -277,30 +326,50 @@ def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
     ]
 
 
-def status_of(exit_status: int | None) -> Status:
-    """Return the status of a trial whose worker ended without a result.
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnd:
+    """The end of a worker.
 
-    The status is `timeout` if `exit_status` is None, which means that the worker exceeded its time limit, else
-    `failed`.
+    `late` is True if the worker was killed because it exceeded its time limit. Otherwise, `exit_status` is the exit
+    status of the worker or, if `server` says how the server process has ended, of the server; it is negative for a
+    signal, and None if it is unknown. `peak_bytes` is the peak of the worker's resident set, and `killed_before` is the
+    number of processes that the kernel had killed for lack of memory before the worker started; None if unknown.
+    `cancelled` is True if this process has killed the worker for another reason.
     """
-    return Status.TIMEOUT if exit_status is None else Status.FAILED
 
+    late: bool = False
+    exit_status: int | None = None
+    peak_bytes: int | None = None
+    killed_before: int | None = None
+    server: str = ""
+    cancelled: bool = False
 
-def ended(exit_status: int | None, limit_s: float, folder: Path, killed_before: int | None = None) -> str:
-    """Return a message that says how a worker ended without a result.
+    def failure(self, limit_s: float, folder: Path) -> Failure:
+        """Return the record of the failure of a worker that has ended without a result.
 
-    If `exit_status` is None, the worker exceeded its limit of `limit_s` seconds, and the message has its Python stacks.
-    Otherwise, the message has the end of its output. `folder` has the files that the worker wrote. `killed_before` is
-    the number of processes that the kernel had killed for lack of memory before the worker started; None if unknown.
-    """
-    stacks, log = _stacks(folder), _tail(folder / "log")
-    if exit_status is None:
-        limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
-        return f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
-    peak_bytes = int((folder / PEAK).read_text(encoding="utf-8")) if (folder / PEAK).exists() else None
-    advice = processes.advice(exit_status, killed_before, peak_bytes)
-    how = f"the worker ended without a result ({processes.ending(exit_status)}){advice}"
-    return f"{how}; its last output: {log or stacks or 'none'}"
+        Its status is `timeout` if the worker exceeded its limit of `limit_s` seconds; the reason then has the Python
+        stacks. The status is `killed` if a signal from outside ended the worker or the server, or if the worker could
+        for a time not write its files; otherwise it is `failed`. `folder` has the files that the worker wrote. Raises
+        OSError if no files can be written to this folder.
+        """
+        stacks, output = _stacks(folder), _tail(folder / "log")
+        if self.late:
+            limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
+            reason = f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
+            return Failure(status=Status.TIMEOUT, reason=reason)
+        if self.exit_status == UNWRITTEN and not self.server:
+            with explained():
+                (folder / "probe").write_bytes(bytes(PROBE_BYTES))
+        known = self.exit_status, self.killed_before, self.peak_bytes
+        killed = not self.cancelled and (self.exit_status == UNWRITTEN or processes.killed_from_outside(*known))
+        end = processes.ending(self.exit_status)
+        if self.exit_status == UNWRITTEN:
+            end = f"{end}, which means that it could not write its files"
+        how = f"the worker ended without a result ({end}){processes.advice(*known)}"
+        return Failure(
+            status=Status.KILLED if killed else Status.FAILED, exit_status=self.exit_status,
+            reason=self.server or f"{how}; its last output: {output or stacks or 'none'}",
+        )  # fmt: skip
 
 
 def _stacks(folder: Path) -> str:

@@ -32,7 +32,10 @@ Regular writes limit the memory use, and the number of samples that are lost if 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives; return exit status 0."""
+    """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives; return the exit status.
+
+    It is 1, after an error message, if the file cannot be written.
+    """
     options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
     signals.ignore((signal.SIGINT, signal.SIGHUP))  # the parent handles them, and then ends this process
@@ -40,6 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.release()
     die_with_parent(options.parent_pid, signal.SIGTERM)
     os.environ[ROOT_PID] = str(options.root_pid)
+    try:
+        _sample(options, stopped)
+    except OSError as error:
+        log.error("samples cannot be written to %s: %s", options.output, error)
+        return 1
+    return 0
+
+
+def _sample(options: argparse.Namespace, stopped: int) -> None:
     series: list[list[Sample]] = []
     with Path(options.output).open("ab") as file:
         with suppress(BrokenPipeError), ExitStack() as samplers:
@@ -50,7 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.flush()
                 _answer(request)
         file.write(_lines(series))  # the samples taken while the samplers stopped
-    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

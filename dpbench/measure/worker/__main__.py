@@ -2,9 +2,9 @@
 
 When the server is ready, it writes {"ready": torch's version} to stdout. Requests are lines of JSON on stdin; see
 `measure.request`. The server answers each request on stdout with {"pid": n} and, after the worker with this process id
-has ended, with {"exit": status}. The worker uses the folder that the request names. It writes its trials to the file
-`trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`. The server writes the peak of the
-worker's resident set in bytes to `peak`.
+has ended, with {"exit": status, "peak_bytes": the peak of the worker's resident set}. The worker uses the folder that
+the request names. It writes its trials to the file `trials.json`, its output to `log` and, on SIGUSR1, its Python
+stacks to `stacks`.
 
 The server process runs no tensor operation, because workers that are forked after a multi-threaded operation would
 hang.
@@ -19,7 +19,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,7 +40,8 @@ import torch.distributed
 import torch.optim
 
 from dpbench.hardware import processes
-from dpbench.measure.request import PEAK, Request
+from dpbench.measure.request import UNWRITTEN, Request
+from dpbench.measure.scratch import write_whole
 from dpbench.measure.worker import bench
 from dpbench.measure.worker import trial as trials
 from dpbench.records import registry
@@ -76,16 +76,21 @@ def serve() -> None:
     for line in sys.stdin:
         request = Request.from_json(line)
         server = os.getpid()
+        grouped, in_group = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(answers)
+            os.close(grouped)
+            os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
+            os.close(in_group)
             _work(request, server)
+        os.close(in_group)
+        os.read(grouped, 1)  # returns when the worker has its process group, which the parent may kill from then on
+        os.close(grouped)
         say(pid=pid)
         _, status, usage = os.wait4(pid, 0)
-        with suppress(OSError):  # the parent may have removed the folder
-            (request.folder / PEAK).write_text(str(usage.ru_maxrss * 1024), encoding="utf-8")
         processes.end_children()  # processes that the worker has left running, also those in another session
-        say(exit=os.waitstatus_to_exitcode(status))
+        say(exit=os.waitstatus_to_exitcode(status), peak_bytes=usage.ru_maxrss * 1024)
 
 
 def _work(request: Request, server: int) -> None:
@@ -99,7 +104,6 @@ def _work(request: Request, server: int) -> None:
         # the server ignores these signals, but they must end the processes that the model starts
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
         processes.die_with_parent(server)
         log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         null = os.open(os.devnull, os.O_RDONLY)
@@ -117,16 +121,23 @@ def _work(request: Request, server: int) -> None:
             replace(one, round=request.round, started_s=started_s, setup={"start_s": start_s, **one.setup})
             for one in done
         ]
-        partial = folder / "trials.json.part"
-        partial.write_text(json.dumps([one.to_dict() for one in done]), encoding="utf-8")
-        partial.rename(folder / "trials.json")
+        write_whole(folder / "trials.json", json.dumps([one.to_dict() for one in done]))
         os._exit(0)
+    except OSError:  # the errors of a case are part of its trial
+        _leave(UNWRITTEN)
     except BaseException:
-        import traceback
+        _leave(1)
 
+
+def _leave(status: int) -> NoReturn:
+    """Print the traceback of the current exception, and exit, even if the log cannot be written."""
+    import traceback
+
+    try:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)
+    finally:
+        os._exit(status)
 
 
 LINGER_S = 1.0
@@ -136,7 +147,7 @@ LINGER_S = 1.0
 def _fail(failure: Failure, folder: Path) -> NoReturn:
     """Write the record of a rank's failure to `failure.json` in `folder`, and exit after `LINGER_S` seconds."""
     print(failure.traceback, file=sys.stderr, flush=True)
-    (folder / "failure.json").write_text(failure.to_json(), encoding="utf-8")
+    write_whole(folder / "failure.json", failure.to_json())
     time.sleep(LINGER_S)
     os._exit(0)
 

@@ -44,6 +44,7 @@ from dpbench.hardware import processes
 from dpbench.measure.failures import of_error
 from dpbench.measure.loaders import READING, LoaderProgress, Unfit, lost, stacks
 from dpbench.measure.request import Loading, Synthetic
+from dpbench.measure.scratch import write_whole
 from dpbench.models import rows_in
 from dpbench.records import HOST, Case, Mark, Phase, Status, registry
 
@@ -61,9 +62,7 @@ StepOfBatch = Callable[[Any, Any], Any]
 def work(loading: Loading, folder: Path) -> None:
     """Make one measurement and write its reading to `folder`; if it fails, the reading has the reason."""
     reading = _caught(loading, folder)
-    partial_file = folder / f"{READING}.part"
-    partial_file.write_text(json.dumps(asdict(reading)), encoding="utf-8")
-    partial_file.rename(folder / READING)
+    write_whole(folder / READING, json.dumps(asdict(reading)))
 
 
 def _caught(loading: Loading, folder: Path) -> LoaderReading:
@@ -230,11 +229,11 @@ class _Watched(Dataset[Any]):
         """
         info = get_worker_info()
         where = f"worker {info.id}" if info else "the main process"
-        try:
-            with (self._folder / RAISED).open("x", encoding="utf-8") as file:
-                file.write(f"{what} in {where}: {of_error(error).reason}")
-        except FileExistsError:
-            pass  # another worker failed first
+        part = self._folder / f"{RAISED}-{os.getpid()}"
+        with suppress(OSError):  # the disk is full, or another worker failed first
+            part.write_text(f"{what} in {where}: {of_error(error).reason}", encoding="utf-8")
+            os.link(part, self._folder / RAISED)
+            part.unlink()  # or the next failure of this process would overwrite the record
 
     def __reduce__(self) -> Any:
         return _rebuilt, (type(self), self._name, bytes(ForkingPickler.dumps(self._dataset)), self._folder)

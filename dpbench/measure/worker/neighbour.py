@@ -80,7 +80,7 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
     """
     try:
         found = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
-    except EOFError:
+    except (EOFError, OSError):  # OSError: the neighbour died within its message
         process.join(WAIT_S)
         found = processes.ending(process.exitcode) + processes.advice(process.exitcode, killed_before)
     if isinstance(found, int):
