@@ -14,22 +14,52 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 import dpbench
+from dpbench import load
 from dpbench.records import Case, Status
-from dpbench.store import FINAL, Store, StoreError
+from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError
 from dpbench.store import file as module
+from tests.exported import made, stored
 from tests.test_store import CASE, ENDED, begin, make_trial, put, query
 from tests.test_store_files import contents
 
 ROOT = Path(dpbench.__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's capabilities")
+
+
+class _Opened:
+    """The files that Python opens, as the interpreter reports them to an audit hook, which cannot be removed."""
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+        self._seen: list[str] = []
+        sys.addaudithook(self._event)
+
+    def _event(self, name: str, arguments: tuple[object, ...]) -> None:
+        if name == "open" and self._names and str(arguments[0]) in self._names:
+            self._seen.append(str(arguments[0]))
+
+    @contextmanager
+    def __call__(self, *stores: Path) -> Iterator[list[str]]:
+        """Yield the list to which each opened file of these stores is appended until the end of the context."""
+        self._seen = []
+        self._names = frozenset(f"{store}{end}" for store in stores for end in ("", "-wal", "-shm", "-journal"))
+        try:
+            yield self._seen
+        finally:
+            self._names = frozenset()
+
+
+@pytest.fixture(scope="module")
+def opened_files():
+    return _Opened()
 
 
 @pytest.fixture
@@ -240,6 +270,81 @@ def test_writers_of_different_runs_share_a_fresh_file(path, child):
             assert len(store.trials()) == 10 * len(writers)
             assert {len(trial.steps) for trial in store.trials()} == {50}
         assert query(fresh, "PRAGMA integrity_check") == [("ok",)]
+
+
+def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, child):
+    """A writer that has also read its store, as every run does for its forecast, still holds its locks."""
+    visitor = """
+        with Store.create(path) as store:
+            try:
+                begin(store)
+            except StoreError:
+                run_id, _ = begin(store, plan="other")
+                store.end_trial(store.begin_trial(run_id, case, int(sys.argv[2])), trial(int(sys.argv[2]), 50))
+                print("refused, then another run")
+    """
+    wal = path.with_name(f"{path.name}-wal")
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number in range(3):
+            with Store.read(path) as reader:
+                assert len(reader.trials(run_id)) == number
+            assert store.unfinished(plan="plan", host="host", code="code") == run_id
+            before = wal.stat().st_ino
+            other = child(visitor, path, number)
+            out, err = other.communicate(timeout=60)
+            assert (out, err) == ("refused, then another run\n", "")
+            assert wal.exists()
+            assert wal.stat().st_ino == before
+            put(store, run_id, make_trial(round=number))
+    assert query(path, "PRAGMA integrity_check") == [("ok",)]
+    with Store.read(path) as reader:
+        assert [len(reader.trials(run.id)) for run in reader.runs()] == [3, 3]
+
+
+def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
+    """To close any descriptor of a file drops all locks that the process has on it, those of SQLite too."""
+    part = path.with_name("part.db")
+    first = stored(part, made(), naming=Naming(name="part"))
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        with opened_files(path, part) as seen:
+            put(store, run_id, make_trial())
+            stored(path, made(), naming=Naming(name="second"))
+            commands: tuple[tuple[object, ...], ...] = (
+                ("merge", part), ("list", "runs"), ("show", "@second"), ("report", "--html", path.with_name("a.html")),
+                ("report", "--md"), ("explain", "--run", first), ("compare", "@part", "@second"), ("export", "csv"),
+                ("export", "trace", "--output", path.with_name("trace.json")), ("store", "check", path),
+                ("rm", "@part", "--yes"),
+            )  # fmt: skip
+            for command in commands:
+                code, _, err = dpbench(*command, *(() if command[0] == "store" else ("--store", path)))
+                assert (code, err.count("error: ")) == (3 if command[0] == "compare" else 0, 0), (command, err)
+            assert len(load(path, run_id).trials) == 1
+    assert seen == []
+
+
+def test_a_file_that_python_opens_is_noticed(path, opened_files):
+    with opened_files(path) as seen:
+        path.touch()
+        path.read_bytes()
+    assert seen == [str(path)] * 2
+
+
+def test_an_error_of_sqlite_when_the_log_is_merged_is_one_line(path, child):
+    """SQLite's error for a damaged file is no OperationalError."""
+    with pytest.raises(DamagedStore, match=re.escape(str(path))), Store.create(path) as store:
+        put(store, begin(store)[0], make_trial())
+        assert child("path.open('r+b').write(bytes(4096))", path).wait() == 0
+    with pytest.raises(sqlite3.ProgrammingError):
+        store._db.execute("SELECT 1")  # the connection is closed
+
+
+def test_an_error_of_sqlite_when_the_log_is_merged_hides_no_earlier_error(path, child):
+    with pytest.raises(ZeroDivisionError), Store.create(path) as store:
+        put(store, begin(store)[0], make_trial())
+        assert child("path.open('r+b').write(bytes(4096))", path).wait() == 0
+        raise ZeroDivisionError
 
 
 def test_a_reader_works_while_a_writer_is_in_the_middle(path):

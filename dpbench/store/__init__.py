@@ -13,7 +13,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -85,10 +85,13 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._writes:
-            file.fold(self._db)
-        self._db.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        try:
+            if self._writes:
+                with suppress(StoreError) if kind else nullcontext():  # an earlier error is the one to show
+                    file.fold(self._db)
+        finally:
+            self._db.close()
 
     # -- runs
 
