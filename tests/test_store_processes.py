@@ -331,19 +331,26 @@ def test_a_file_that_python_opens_is_noticed(path, opened_files):
     assert seen == [str(path)] * 2
 
 
-def test_an_error_of_sqlite_when_the_log_is_merged_is_one_line(path, child):
+def damaged_while_open(path, child):
+    """Return an open store whose file another process has damaged."""
+    store = Store.create(path)
+    put(store, begin(store)[0], make_trial())
+    assert child("path.open('r+b').write(bytes(4096))", path).wait() == 0
+    return store
+
+
+def test_an_error_of_sqlite_when_the_log_is_merged_names_the_store(path, child):
     """SQLite's error for a damaged file is no OperationalError."""
-    with pytest.raises(DamagedStore, match=re.escape(str(path))), Store.create(path) as store:
-        put(store, begin(store)[0], make_trial())
-        assert child("path.open('r+b').write(bytes(4096))", path).wait() == 0
+    store = damaged_while_open(path, child)
+    with pytest.raises(DamagedStore, match=re.escape(str(path))), store:
+        pass
     with pytest.raises(sqlite3.ProgrammingError):
         store._db.execute("SELECT 1")  # the connection is closed
 
 
 def test_an_error_of_sqlite_when_the_log_is_merged_hides_no_earlier_error(path, child):
-    with pytest.raises(ZeroDivisionError), Store.create(path) as store:
-        put(store, begin(store)[0], make_trial())
-        assert child("path.open('r+b').write(bytes(4096))", path).wait() == 0
+    store = damaged_while_open(path, child)
+    with pytest.raises(ZeroDivisionError), store:
         raise ZeroDivisionError
 
 

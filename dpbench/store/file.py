@@ -352,8 +352,8 @@ def _check_header(path: Path) -> bool:
 
 def _another_kind(path: Path) -> StoreError:
     return StoreError(
-        f"{path} is not a store of dpbench, but another kind of file, or its first bytes are damaged; give another file "
-        "with --store"
+        f"{path} is not a store of dpbench, but another kind of file, or its first bytes are damaged; give "
+        "another file with --store"
     )
 
 
