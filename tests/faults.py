@@ -292,6 +292,20 @@ FAULTS = (
         ("tests/test_store_processes.py::test_python_never_opens_the_file_of_a_store",),
     ),
     Fault(
+        "shared-store",
+        "processes that share a store, and are killed at random, lose nothing",
+        "    if size == 1:  # for SQLite",
+        '    path.open("rb").close()\n    if size == 1:  # for SQLite',
+        ("tests/test_hardening.py::test_processes_that_share_a_store_and_are_killed_lose_nothing",),
+    ),
+    Fault(
+        "read-snapshot",
+        "a run that another process removes while it is read is read whole",
+        '    db.execute("BEGIN")\n',
+        "    pass\n",
+        ("tests/test_store_processes.py::test_a_run_that_is_removed_while_it_is_read_is_read_whole",),
+    ),
+    Fault(
         "replaced-store",
         "a store that is deleted or replaced during a run is noticed",
         "if file.same_file(db):",

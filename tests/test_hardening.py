@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, copyin
 from tests import hardening
 from tests.exported import made, stored
 
+ROOT = Path(__file__).parent.parent
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 
 
@@ -27,6 +31,16 @@ def change(path: Path, sql: str, *values: object) -> None:
 @pytest.mark.slow
 def test_damaged_stores_show_no_traceback_and_lose_no_intact_trial() -> None:
     assert hardening.damage_stores(20) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="starts processes by fork")
+def test_processes_that_share_a_store_and_are_killed_lose_nothing() -> None:
+    """In a process of its own, because it forks."""
+    command = [sys.executable, "-m", "tests.hardening", "writers", "8"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout[-3000:]
+    assert done.stdout.endswith("writers: 8 tried, 0 complaints\n")
 
 
 @pytest.mark.parametrize(

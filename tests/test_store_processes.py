@@ -24,7 +24,7 @@ import pytest
 import dpbench
 from dpbench import load
 from dpbench.records import Case, Status
-from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError
+from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.exported import made, stored
 from tests.test_store import CASE, ENDED, begin, make_trial, put, query
@@ -366,6 +366,23 @@ def test_a_reader_works_while_a_writer_is_in_the_middle(path):
                 assert len(late.trials(run_id)) == 1
             put(store, run_id, make_trial(round=3))  # and blocks no other writer
             assert len(early.trials(run_id)) == 2
+
+
+def test_a_run_that_is_removed_while_it_is_read_is_read_whole(path, monkeypatch):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number in range(3):
+            put(store, run_id, make_trial(round=number))
+
+        def removed_meanwhile(db, row, original=rows.summary):
+            with closing(sqlite3.connect(path)) as other, other:
+                other.execute("DELETE FROM trial")
+            return original(db, row)
+
+        monkeypatch.setattr(rows, "summary", removed_meanwhile)
+        with Store.read(path) as reader:
+            assert [trial.round for trial in reader.summaries(run_id)] == [0, 1, 2]
+            assert reader.trials() == []
 
 
 def test_a_reader_never_writes(path):

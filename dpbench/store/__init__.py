@@ -131,7 +131,8 @@ class Store:
 
         `plan` is the result of `Naming.identified`.
         """
-        row = self._latest(plan, host, code, reopen)
+        with file.snapshot(self._db):
+            row = self._latest(plan, host, code, reopen)
         return row[0] if row else None
 
     def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
@@ -172,8 +173,9 @@ class Store:
 
     def runs(self) -> list[StoredRun]:
         """Return all runs, the newest first."""
-        ids = self._db.execute("SELECT rowid FROM run ORDER BY started DESC, rowid DESC").fetchall()
-        return [run for _, run in rows.readable(self._db, rows.run, ids, self._unreadable)]
+        with file.snapshot(self._db):
+            ids = self._db.execute("SELECT rowid FROM run ORDER BY started DESC, rowid DESC").fetchall()
+            return [run for _, run in rows.readable(self._db, rows.run, ids, self._unreadable)]
 
     def remove(self, run_ids: Sequence[str]) -> None:
         """Delete runs with all their trials and profiles, and give the space back to the file system.
@@ -203,7 +205,7 @@ class Store:
         Raises StoreError if `part` is not a store, if the stores contradict each other (see `copying.merge`), or if a
         living process is adding trials to a run of `part`, in either of the two stores.
         """
-        with Store.read(part) as other, file.transaction(self._db):
+        with Store.read(part) as other, file.snapshot(other._db), file.transaction(self._db):
             if faults := file.quick_check(other._db):
                 raise file.damaged(part, faults[0])
             for run in other.runs():
@@ -259,18 +261,20 @@ class Store:
         """
         found: dict[Case, Counter[str]] = {}
         query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
-        ids = self._db.execute(query, (run_id,)).fetchall()
-        for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
-            found.setdefault(case, Counter())[status] += 1
+        with file.snapshot(self._db):
+            ids = self._db.execute(query, (run_id,)).fetchall()
+            for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
+                found.setdefault(case, Counter())[status] += 1
         return {case: dict(counts) for case, counts in found.items()}
 
     def durations(self, host: str) -> dict[str, list[float]]:
         """Return, by fingerprint of the case, the duration in seconds of each trial with the status `ok` on a host."""
         found: dict[str, list[float]] = {}
         query = "SELECT trial.id FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
-        ids = self._db.execute(query, (host, Status.OK)).fetchall()
-        for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
-            found.setdefault(fingerprint, []).append(seconds)
+        with file.snapshot(self._db):
+            ids = self._db.execute(query, (host, Status.OK)).fetchall()
+            for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
+                found.setdefault(fingerprint, []).append(seconds)
         return found
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
@@ -295,7 +299,7 @@ class Store:
         StoreError if `part` is not a readable store.
         """
         copied = []
-        with Store.read(part) as other:
+        with Store.read(part) as other, file.snapshot(other._db):
             for run in other.runs():
                 facts = {name: run.provenance[name] for name in ("host", "gpus") if name in run.provenance}
                 for number, trial in other._each(run.id, superseded=False):
@@ -367,11 +371,12 @@ class Store:
         """Yield the id of each trial that `trials` returns, and the object that `read` returns for the trial's row."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
-        ids = self._db.execute(
-            f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
-            (*values, RUNNING, Status.KILLED),
-        ).fetchall()
-        return rows.readable(self._db, read, ids, self._unreadable)
+        with file.snapshot(self._db):
+            ids = self._db.execute(
+                f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
+                (*values, RUNNING, Status.KILLED),
+            ).fetchall()
+            yield from rows.readable(self._db, read, ids, self._unreadable)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
         """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.

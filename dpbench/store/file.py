@@ -255,6 +255,20 @@ def fold(db: Connection) -> None:
 
 
 @contextmanager
+def snapshot(db: Connection) -> Iterator[None]:
+    """Let all statements inside this context see one state of the file, whatever other processes change meanwhile."""
+    if db.in_transaction:
+        yield
+        return
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        with suppress(sqlite3.Error):  # SQLite may have rolled back already
+            db.execute("ROLLBACK")
+
+
+@contextmanager
 def transaction(db: Connection) -> Iterator[None]:
     """Run the statements inside this context in one transaction; wait for other writers when it begins.
 
