@@ -7,7 +7,6 @@ added the memory by phase and by kind, and the device that failed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum

@@ -8,6 +8,7 @@ are repeated.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import time
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +28,8 @@ from dpbench.store.rows import UnreadableRow
 from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, alive, born
 
 __all__ = [
-    "FINAL", "FINISHED", "LATEST", "DamagedStore", "Merged", "Naming", "PastRun", "Store", "StoreError", "StoredRun",
-    "UnreadableRow",
+    "FINAL", "FINISHED", "LATEST", "PAST", "DamagedStore", "Merged", "Naming", "PastRun", "Store", "StoreError",
+    "StoredRun", "UnreadableRow",
 ]  # fmt: skip
 
 RUNNING = "running"
@@ -42,6 +44,27 @@ _RANKED = (
 
 `place` numbers the trials of one run, case and round from 1; only trials with place 1 count.
 """
+
+
+PAST = 50
+"""The largest number of earlier runs of each case that a report has."""
+EARLIER = 100
+"""The largest number of earlier trials of each case from which the time of a plan is forecast."""
+
+
+def _beginning(column: str) -> str:
+    """Return the SQL condition that a text begins with a value, given with `_after` of it, or is unknown, '?'."""
+    return f"({column}>=? AND {column}<? OR {column}='?')"
+
+
+def _after(beginning: str) -> str:
+    """Return a text above all texts with this beginning."""
+    return f"{beginning}\U0010ffff"
+
+
+def _start(row: tuple[object, int, str]) -> tuple[float, int]:
+    """Return the place of a run's row in the order of starts; a start that is no number is above all others."""
+    return (row[0] if isinstance(row[0], float) else math.inf), row[1]
 
 
 class Store:
@@ -173,9 +196,39 @@ class Store:
 
     def runs(self) -> list[StoredRun]:
         """Return all runs, the newest first."""
+        return list(self.newest())
+
+    def newest(self) -> Iterator[StoredRun]:
+        """Yield all runs, the newest first; a run is read when the caller asks for it."""
+        return self._runs("TRUE")
+
+    def matching(self, asked: str | None) -> list[StoredRun]:
+        """Return the runs that `asked` names by @NAME or by the beginning of their id, the newest first.
+
+        @last and None mean the newest run alone.
+        """
+        if asked is None or asked == f"@{LATEST}":
+            return list(islice(self.newest(), 1))
+        if asked.startswith("@"):
+            found = self._runs(f"{file.NAME} IN (?, '?')", asked[1:])
+            return [run for run in found if run.naming.name and run.naming.name == asked[1:]]
+        return [run for run in self._runs(_beginning("id"), asked, _after(asked)) if run.id.startswith(asked)]
+
+    def of_commit(self, beginning: str) -> list[StoredRun]:
+        """Return the runs in which the commit of dpbench or of the project may begin so, the newest first.
+
+        A run whose provenance SQLite cannot read is returned too.
+        """
+        either = f"{_beginning(file.COMMIT)} OR {_beginning(file.PROJECT)}"
+        limits = (beginning, _after(beginning))
+        return list(self._runs(either, *limits, *limits))
+
+    def _runs(self, condition: str, *values: str) -> Iterator[StoredRun]:
+        """Yield the runs whose rows satisfy an SQL condition, the newest first."""
         with file.snapshot(self._db):
-            ids = self._db.execute("SELECT rowid FROM run ORDER BY started DESC, rowid DESC").fetchall()
-            return [run for _, run in rows.readable(self._db, rows.run, ids, self._unreadable)]
+            ids = self._db.execute(f"SELECT rowid FROM run WHERE {condition} ORDER BY started DESC, rowid DESC", values)
+            for _, run in rows.readable(self._db, rows.run, ids, self._unreadable):
+                yield run
 
     def remove(self, run_ids: Sequence[str]) -> None:
         """Delete runs with all their trials and profiles, and give the space back to the file system.
@@ -267,14 +320,21 @@ class Store:
                 found.setdefault(case, Counter())[status] += 1
         return {case: dict(counts) for case, counts in found.items()}
 
-    def durations(self, host: str) -> dict[str, list[float]]:
-        """Return, by fingerprint of the case, the duration in seconds of each trial with the status `ok` on a host."""
+    def durations(self, host: str, fingerprints: Iterable[str]) -> dict[str, list[float]]:
+        """Return, by fingerprint of the case, the seconds that its last `ok` trials on a host took.
+
+        There are at most `EARLIER` trials of each case.
+        """
         found: dict[str, list[float]] = {}
-        query = "SELECT trial.id FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
+        query = (
+            "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
+            f"WHERE fingerprint=? AND trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+        )
         with file.snapshot(self._db):
-            ids = self._db.execute(query, (host, Status.OK)).fetchall()
-            for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
-                found.setdefault(fingerprint, []).append(seconds)
+            for asked in fingerprints:
+                ids = self._db.execute(query, (asked, Status.OK, host)).fetchall()
+                for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
+                    found.setdefault(fingerprint, []).append(seconds)
         return found
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
@@ -382,16 +442,16 @@ class Store:
         """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.
 
         A run is included if it was measured on the same hardware or if its trials were predicted, and a trial if it has
-        the status `ok`. The runs are in the order of their start. The run `run_id`, with the trials `trials`, is one of
-        them.
+        the status `ok`. Of each case, the last `PAST` such runs are included. The runs are in the order of their start.
+        The run `run_id`, with the trials `trials`, is one of them.
         """
-        runs = self._db.execute(
-            "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "
-            "ORDER BY started, rowid",
-            (run_id, f"{PREDICTED}%"),
-        ).fetchall()
-        found = []
-        for row, name in runs:
+        with file.snapshot(self._db):
+            return tuple(self._past(run_id, trials))
+
+    def _past(self, run_id: str, trials: Sequence[Trial]) -> Iterator[PastRun]:
+        query = "SELECT started, rowid, id FROM run WHERE id=?"
+        chosen = [self._db.execute(query, (name,)).fetchone() for name in self._sharing(run_id)]
+        for _, row, name in sorted(filter(None, chosen), key=_start):
             if name == run_id:
                 ended = [trial for trial in trials if trial.status is Status.OK]
             else:
@@ -401,6 +461,22 @@ class Store:
                     (name, Status.OK, run_id),
                 ).fetchall()
                 ended = [trial for _, trial in rows.readable(self._db, rows.summary, ids, self._unreadable)]
-            run = [run for _, run in rows.readable(self._db, rows.run, [(row,)] if ended else [], self._unreadable)]
-            found += [PastRun(one, tuple(ended)) for one in run]
-        return tuple(found)
+            for _, run in rows.readable(self._db, rows.run, [(row,)] if ended else [], self._unreadable):
+                yield PastRun(run, tuple(ended))
+
+    def _sharing(self, run_id: str) -> set[str]:
+        """Return the ids of a run, and of the last `PAST` runs of each of its cases that `past` includes."""
+        query = (  # the trials of the case first, and not all runs
+            "SELECT run_id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND trial.status=? "
+            "AND (host=(SELECT host FROM run WHERE id=?) OR host LIKE ?) ORDER BY trial.id DESC"
+        )
+        shared = {run_id}
+        cases = self._db.execute("SELECT DISTINCT fingerprint FROM trial WHERE run_id=?", (run_id,)).fetchall()
+        for (fingerprint,) in cases:
+            last = self._db.execute(query, (fingerprint, Status.OK, run_id, f"{PREDICTED}%"))
+            distinct = (one for one, _ in groupby(name for (name,) in last))
+            runs: set[str] = set()
+            while len(runs) < PAST and (name := next(distinct, None)) is not None:
+                runs.add(name)
+            shared |= runs
+        return shared

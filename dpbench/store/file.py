@@ -72,6 +72,30 @@ MIGRATIONS = (
 )
 
 
+def _fact(path: str) -> str:
+    """Return the SQL expression of a text in a run's provenance; it is '?' if SQLite cannot read the provenance.
+
+    SQLite refuses JSON that Python writes, such as NaN, so that such a run must be looked at for every text.
+    """
+    return (
+        f"CASE WHEN typeof(provenance)<>'text' THEN '?' "
+        f"WHEN json_valid(provenance) THEN json_extract(provenance,'{path}') ELSE '?' END"
+    )
+
+
+NAME, COMMIT, PROJECT = (_fact(f"$.{path}") for path in ("name", "dpbench.commit", "project.commit"))
+"""The SQL expressions of a run's name, and of the commits of dpbench and of the project."""
+INDEXES = {
+    "run_started": "run(started)", "run_plan": "run(plan)", "run_name": f"run({NAME})",
+    "run_commit": f"run({COMMIT})", "run_project": f"run({PROJECT})", "trial_case": "trial(fingerprint)",
+}  # fmt: skip
+"""The indexes with which a run or the trials of a case are found without reading all runs.
+
+They are no part of the schema's version: a file without them is read as well, but more slowly, and earlier versions of
+dpbench keep them up to date.
+"""
+
+
 class StoreError(RuntimeError):
     """The error of a store that cannot be used; the message gives the reason and the remedy."""
 
@@ -189,6 +213,7 @@ def open_to_write(path: Path) -> Connection:
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA foreign_keys=ON")
             _migrate(db)
+            _index(db)
             db.inode = _inode(path)
         except BaseException:
             db.close()
@@ -331,6 +356,14 @@ def _migrate(db: Connection) -> None:
                     db.execute(statement)
                 db.execute(f"PRAGMA application_id={APPLICATION_ID}")
                 db.execute(f"PRAGMA user_version={number}")
+
+
+def _index(db: Connection) -> None:
+    """Create the indexes that the file lacks; a file in which one cannot be created is used without it."""
+    there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+    for name in INDEXES.keys() - there:
+        with suppress(sqlite3.DatabaseError, StoreError), transaction(db):
+            db.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {INDEXES[name]}")
 
 
 def _check_header(path: Path) -> bool:

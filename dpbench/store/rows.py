@@ -13,7 +13,7 @@ import math
 import sqlite3
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -183,7 +183,7 @@ def case(text: str, fingerprint: str) -> Case:
 
 
 def readable(
-    db: file.Connection, read: Reader[Read], ids: Sequence[tuple[int]],
+    db: file.Connection, read: Reader[Read], ids: Iterable[tuple[int]],
     unreadable: Callable[[UnreadableRow], None] | None,
 ) -> Iterator[tuple[int, Read]]:  # fmt: skip
     """Yield each row's id, and the object that `read` makes of the row.
