@@ -27,7 +27,7 @@ from dpbench.records import Case, Status
 from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.exported import made, stored
-from tests.test_store import CASE, ENDED, begin, make_trial, put, query
+from tests.test_store import CASE, ENDED, begin, make_trial, put, query, same
 from tests.test_store_files import contents
 
 ROOT = Path(dpbench.__file__).parent.parent
@@ -138,6 +138,29 @@ def test_a_killed_writer_loses_at_most_the_trial_in_flight(path, child):
     statuses = Counter(status for (status,) in query(path, "SELECT status FROM trial"))
     assert statuses["running"] <= 1
     assert statuses["killed"] <= 5
+
+
+@pytest.mark.parametrize("open_", [Store.create, Store.read], ids=["create", "read"])
+def test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next(path, child, open_):
+    """A connection that only reads cannot roll back the transaction of a dead process."""
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number in range(3):
+            put(store, run_id, make_trial(round=number))
+    code = """
+        import sqlite3
+        db = sqlite3.connect(path, isolation_level=None)
+        db.execute("PRAGMA cache_size=1")  # changed pages are written to the file before the end of the transaction
+        db.execute("BEGIN")
+        db.execute("UPDATE span SET clock=hex(zeroblob(500))")
+        os._exit(0)
+    """
+    assert child(code, path).wait() == 0
+    assert path.with_name(f"{path.name}-journal").stat().st_size > 512
+    with open_(path) as store:
+        found = store.trials()
+    assert [same(trial, make_trial(round=number)) for number, trial in enumerate(found)] == [True] * 3
+    assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
 def test_what_ran_in_a_dead_process_is_killed_and_redone(path, child):

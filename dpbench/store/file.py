@@ -332,7 +332,25 @@ def _connect_read_only(path: Path) -> Connection:
                 f"copy both files to another folder, and give the copy with --store"
             )
         options += "&immutable=1"
-    return connect(path, f"{path.resolve().as_uri()}?{options}")
+    db = connect(path, f"{path.resolve().as_uri()}?{options}")
+    try:
+        _roll_back(db)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _roll_back(db: Connection) -> None:
+    """Let SQLite undo the transaction of a process that was killed, which a connection that only reads cannot do."""
+    read = "SELECT count(*) FROM sqlite_master"
+    try:
+        db.execute(read).fetchone()
+    except Unusable as error:
+        if getattr(error.__cause__, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise
+        with closing(connect(db.path, str(db.path))) as writer:
+            writer.execute(read).fetchone()
 
 
 def connect(path: Path, address: str) -> Connection:
