@@ -332,25 +332,7 @@ def _connect_read_only(path: Path) -> Connection:
                 f"copy both files to another folder, and give the copy with --store"
             )
         options += "&immutable=1"
-    db = connect(path, f"{path.resolve().as_uri()}?{options}")
-    try:
-        _roll_back(db)
-    except BaseException:
-        db.close()
-        raise
-    return db
-
-
-def _roll_back(db: Connection) -> None:
-    """Let SQLite undo the transaction of a process that was killed, which a connection that only reads cannot do."""
-    read = "SELECT count(*) FROM sqlite_master"
-    try:
-        db.execute(read).fetchone()
-    except Unusable as error:
-        if getattr(error.__cause__, "sqlite_errorcode", 0) != sqlite3.SQLITE_READONLY_ROLLBACK:
-            raise
-        with closing(connect(db.path, str(db.path))) as writer:
-            writer.execute(read).fetchone()
+    return connect(path, f"{path.resolve().as_uri()}?{options}")
 
 
 def connect(path: Path, address: str) -> Connection:
@@ -458,13 +440,23 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except sqlite3.OperationalError as error:
+            code = getattr(error, "sqlite_errorcode", 0)
+            if code == sqlite3.SQLITE_READONLY_ROLLBACK:
+                _roll_back(path)
+                continue
             waited_s = time.monotonic() - begun_s
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED or waited_s > PATIENCE_S:
+            if code & 0xFF not in _LOCKED or waited_s > PATIENCE_S:
                 raise
             if silent and waited_s > SILENT_S:
                 silent = False
                 log.warning("%s; this process waits for at most %g s", _held(path), PATIENCE_S)
             time.sleep(POLL_S)
+
+
+def _roll_back(path: Path) -> None:
+    """Let SQLite undo the transaction of a process that was killed, which a connection that only reads cannot do."""
+    with closing(sqlite3.connect(path, timeout=PATIENCE_S)) as db:
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def _held(path: Path) -> str:
