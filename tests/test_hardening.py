@@ -189,7 +189,9 @@ RUN_FACTS = (
         "provenance='{\"name\": 5}'", "provenance='{\"command\": 5}'", "provenance='{\"dpbench\": {\"commit\": 5}}'",
         "provenance='{\"gpus\": {\"gpus\": [1]}}'", "provenance='{\"tags\": {\"a\": 1}}'",
         "provenance='{\"hosts\": {\"machines\": [{\"name\": \"a\"}]}}'",
-        "provenance='{\"self_check\": {\"marks\": {\"on_s\": \"x\"}}}'",
+        "provenance='{\"self_check\": {\"marks\": {\"on_s\": \"x\"}}}'", "provenance='{\"host\": null}'",
+        "provenance='{\"self_check\": {\"marks\": {}}}'",
+        "provenance='{\"self_check\": {\"samplers\": {\"on_s\": [1.0], \"off_s\": [0.0], \"case\": \"x\"}}}'",
         *(f"provenance='{{\"{name}\": \"x\"}}'" for name in RUN_FACTS),
     ],
 )  # fmt: skip

@@ -71,13 +71,23 @@ class _Pairs(msgspec.Struct):
     """The stored pairs of one component of the self-check, or the reason why there are none."""
 
     reason: str = ""
+    case: str = ""
     on_s: list[float] = []
     off_s: list[float] = []
     on_cpu_s: list[float] = []
     off_cpu_s: list[float] = []
-    marks_per_step: float = 0.0
-    sampler_cpu_ratio: float = 0.0
+    marks_per_step: float | None = None
+    sampler_cpu_ratio: float | None = None
     steps_touched: int = 0
+
+    def check(self, name: str) -> None:
+        """Raise ValueError if there is neither a reason nor all that the cost of a component is computed from."""
+        if self.reason:
+            return
+        needed = {"marks": self.marks_per_step, "samplers": self.sampler_cpu_ratio}.get(name, 0.0)
+        pairs = len(self.on_s) == len(self.off_s) > 0 and len(self.on_cpu_s) == len(self.off_cpu_s)
+        if not (pairs and self.case and needed is not None and min(*self.on_s, *self.off_s) > 0):
+            raise ValueError(f"the self-check has no usable pairs of step times for its component {name}")
 
 
 class _ModelCheck(msgspec.Struct):
@@ -93,16 +103,16 @@ class _Run(msgspec.Struct):
     name: str = ""
     tags: dict[str, str] = {}
     command: str = ""
-    host: _Host | None = None
-    gpus: _Gpus | None = None
-    packages: dict[str, Any] | None = None
-    dpbench: _Code | None = None
-    project: _Code | None = None
+    host: _Host = msgspec.field(default_factory=_Host)
+    gpus: _Gpus = msgspec.field(default_factory=_Gpus)
+    packages: dict[str, Any] = {}
+    dpbench: _Code = msgspec.field(default_factory=_Code)
+    project: _Code = msgspec.field(default_factory=_Code)
     hosts: _Machines = msgspec.field(default_factory=_Machines)
     rounds: dict[str, str] = {}
-    noisy: dict[str, str] | None = None
-    foreign_load: _RunLoad | None = None
-    self_check: dict[str, _Pairs] | None = None
+    noisy: dict[str, str] = {}
+    foreign_load: _RunLoad = msgspec.field(default_factory=_RunLoad)
+    self_check: dict[str, _Pairs] = {}
 
 
 class _Load(msgspec.Struct, forbid_unknown_fields=True):
@@ -125,8 +135,8 @@ class _Counts(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Trial(msgspec.Struct):
-    host: _Host | None = None
-    gpus: _Gpus | None = None
+    host: _Host = msgspec.field(default_factory=_Host)
+    gpus: _Gpus = msgspec.field(default_factory=_Gpus)
     hosts: list[TrialHost] = []
     failed_hosts: dict[str, str] = {}
     foreign_load: _Load | None = None
@@ -144,7 +154,8 @@ class _Trial(msgspec.Struct):
 
 def check_run(found: Mapping[str, Any], started_s: float) -> None:
     """Raise ValueError if a run's start is no time, or if a fact of its provenance has another type than it must."""
-    msgspec.convert(found, _Run)
+    for name, pairs in msgspec.convert(found, _Run).self_check.items():
+        pairs.check(name)
     _check_time(started_s)
 
 
