@@ -5,8 +5,8 @@
 #                 parameters 6 sets are taken
 # make faults     plants a fault for each law in a copy of the checkout, and reports which of them the tests catch;
 #                 ARGS="NAME..." takes some of them, ARGS=--list prints all
-# make hardening  damages 20 stores, kills 60 runs at random moments and makes 300 inputs of each kind, or N= of each,
-#                 and lists what went wrong
+# make hardening  damages 20 stores, kills 60 runs at random moments, lets processes share a store in 200 rounds in
+#                 which they are killed, and makes 300 inputs of each kind, or N= of each, and lists what went wrong
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
@@ -78,6 +78,7 @@ faults: $(VENV)/dev.stamp
 hardening: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.hardening stores $(or $(N),20)
 	$(BIN)/python -m tests.hardening kills $(or $(N),60)
+	$(BIN)/python -m tests.hardening writers $(or $(N),200)
 	FUZZ=$(or $(N),300) $(BIN)/python -m pytest -q tests/test_fuzz.py
 
 check: $(VENV)/dev.stamp

@@ -1,7 +1,7 @@
 """Hardening: damage stores and kill commands at random, and count what was lost, left behind or shown as a traceback.
 
-`python -m tests.hardening stores|kills [N] [SEED]` prints one line per complaint and a summary; the exit status is 1 if
-there is a complaint. `make hardening N=...` runs both.
+`python -m tests.hardening stores|kills|writers [N] [SEED]` prints one line per complaint and a summary; the exit status
+is 1 if there is a complaint. `make hardening N=...` runs all three; `tests/writers.py` has the third part.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dpbench import cli
 from dpbench.records import Case, Trial
 from dpbench.store import Naming, Store, copying
 from dpbench.store.copying import PARTS
+from tests import writers
 from tests.commands import Folder
 from tests.commands import folder as working_folder
 from tests.exported import made, stored
@@ -268,7 +269,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run one part of the suite; return the exit status."""
     part, count, seed = arguments[0], *map(int, [*arguments[1:], *(["20", "0"][len(arguments) - 1 :])])
     os.environ["DPBENCH_PATIENCE"] = "0"
-    complaints = {"stores": damage_stores, "kills": kill_commands}[part](count, seed)
+    parts = {"stores": damage_stores, "kills": kill_commands, "writers": lambda n, seed: writers.share(n, call, seed)}
+    complaints = parts[part](count, seed)
     for one in complaints:
         print(one)
     print(f"{part}: {count} tried, {len(complaints)} complaints")

@@ -49,7 +49,7 @@ def add(store: Store, trials: Sequence[Trial], commit: str, *, key: str = "here"
 
 def report(path: Path, run_id: str) -> Report:
     with Store.read(path) as opened:
-        return report_of(choose(opened.runs(), run_id), opened.summaries(run_id), path)
+        return report_of(choose(opened, run_id), opened.summaries(run_id), path)
 
 
 @pytest.fixture

@@ -14,22 +14,52 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
 import dpbench
+from dpbench import load
 from dpbench.records import Case, Status
-from dpbench.store import FINAL, Store, StoreError
+from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError, rows
 from dpbench.store import file as module
-from tests.test_store import CASE, ENDED, begin, make_trial, put, query
+from tests.exported import made, stored
+from tests.test_store import CASE, ENDED, begin, make_trial, put, query, same
 from tests.test_store_files import contents
 
 ROOT = Path(dpbench.__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's capabilities")
+
+
+class _Opened:
+    """The files that Python opens, as the interpreter reports them to an audit hook, which cannot be removed."""
+
+    def __init__(self) -> None:
+        self._names: frozenset[str] = frozenset()
+        self._seen: list[str] = []
+        sys.addaudithook(self._event)
+
+    def _event(self, name: str, arguments: tuple[object, ...]) -> None:
+        if name == "open" and self._names and str(arguments[0]) in self._names:
+            self._seen.append(str(arguments[0]))
+
+    @contextmanager
+    def __call__(self, *stores: Path) -> Iterator[list[str]]:
+        """Yield the list to which each opened file of these stores is appended until the end of the context."""
+        self._seen = []
+        self._names = frozenset(f"{store}{end}" for store in stores for end in ("", "-wal", "-shm", "-journal"))
+        try:
+            yield self._seen
+        finally:
+            self._names = frozenset()
+
+
+@pytest.fixture(scope="module")
+def opened_files():
+    return _Opened()
 
 
 @pytest.fixture
@@ -108,6 +138,29 @@ def test_a_killed_writer_loses_at_most_the_trial_in_flight(path, child):
     statuses = Counter(status for (status,) in query(path, "SELECT status FROM trial"))
     assert statuses["running"] <= 1
     assert statuses["killed"] <= 5
+
+
+@pytest.mark.parametrize("open_", [Store.create, Store.read], ids=["create", "read"])
+def test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next(path, child, open_):
+    """A connection that only reads cannot roll back the transaction of a dead process."""
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number in range(3):
+            put(store, run_id, make_trial(round=number))
+    code = """
+        import sqlite3
+        db = sqlite3.connect(path, isolation_level=None)
+        db.execute("PRAGMA cache_size=1")  # changed pages are written to the file before the end of the transaction
+        db.execute("BEGIN")
+        db.execute("UPDATE span SET clock=hex(zeroblob(500))")
+        os._exit(0)
+    """
+    assert child(code, path).wait() == 0
+    assert path.with_name(f"{path.name}-journal").stat().st_size > 512
+    with open_(path) as store:
+        found = store.trials()
+    assert [same(trial, make_trial(round=number)) for number, trial in enumerate(found)] == [True] * 3
+    assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
 def test_what_ran_in_a_dead_process_is_killed_and_redone(path, child):
@@ -242,6 +295,88 @@ def test_writers_of_different_runs_share_a_fresh_file(path, child):
         assert query(fresh, "PRAGMA integrity_check") == [("ok",)]
 
 
+def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, child):
+    """A writer that has also read its store, as every run does for its forecast, still holds its locks."""
+    visitor = """
+        with Store.create(path) as store:
+            try:
+                begin(store)
+            except StoreError:
+                run_id, _ = begin(store, plan="other")
+                store.end_trial(store.begin_trial(run_id, case, int(sys.argv[2])), trial(int(sys.argv[2]), 50))
+                print("refused, then another run")
+    """
+    wal = path.with_name(f"{path.name}-wal")
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number in range(3):
+            with Store.read(path) as reader:
+                assert len(reader.trials(run_id)) == number
+            assert store.unfinished(plan="plan", host="host", code="code") == run_id
+            before = wal.stat().st_ino
+            other = child(visitor, path, number)
+            out, err = other.communicate(timeout=60)
+            assert (out, err) == ("refused, then another run\n", "")
+            assert wal.exists()
+            assert wal.stat().st_ino == before
+            put(store, run_id, make_trial(round=number))
+    assert query(path, "PRAGMA integrity_check") == [("ok",)]
+    with Store.read(path) as reader:
+        assert [len(reader.trials(run.id)) for run in reader.runs()] == [3, 3]
+
+
+def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
+    """To close any descriptor of a file drops all locks that the process has on it, those of SQLite too."""
+    part = path.with_name("part.db")
+    first = stored(part, made(), naming=Naming(name="part"))
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        with opened_files(path, part) as seen:
+            put(store, run_id, make_trial())
+            stored(path, made(), naming=Naming(name="second"))
+            commands: tuple[tuple[object, ...], ...] = (
+                ("merge", part), ("list", "runs"), ("show", "@second"), ("report", "--html", path.with_name("a.html")),
+                ("report", "--md"), ("explain", "--run", first), ("compare", "@part", "@second"), ("export", "csv"),
+                ("export", "trace", "--output", path.with_name("trace.json")), ("store", "check", path),
+                ("rm", "@part", "--yes"),
+            )  # fmt: skip
+            for command in commands:
+                code, _, err = dpbench(*command, *(() if command[0] == "store" else ("--store", path)))
+                assert (code, err.count("error: ")) == (3 if command[0] == "compare" else 0, 0), (command, err)
+            assert len(load(path, run_id).trials) == 1
+    assert seen == []
+
+
+def test_a_file_that_python_opens_is_noticed(path, opened_files):
+    with opened_files(path) as seen:
+        path.touch()
+        path.read_bytes()
+    assert seen == [str(path)] * 2
+
+
+def damaged_while_open(path, child):
+    """Return an open store whose file another process has damaged."""
+    store = Store.create(path)
+    put(store, begin(store)[0], make_trial())
+    assert child("path.open('r+b').write(bytes(4096))", path).wait() == 0
+    return store
+
+
+def test_an_error_of_sqlite_when_the_log_is_merged_names_the_store(path, child):
+    """SQLite's error for a damaged file is no OperationalError."""
+    store = damaged_while_open(path, child)
+    with pytest.raises(DamagedStore, match=re.escape(str(path))), store:
+        pass
+    with pytest.raises(sqlite3.ProgrammingError):
+        store._db.execute("SELECT 1")  # the connection is closed
+
+
+def test_an_error_of_sqlite_when_the_log_is_merged_hides_no_earlier_error(path, child):
+    store = damaged_while_open(path, child)
+    with pytest.raises(ZeroDivisionError), store:
+        raise ZeroDivisionError
+
+
 def test_a_reader_works_while_a_writer_is_in_the_middle(path):
     with Store.create(path) as store:
         run_id, _ = begin(store)
@@ -254,6 +389,23 @@ def test_a_reader_works_while_a_writer_is_in_the_middle(path):
                 assert len(late.trials(run_id)) == 1
             put(store, run_id, make_trial(round=3))  # and blocks no other writer
             assert len(early.trials(run_id)) == 2
+
+
+def test_a_run_that_is_removed_while_it_is_read_is_read_whole(path, monkeypatch):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        for number in range(3):
+            put(store, run_id, make_trial(round=number))
+
+        def removed_meanwhile(db, row, original=rows.summary):
+            with closing(sqlite3.connect(path)) as other, other:
+                other.execute("DELETE FROM trial")
+            return original(db, row)
+
+        monkeypatch.setattr(rows, "summary", removed_meanwhile)
+        with Store.read(path) as reader:
+            assert [trial.round for trial in reader.summaries(run_id)] == [0, 1, 2]
+            assert reader.trials() == []
 
 
 def test_a_reader_never_writes(path):

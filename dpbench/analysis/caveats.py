@@ -104,7 +104,7 @@ def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
     if numbers:
         amount = sum(map(len, numbers.values()))
         where = " and ".join(
-            f"{', '.join(map(str, sorted(rows)))} of the table {name}" for name, rows in numbers.items()
+            f"{', '.join(map(str, sorted(rows)))} of the table {name}" for name, rows in sorted(numbers.items())
         )
         yield Caveat(
             kind="unreadable",

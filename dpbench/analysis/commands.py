@@ -38,7 +38,8 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
     sizes. `how` are further options. The command names the kind of devices unless it is the default of `machine`.
     Return "" for cases on several machines, which a single command cannot start, for models known only to
-    `dpbench predict`, and for a model that shares the machine with another.
+    `dpbench predict`, for a model that shares the machine with another, and for stored cases with names that only
+    another version of dpbench knows.
     """
     one = cases[0]
     known = ":" in one.model or one.model in registry.own("models")
@@ -56,7 +57,10 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
         "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
         "device_memory": one.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
     }  # fmt: skip
-    return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
+    try:
+        return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
+    except ValueError:  # another version of dpbench has stored a name that this version does not know
+        return ""
 
 
 def predict(case: Case, described: str = "") -> str:

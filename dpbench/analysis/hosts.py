@@ -111,7 +111,7 @@ def unlike(trials: Sequence[Trial]) -> Iterator[str]:
     for trial in trials:
         if host := trial.provenance.get("host"):
             gpus = _gpus(trial.provenance)
-            kind = f"{host['cpu']}, {host['cores']} cores" + (f", {gpus}" if gpus else "")
+            kind = f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', 0)} cores" + (f", {gpus}" if gpus else "")
             kinds.setdefault(kind, set()).add(trial.case)
     if len(kinds) > 1:
         where = "; ".join(f"{words.count(len(cases), 'case')} on {kind}" for kind, cases in kinds.items())

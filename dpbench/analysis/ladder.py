@@ -183,8 +183,10 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
     count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
-    for text in sorted(steps.keys() - schedule.SELECTED.keys()):
-        back = schedule.ablations(schedule.parse(text), *conditions)
+    for text in sorted(steps):
+        if (mine := schedule.known(text)) is None:
+            continue
+        back = schedule.ablations(mine, *conditions)
         found[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
     own = {text: sum(one not in schedule.RUNGS for one in ones.values()) for text, ones in found.items()}
     base = max(own, key=lambda text: own[text])
@@ -225,9 +227,8 @@ def short(text: str) -> str:
 
     Return `text` unchanged if it cannot be parsed, or if such a name would not list fewer switches than `text`.
     """
-    try:
-        mine = schedule.parse(text)
-    except ValueError:
+    mine = schedule.known(text)
+    if mine is None:
         return text
     if str(mine) in schedule.RUNGS:
         return str(mine)

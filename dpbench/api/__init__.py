@@ -115,7 +115,7 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
     unreadable: list[UnreadableRow] = []
     with Store.read(path, showing.listing(unreadable)) as opened:
         try:
-            chosen = showing.choose(opened.runs(), run)
+            chosen = showing.choose(opened, run)
         except click.UsageError as error:
             raise ValueError(error.message) from None
         return Run(chosen, opened.summaries(chosen.id), path, unreadable)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dpbench.analysis.comparison import Comparison
     from dpbench.analysis.report import Report
     from dpbench.records import Trial
-    from dpbench.store import StoredRun
+    from dpbench.store import Store, StoredRun
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,8 +166,7 @@ def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
     from dpbench.store import Store
 
     with Store.read(store, showing.list_unreadable) as opened:
-        runs = opened.runs()
-        chosen = _of_commit(runs, asked) or showing.choose(runs, asked)
+        chosen = _of_commit(opened, asked) or showing.choose(opened, asked)
         return chosen, opened.summaries(chosen.id)
 
 
@@ -183,21 +182,20 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
     return showing.read(path, run or None)[:2]
 
 
-def _of_commit(runs: Sequence[StoredRun], asked: str) -> StoredRun | None:
-    """Return the newest run whose commit begins with `asked`; None if no run has such a commit.
+def _of_commit(opened: Store, asked: str) -> StoredRun | None:
+    """Return the newest run of a store whose commit begins with `asked`; None if no run has such a commit.
 
-    `runs` are the runs of a store, the newest first. Raises UsageError if `asked` matches several commits, or a commit
-    and the id of a run.
+    Raises UsageError if `asked` matches several commits, or a commit and the id of a run.
     """
     if asked.startswith("@"):
         return None
     found: dict[str, StoredRun] = {}
-    for run in runs:
+    for run in opened.of_commit(asked):
         for code in ("dpbench", "project"):
             commit = str((run.provenance.get(code) or {}).get("commit") or "")
             if commit.startswith(asked):
                 found.setdefault(commit, run)
-    also = [run.id for run in runs if found and run.id.startswith(asked)]
+    also = [run.id for run in opened.matching(asked)] if found else []
     if len(found) + len(also) > 1:
         matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
         raise click.UsageError(f"{asked} is the beginning of several commits or ids: {matches}; give more characters")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from dpbench.store import Store, StoredRun
 
 
-def runs(store: Path) -> list[RunFacts]:
-    """Return the facts of all runs of a store, the newest first."""
+def runs(store: Path, last: int | None = None) -> list[RunFacts]:
+    """Return the facts of the `last` runs of a store, None for all, the newest first."""
     from dpbench.store import Store
 
     with Store.read(store, list_unreadable) as opened:
-        return [RunFacts.of(run, [*opened.outcomes(run.id)]) for run in opened.runs()]
+        return [RunFacts.of(run, [*opened.outcomes(run.id)]) for run in islice(opened.newest(), last)]
 
 
 def lines(found: Sequence[RunFacts]) -> list[str]:
@@ -104,7 +105,7 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
     from dpbench.store import Store
 
     with Store.read(store, list_unreadable) as opened:
-        shown = shown_run(opened, choose(opened.runs(), run_id))
+        shown = shown_run(opened, choose(opened, run_id))
     if as_json:
         shapes.show(shown)
     else:
@@ -127,10 +128,8 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
     from dpbench.store import Store
 
     with Store.read(store, list_unreadable) as opened:
-        known = opened.runs()
-        chosen = {
-            run.id: RunFacts.of(run, [*opened.outcomes(run.id)]) for run in (choose(known, asked) for asked in run_ids)
-        }
+        named = [choose(opened, asked) for asked in run_ids]
+        chosen = {run.id: RunFacts.of(run, [*opened.outcomes(run.id)]) for run in named}
     for line in lines([*chosen.values()]):
         click.echo(line, err=True)
     if not yes:

@@ -267,7 +267,7 @@ def _show(store: Path, run_id: str) -> bool:
     from dpbench.store import Store
 
     with Store.read(store) as opened:
-        chosen = choose(opened.runs(), run_id)
+        chosen = choose(opened, run_id)
         shown = report_of(chosen, opened.summaries(run_id))
     print_warnings(shown)
     where = [] if store == STORE else ["--store", str(store)]

@@ -273,7 +273,7 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
     from dpbench.store import Store
 
     with Store.read(path, list_unreadable) as opened:
-        for one in [choose(opened.runs(), run)] if run else opened.runs():
+        for one in [choose(opened, run)] if run else opened.newest():
             if found := stored.of_run(opened.trials(one.id), one.provenance):
                 return found
     what = f"the run {run}" if run else f"{path}"

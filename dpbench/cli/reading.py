@@ -165,18 +165,21 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as
 
 @click.command("list", cls=Documented, short_help="List models, strategies, machines, runs and more.")
 @click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
+@click.option("--last", type=click.IntRange(1), help="With runs: only this number of runs, the newest.")
 @json_option
 @store_option
-def list_(kind: str, as_json: bool, store: Path) -> None:
+def list_(kind: str, last: int | None, as_json: bool, store: Path) -> None:
     """List the names that options accept, or the runs of a store: one per line, with a description.
 
     The line of a run has its id, start, commit, number of cases, state, name, models, host and command.
     """
+    if last and kind != "runs":
+        raise click.UsageError(f"--last can be used with runs only, not with {kind}: leave it out")
     if as_json:
-        _list_json(kind, store)
+        _list_json(kind, store, last)
         return
     if kind == "runs":
-        shown = managing.lines(managing.runs(store))
+        shown = managing.lines(managing.runs(store, last))
     else:
         named = rows(kind)
         width = max(len(name) for name, _ in named)
@@ -187,10 +190,10 @@ def list_(kind: str, as_json: bool, store: Path) -> None:
         click.echo(line)
 
 
-def _list_json(kind: str, store: Path) -> None:
+def _list_json(kind: str, store: Path, last: int | None) -> None:
     """Print the list of `dpbench list` as JSON."""
     if kind == "runs":
-        shapes.show(shapes.RunList(runs=managing.runs(store)))
+        shapes.show(shapes.RunList(runs=managing.runs(store, last)))
     else:
         names = [shapes.Name(name=name, description=text) for name, text in rows(kind)]
         shapes.show(shapes.NameList(kind=kind, names=names))
@@ -221,7 +224,7 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     export.check(format, every=every, output=output, **only)
     with Store.read(store, list_unreadable) as opened:
         several = every and format != "trace"
-        chosen = opened.runs()[::-1] if several else [choose(opened.runs(), run_id)]
+        chosen = opened.runs()[::-1] if several else [choose(opened, run_id)]
         read = opened.trials if format == "trace" else opened.summaries  # only a timeline needs all spans
         runs = [(run, read(run.id)) for run in chosen]
     if format == "csv":

@@ -343,7 +343,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             last_words(f"the output was closed; {RESUMES}")
         except JobsError as error:
             raise click.UsageError(str(error)) from None
-        chosen = choose(opened.runs(), outcome.run_id)
+        chosen = choose(opened, outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
     closed = False
     try:

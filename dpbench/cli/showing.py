@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dpbench.measure.selection import RunForecast
     from dpbench.records import Trial
     from dpbench.records.observed import Alternatives
-    from dpbench.store import PastRun, StoredRun, UnreadableRow
+    from dpbench.store import PastRun, Store, StoredRun, UnreadableRow
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
@@ -37,7 +38,7 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
         context.call_on_close(gc.freeze)  # called before gc.enable: else one collection would visit all objects
     unreadable: list[UnreadableRow] = []
     with Store.read(store, listing(unreadable)) as opened:
-        chosen = choose(opened.runs(), run_id)
+        chosen = choose(opened, run_id)
         return chosen, opened.summaries(chosen.id), unreadable
 
 
@@ -56,27 +57,34 @@ def list_unreadable(row: UnreadableRow) -> None:
     click.echo(f"unreadable: {row}", err=True)
 
 
-def choose(runs: Sequence[StoredRun], asked: str | None) -> StoredRun:
+NAMED = 20
+"""The largest number of runs that an error names."""
+
+
+def choose(opened: Store, asked: str | None) -> StoredRun:
     """Return the run that `asked` names by @NAME or by the beginning of its id; @last and None mean the newest run.
 
-    `runs` are the runs of a store, the newest first. Raises UsageError if `asked` matches no run, or several.
+    Raises UsageError if `asked` matches no run of the store, or several.
     """
     from dpbench.store import LATEST
 
-    name = asked[1:] if asked and asked.startswith("@") else ""
-    if asked is None or name == LATEST:
-        found, sought = [*runs[:1]], "run"
-    elif asked.startswith("@"):
-        found, sought = [run for run in runs if name and run.naming.name == name], f"run with the name {name!r}"
-    else:
-        found, sought = [run for run in runs if run.id.startswith(asked)], f"run whose id begins with {asked!r}"
+    found = opened.matching(asked)
     if not found:
-        known = ", ".join(map(_called, runs)) or "none"
-        raise click.UsageError(f"the store has no {sought}; its runs are: {known}")
+        if asked is None or asked == f"@{LATEST}":
+            sought = "run"
+        elif asked.startswith("@"):
+            sought = f"run with the name {asked[1:]!r}"
+        else:
+            sought = f"run whose id begins with {asked!r}"
+        known = [*map(_called, islice(opened.newest(), NAMED + 1))]
+        shown = ", ".join(known[:NAMED]) or "none"
+        more = ", and older ones, which `dpbench list runs` lists" if len(known) > NAMED else ""
+        raise click.UsageError(f"the store has no {sought}; its runs are: {shown}{more}")
     if len(found) > 1:
-        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in found)
+        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in found[:NAMED])
+        more = f", and {len(found) - NAMED} older ones" if len(found) > NAMED else ""
         raise click.UsageError(
-            f"{asked} matches {len(found)} runs: {matches}; give more characters of the id of one run"
+            f"{asked} matches {len(found)} runs: {matches}{more}; give more characters of the id of one run"
         )
     return found[0]
 

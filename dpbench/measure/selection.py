@@ -300,7 +300,8 @@ class Known:
             # runs of jobs are not looked up: their identity also depends on the options of the jobs
             found = None if options.launcher else store.unfinished(**keys, reopen=bool(options.retry))
             done = store.done(found, retry=options.retry) if found else ()
-            return cls(durations=store.durations(keys["host"]), resumes=found or "", done=frozenset(done))
+            durations = store.durations(keys["host"], {case.fingerprint for case in cases})
+            return cls(durations=durations, resumes=found or "", done=frozenset(done))
 
 
 def forecast(

@@ -143,7 +143,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
     found: dict[counts.Key, Stored] = {}
     known: set[str] = set()
     with Store.read(path) as store:
-        for run in store.runs():
+        for run in store.newest():
             trials = [trial for trial in store.trials(run.id) if _usable(trial)]
             known |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():

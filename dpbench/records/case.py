@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from dpbench.records import registry, visible
 from dpbench.records.registry import Parallelism, Traits
 
@@ -76,6 +78,10 @@ def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
     piece = -(-rows // chunks)
     full, rest = divmod(rows, piece)
     return (piece,) * full + ((rest,) if rest else ())
+
+
+MOST_DEVICES = 2**16
+"""The largest number of devices of a stored case; the loops over the devices of a damaged one would not end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +152,8 @@ class Case:
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
         """Return the case with the fields that `to_dict` returned, also after a conversion to JSON and back.
 
-        Control characters in the texts are escaped. Raises ValueError for an unknown field.
+        Control characters in the texts are escaped. Raises ValueError for an unknown field, for a value of another type
+        than the field's, and for a number of devices, machines or samples that no case can have.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
@@ -156,12 +163,13 @@ class Case:
                 f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}; update dpbench if a newer "
                 "version wrote the case"
             )
-        values = visible.everywhere(data)
-        values["device_ids"] = tuple(values.get("device_ids", ()))
-        values["options"] = tuple((str(k), str(v)) for k, v in values.get("options", ()))
-        if values.get("declared"):
-            values["declared"] = Traits.from_dict(values["declared"])
-        return cls(**values)
+        found = msgspec.convert(visible.everywhere(data), cls)
+        if not (1 <= found.devices <= MOST_DEVICES and found.hosts >= 1 and found.batch_size >= 0):
+            raise ValueError(
+                f"no case has {found.devices} devices on {found.hosts} machines and a batch of {found.batch_size}; a "
+                f"case has 1 to {MOST_DEVICES} devices"
+            )
+        return found
 
     @property
     def fingerprint(self) -> str:

@@ -217,6 +217,17 @@ def parse(text: str | Schedule) -> Schedule:
     return Schedule(**given)
 
 
+def known(text: str | Schedule) -> Schedule | None:
+    """Return the schedule that `text` describes; None for the names in `SELECTED`, and for those of other versions.
+
+    Stored runs keep the names of the version that measured them.
+    """
+    try:
+        return parse(text)
+    except ValueError:
+        return None
+
+
 def climb(*conditions: str) -> list[str]:
     """Return the names of the rungs whose needs are met under `conditions` (TRAIN_STEP, CUDA), in ladder order."""
     return [name for name, schedule in RUNGS.items() if not schedule.missing(*conditions)]

@@ -7,13 +7,14 @@ added the memory by phase and by kind, and the device that failed.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import compress
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_type_hints
+
+import msgspec
 
 from dpbench.records import visible
 from dpbench.records.case import Case, Phase
@@ -67,6 +68,8 @@ class Estimate:
 
 
 SCHEMA = 2
+LONGEST_S = 1e9
+"""The duration of a step, about 32 years, from which on the clock must be wrong."""
 
 
 DISPATCHED = "dispatched"
@@ -312,15 +315,15 @@ class Trial:
             return ""
         said = {
             Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; a duration must be above 0 "
-            "and finite",
+            f"and below {LONGEST_S:.0e} s",
             Fault.UNTIMED: "no step was timed",
         }
         return said.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
 
     @property
     def _impossible_s(self) -> float | None:
-        """Return the first duration of a timed step that is not finite or not above 0; None if there is none."""
-        return next((seconds for seconds in self.timed if not (math.isfinite(seconds) and seconds > 0)), None)
+        """Return the first duration of a timed step that is not above 0 or not below `LONGEST_S`; None without one."""
+        return next((seconds for seconds in self.timed if not 0 < seconds < LONGEST_S), None)
 
     @property
     def trusted(self) -> bool:
@@ -344,7 +347,8 @@ class Trial:
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """Return the trial from the data that `to_dict` returned, also after a conversion to JSON and back.
 
-        Control characters in the texts are escaped. Raises ValueError for a schema newer than `SCHEMA`.
+        Control characters in the texts are escaped. Raises ValueError for a schema newer than `SCHEMA`, and for a value
+        of another type than its field's.
         """
         if (schema := data.get("schema", SCHEMA)) > SCHEMA:
             raise ValueError(
@@ -354,12 +358,15 @@ class Trial:
         values["case"] = Case.from_dict(values["case"])
         values["reason"] = visible.visible(values.get("reason", ""), lines=True)
         values |= {name: visible.everywhere(values.get(name, {})) for name in ("setup", "provenance")}
-        for name, kind in (("source", Source), ("status", Status), ("verified", Verified)):
-            values[name] = kind(values[name])
+        for name, kind in _SCALARS.items():
+            if name in values:
+                values[name] = msgspec.convert(values[name], kind)
         for name, record in _SERIES.items():
-            columns = dict(values.get(name) or {})
-            if "phase" in columns and record is Span:
-                columns["phase"] = [_PHASES[phase] for phase in columns["phase"]]
+            kinds = get_type_hints(record)
+            columns = {
+                field: msgspec.convert(column, list[kinds[field]])  # type: ignore[valid-type]
+                for field, column in (values.get(name) or {}).items()
+            }
             # records of an older schema lack the last fields, which have defaults
             known = [f.name for f in fields(record) if f.name in columns or f.default is MISSING]
             rows = zip(*(visible.column(columns.get(field, ())) for field in known), strict=True)
@@ -367,8 +374,11 @@ class Trial:
         return cls(**values)
 
 
-_PHASES = {phase.value: phase for phase in Phase}
-"""The phases by value. A trial has thousands of spans, and a look-up here is ten times as fast as `Phase(value)`."""
+_SCALARS: dict[str, Any] = {
+    "source": Source, "status": Status, "verified": Verified, "reason": str, "schema": int, "round": int,
+    "started_s": float, "setup": dict[str, float], "failed_device": int | None,
+}  # fmt: skip
+"""The types of the fields that are not series, for which `Trial` itself states more general ones."""
 _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
 
 

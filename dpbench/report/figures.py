@@ -19,6 +19,7 @@ from dpbench.records import words
 from dpbench.records.registry import Role
 from dpbench.report import marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
 from dpbench.report.svg import Panel, Section
+from dpbench.store import PAST
 
 NAMED = 4
 """The largest number of commits that a panel names on its axis; with more, it names only the first and the last."""
@@ -54,7 +55,7 @@ def over_commits(report: Report) -> Section | None:
         "this version of torch. Whiskers are 95% intervals. A horizontal line is a level. A new level begins at a "
         "change that asv detects if the intervals on both sides of the change do not overlap. Runs at different times "
         "also differ in the state of the machine. Runs with uncommitted changes, and step times of too few rounds, are "
-        "left out.",
+        f"left out. Of each case, the last {PAST} runs in the store are read.",
         panels, " ".join(filter(None, (more, blind))),
     )  # fmt: skip
 

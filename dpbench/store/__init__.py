@@ -8,13 +8,15 @@ are repeated.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,8 +28,8 @@ from dpbench.store.rows import UnreadableRow
 from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, alive, born
 
 __all__ = [
-    "FINAL", "FINISHED", "LATEST", "DamagedStore", "Merged", "Naming", "PastRun", "Store", "StoreError", "StoredRun",
-    "UnreadableRow",
+    "FINAL", "FINISHED", "LATEST", "PAST", "DamagedStore", "Merged", "Naming", "PastRun", "Store", "StoreError",
+    "StoredRun", "UnreadableRow",
 ]  # fmt: skip
 
 RUNNING = "running"
@@ -42,6 +44,27 @@ _RANKED = (
 
 `place` numbers the trials of one run, case and round from 1; only trials with place 1 count.
 """
+
+
+PAST = 50
+"""The largest number of earlier runs of each case that a report has."""
+EARLIER = 100
+"""The largest number of earlier trials of each case from which the time of a plan is forecast."""
+
+
+def _beginning(column: str) -> str:
+    """Return the SQL condition that a text begins with a value, given with `_after` of it, or is unknown, '?'."""
+    return f"({column}>=? AND {column}<? OR {column}='?')"
+
+
+def _after(beginning: str) -> str:
+    """Return a text above all texts with this beginning."""
+    return f"{beginning}\U0010ffff"
+
+
+def _start(row: tuple[object, int, str]) -> tuple[float, int]:
+    """Return the place of a run's row in the order of starts; a start that is no number is above all others."""
+    return (row[0] if isinstance(row[0], float) else math.inf), row[1]
 
 
 class Store:
@@ -85,10 +108,13 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._writes:
-            file.fold(self._db)
-        self._db.close()
+    def __exit__(self, kind: object, *error: object) -> None:
+        try:
+            if self._writes:
+                with suppress(StoreError) if kind else nullcontext():  # an earlier error is the one to show
+                    file.fold(self._db)
+        finally:
+            self._db.close()
 
     # -- runs
 
@@ -128,7 +154,8 @@ class Store:
 
         `plan` is the result of `Naming.identified`.
         """
-        row = self._latest(plan, host, code, reopen)
+        with file.snapshot(self._db):
+            row = self._latest(plan, host, code, reopen)
         return row[0] if row else None
 
     def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
@@ -169,8 +196,39 @@ class Store:
 
     def runs(self) -> list[StoredRun]:
         """Return all runs, the newest first."""
-        ids = self._db.execute("SELECT rowid FROM run ORDER BY started DESC, rowid DESC").fetchall()
-        return [run for _, run in rows.readable(self._db, rows.run, ids, self._unreadable)]
+        return list(self.newest())
+
+    def newest(self) -> Iterator[StoredRun]:
+        """Yield all runs, the newest first; a run is read when the caller asks for it."""
+        return self._runs("TRUE")
+
+    def matching(self, asked: str | None) -> list[StoredRun]:
+        """Return the runs that `asked` names by @NAME or by the beginning of their id, the newest first.
+
+        @last and None mean the newest run alone.
+        """
+        if asked is None or asked == f"@{LATEST}":
+            return list(islice(self.newest(), 1))
+        if asked.startswith("@"):
+            found = self._runs(f"{file.NAME} IN (?, '?')", asked[1:])
+            return [run for run in found if run.naming.name and run.naming.name == asked[1:]]
+        return [run for run in self._runs(_beginning("id"), asked, _after(asked)) if run.id.startswith(asked)]
+
+    def of_commit(self, beginning: str) -> list[StoredRun]:
+        """Return the runs in which the commit of dpbench or of the project may begin so, the newest first.
+
+        A run whose provenance SQLite cannot read is returned too.
+        """
+        either = f"{_beginning(file.COMMIT)} OR {_beginning(file.PROJECT)}"
+        limits = (beginning, _after(beginning))
+        return list(self._runs(either, *limits, *limits))
+
+    def _runs(self, condition: str, *values: str) -> Iterator[StoredRun]:
+        """Yield the runs whose rows satisfy an SQL condition, the newest first."""
+        with file.snapshot(self._db):
+            ids = self._db.execute(f"SELECT rowid FROM run WHERE {condition} ORDER BY started DESC, rowid DESC", values)
+            for _, run in rows.readable(self._db, rows.run, ids, self._unreadable):
+                yield run
 
     def remove(self, run_ids: Sequence[str]) -> None:
         """Delete runs with all their trials and profiles, and give the space back to the file system.
@@ -200,7 +258,7 @@ class Store:
         Raises StoreError if `part` is not a store, if the stores contradict each other (see `copying.merge`), or if a
         living process is adding trials to a run of `part`, in either of the two stores.
         """
-        with Store.read(part) as other, file.transaction(self._db):
+        with Store.read(part) as other, file.snapshot(other._db), file.transaction(self._db):
             if faults := file.quick_check(other._db):
                 raise file.damaged(part, faults[0])
             for run in other.runs():
@@ -256,18 +314,27 @@ class Store:
         """
         found: dict[Case, Counter[str]] = {}
         query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
-        ids = self._db.execute(query, (run_id,)).fetchall()
-        for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
-            found.setdefault(case, Counter())[status] += 1
+        with file.snapshot(self._db):
+            ids = self._db.execute(query, (run_id,)).fetchall()
+            for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
+                found.setdefault(case, Counter())[status] += 1
         return {case: dict(counts) for case, counts in found.items()}
 
-    def durations(self, host: str) -> dict[str, list[float]]:
-        """Return, by fingerprint of the case, the duration in seconds of each trial with the status `ok` on a host."""
+    def durations(self, host: str, fingerprints: Iterable[str]) -> dict[str, list[float]]:
+        """Return, by fingerprint of the case, the seconds that its last `ok` trials on a host took.
+
+        There are at most `EARLIER` trials of each case.
+        """
         found: dict[str, list[float]] = {}
-        query = "SELECT trial.id FROM trial JOIN run ON run.id=run_id WHERE host=? AND trial.status=?"
-        ids = self._db.execute(query, (host, Status.OK)).fetchall()
-        for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
-            found.setdefault(fingerprint, []).append(seconds)
+        query = (
+            "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
+            f"WHERE fingerprint=? AND trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+        )
+        with file.snapshot(self._db):
+            for asked in fingerprints:
+                ids = self._db.execute(query, (asked, Status.OK, host)).fetchall()
+                for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
+                    found.setdefault(fingerprint, []).append(seconds)
         return found
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
@@ -292,7 +359,7 @@ class Store:
         StoreError if `part` is not a readable store.
         """
         copied = []
-        with Store.read(part) as other:
+        with Store.read(part) as other, file.snapshot(other._db):
             for run in other.runs():
                 facts = {name: run.provenance[name] for name in ("host", "gpus") if name in run.provenance}
                 for number, trial in other._each(run.id, superseded=False):
@@ -364,26 +431,27 @@ class Store:
         """Yield the id of each trial that `trials` returns, and the object that `read` returns for the trial's row."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
-        ids = self._db.execute(
-            f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
-            (*values, RUNNING, Status.KILLED),
-        ).fetchall()
-        return rows.readable(self._db, read, ids, self._unreadable)
+        with file.snapshot(self._db):
+            ids = self._db.execute(
+                f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
+                (*values, RUNNING, Status.KILLED),
+            ).fetchall()
+            yield from rows.readable(self._db, read, ids, self._unreadable)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
         """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.
 
         A run is included if it was measured on the same hardware or if its trials were predicted, and a trial if it has
-        the status `ok`. The runs are in the order of their start. The run `run_id`, with the trials `trials`, is one of
-        them.
+        the status `ok`. Of each case, the last `PAST` such runs are included. The runs are in the order of their start.
+        The run `run_id`, with the trials `trials`, is one of them.
         """
-        runs = self._db.execute(
-            "SELECT rowid, id FROM run WHERE host=(SELECT host FROM run WHERE id=?) OR host LIKE ? "
-            "ORDER BY started, rowid",
-            (run_id, f"{PREDICTED}%"),
-        ).fetchall()
-        found = []
-        for row, name in runs:
+        with file.snapshot(self._db):
+            return tuple(self._past(run_id, trials))
+
+    def _past(self, run_id: str, trials: Sequence[Trial]) -> Iterator[PastRun]:
+        query = "SELECT started, rowid, id FROM run WHERE id=?"
+        chosen = [self._db.execute(query, (name,)).fetchone() for name in self._sharing(run_id)]
+        for _, row, name in sorted(filter(None, chosen), key=_start):
             if name == run_id:
                 ended = [trial for trial in trials if trial.status is Status.OK]
             else:
@@ -393,6 +461,22 @@ class Store:
                     (name, Status.OK, run_id),
                 ).fetchall()
                 ended = [trial for _, trial in rows.readable(self._db, rows.summary, ids, self._unreadable)]
-            run = [run for _, run in rows.readable(self._db, rows.run, [(row,)] if ended else [], self._unreadable)]
-            found += [PastRun(one, tuple(ended)) for one in run]
-        return tuple(found)
+            for _, run in rows.readable(self._db, rows.run, [(row,)] if ended else [], self._unreadable):
+                yield PastRun(run, tuple(ended))
+
+    def _sharing(self, run_id: str) -> set[str]:
+        """Return the ids of a run, and of the last `PAST` runs of each of its cases that `past` includes."""
+        query = (  # the trials of the case first, and not all runs
+            "SELECT run_id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND trial.status=? "
+            "AND (host=(SELECT host FROM run WHERE id=?) OR host LIKE ?) ORDER BY trial.id DESC"
+        )
+        shared = {run_id}
+        cases = self._db.execute("SELECT DISTINCT fingerprint FROM trial WHERE run_id=?", (run_id,)).fetchall()
+        for (fingerprint,) in cases:
+            last = self._db.execute(query, (fingerprint, Status.OK, run_id, f"{PREDICTED}%"))
+            distinct = (one for one, _ in groupby(name for (name,) in last))
+            runs: set[str] = set()
+            while len(runs) < PAST and (name := next(distinct, None)) is not None:
+                runs.add(name)
+            shared |= runs
+        return shared

@@ -72,6 +72,30 @@ MIGRATIONS = (
 )
 
 
+def _fact(path: str) -> str:
+    """Return the SQL expression of a text in a run's provenance; it is '?' if SQLite cannot read the provenance.
+
+    SQLite refuses JSON that Python writes, such as NaN, so that such a run must be looked at for every text.
+    """
+    return (
+        f"CASE WHEN typeof(provenance)<>'text' THEN '?' "
+        f"WHEN json_valid(provenance) THEN json_extract(provenance,'{path}') ELSE '?' END"
+    )
+
+
+NAME, COMMIT, PROJECT = (_fact(f"$.{path}") for path in ("name", "dpbench.commit", "project.commit"))
+"""The SQL expressions of a run's name, and of the commits of dpbench and of the project."""
+INDEXES = {
+    "run_started": "run(started)", "run_plan": "run(plan)", "run_name": f"run({NAME})",
+    "run_commit": f"run({COMMIT})", "run_project": f"run({PROJECT})", "trial_case": "trial(fingerprint)",
+}  # fmt: skip
+"""The indexes with which a run or the trials of a case are found without reading all runs.
+
+They are no part of the schema's version: a file without them is read as well, but more slowly, and earlier versions of
+dpbench keep them up to date.
+"""
+
+
 class StoreError(RuntimeError):
     """The error of a store that cannot be used; the message gives the reason and the remedy."""
 
@@ -189,6 +213,7 @@ def open_to_write(path: Path) -> Connection:
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA foreign_keys=ON")
             _migrate(db)
+            _index(db)
             db.inode = _inode(path)
         except BaseException:
             db.close()
@@ -241,16 +266,31 @@ def _inode(path: Path) -> tuple[int, int] | None:
     return None
 
 
-def fold(db: sqlite3.Connection) -> None:
+def fold(db: Connection) -> None:
     """Merge the write-ahead log into the file, so that the file alone can be copied, or read on a read-only disk.
 
-    If that fails, for example because another process uses the file, the log remains, and no error is raised.
+    If that fails because another process uses the file, or because the disk is full, the log remains, and no error is
+    raised. Raises DamagedStore for a damaged file.
     """
-    with suppress(sqlite3.OperationalError):  # another process has the file open and will merge it, or the disk is full
+    with suppress(Unusable), db.named():  # another process has the file open and will merge it, or the disk is full
         plain = sqlite3.Connection.execute  # raises SQLite's own errors, and lets SQLite wait
         plain(db, f"PRAGMA busy_timeout={PATIENCE_S * 1000:.0f}")
         plain(db, "PRAGMA wal_checkpoint(TRUNCATE)")
         plain(db, "PRAGMA journal_mode=DELETE")
+
+
+@contextmanager
+def snapshot(db: Connection) -> Iterator[None]:
+    """Let all statements inside this context see one state of the file, whatever other processes change meanwhile."""
+    if db.in_transaction:
+        yield
+        return
+    db.execute("BEGIN")
+    try:
+        yield
+    finally:
+        with suppress(sqlite3.Error):  # SQLite may have rolled back already
+            db.execute("ROLLBACK")
 
 
 @contextmanager
@@ -318,27 +358,54 @@ def _migrate(db: Connection) -> None:
                 db.execute(f"PRAGMA user_version={number}")
 
 
-def _check_header(path: Path) -> bool:
-    """Return whether the file exists and is not empty, after a check of its first bytes.
+def _index(db: Connection) -> None:
+    """Create the indexes that the file lacks; a file in which one cannot be created is used without it."""
+    there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+    for name in INDEXES.keys() - there:
+        with suppress(sqlite3.DatabaseError, StoreError), transaction(db):
+            db.execute(f"CREATE INDEX IF NOT EXISTS {name} ON {INDEXES[name]}")
 
-    The file is not opened as a database and not changed. Raises StoreError for a directory, for a file that is not a
-    store, and for a store that a newer version of dpbench has written.
+
+def _check_header(path: Path) -> bool:
+    """Return whether the file exists and is not empty, after a check of its header.
+
+    The file is not changed, and no file is created beside it. Raises StoreError for a directory, for a file that is not
+    a store, and for a store that a newer version of dpbench has written.
+
+    The header is read through SQLite. If Python opened the file and closed it, the system would drop all locks that
+    this process has on the file, those of SQLite's connections too, and another process could then merge the log of a
+    connection that still writes (https://sqlite.org/howtocorrupt.html, section 2.2).
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")
-    if not path.exists() or path.stat().st_size == 0:
+    if not path.exists() or (size := path.stat().st_size) == 0:
         return False
-    with path.open("rb") as file:
-        header = file.read(100)
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\0"):
-        raise StoreError(f"{path} is not a store of dpbench, but another kind of file; give another file with --store")
-    version, application = (int.from_bytes(header[at : at + 4], "big", signed=True) for at in (60, 68))
+    if size == 1:  # for SQLite, which made such files itself, the file is empty
+        raise _another_kind(path)
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
+        try:
+            db.execute("PRAGMA writable_schema=ON")  # the file may still lack pages that are in the log
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            (application,) = db.execute("PRAGMA application_id").fetchone()
+        except sqlite3.DatabaseError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_NOTADB:
+                return True  # the header is being written; `_check_version` waits for the writer
+            raise _another_kind(path) from error
     _refuse_newer(path, version)
     if application not in (0, APPLICATION_ID):  # 0: a store being created or another database; see _check_version
-        raise StoreError(
-            f"{path} is not a store of dpbench, but another SQLite database; give another file with --store"
-        )
+        raise _another_database(path)
     return True
+
+
+def _another_kind(path: Path) -> StoreError:
+    return StoreError(
+        f"{path} is not a store of dpbench, but another kind of file, or its first bytes are damaged; give "
+        "another file with --store"
+    )
+
+
+def _another_database(path: Path) -> StoreError:
+    return StoreError(f"{path} is not a store of dpbench, but another SQLite database; give another file with --store")
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
@@ -352,9 +419,7 @@ def _check_version(path: Path, db: sqlite3.Connection) -> None:
     (application,) = db.execute("PRAGMA application_id").fetchone()
     _refuse_newer(path, version)
     if tables and application != APPLICATION_ID:
-        raise StoreError(
-            f"{path} is not a store of dpbench, but another SQLite database; give another file with --store"
-        )
+        raise _another_database(path)
 
 
 def _refuse_newer(path: Path, version: int) -> None:
@@ -375,13 +440,23 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except sqlite3.OperationalError as error:
+            code = getattr(error, "sqlite_errorcode", 0)
+            if code == sqlite3.SQLITE_READONLY_ROLLBACK:
+                _roll_back(path)
+                continue
             waited_s = time.monotonic() - begun_s
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF not in _LOCKED or waited_s > PATIENCE_S:
+            if code & 0xFF not in _LOCKED or waited_s > PATIENCE_S:
                 raise
             if silent and waited_s > SILENT_S:
                 silent = False
                 log.warning("%s; this process waits for at most %g s", _held(path), PATIENCE_S)
             time.sleep(POLL_S)
+
+
+def _roll_back(path: Path) -> None:
+    """Let SQLite undo the transaction of a process that was killed, which a connection that only reads cannot do."""
+    with closing(sqlite3.connect(path, timeout=PATIENCE_S)) as db:
+        db.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def _held(path: Path) -> str:

@@ -13,7 +13,7 @@ import math
 import sqlite3
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,7 +24,7 @@ import msgspec
 
 from dpbench.records import Case, Sample, Status, Trial, visible
 from dpbench.records.series import Samples, Series
-from dpbench.store import file, summaries
+from dpbench.store import facts, file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
@@ -35,12 +35,14 @@ TRIAL = (
 STEP = "step, seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
 MEMORY = "device, peak_bytes, source, phase, kind"
-SERIES = "device, metric, times, readings"
-"""The columns that a checksum covers. Columns of later schemas are not added: old checksums do not cover them."""
+SERIES = "device, metric, n, times, readings"
+"""The columns to read. Checksums cover all of them except `n`, and no columns that later schemas add."""
 _DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, zlib.error)
 """The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
 
 
+MOST_READINGS = 2**24
+"""The largest number of readings of one metric of a device that is read: those of 19 days, at 10 per second."""
 REASON = 4000
 """The number of characters up to which a reason is stored in full."""
 Read = TypeVar("Read")
@@ -86,10 +88,9 @@ def run(db: file.Connection, row: int) -> StoredRun:
         found = _row(db, "run", RUN, row)
         _compare(db, "run", "checksum", row, [found])
         name, _, _, _, status, started, _, rounds, _, _, provenance = found
-        _object(provenance)
+        facts.check_run(_object(provenance), float(started))
         stored = StoredRun.read(str(name), str(status), float(started), int(rounds), provenance)
-        if stored.naming.tags != {**stored.naming.tags}:
-            raise TypeError("the tags are not a mapping")
+        _ = stored.naming  # raises for a name that no run can have
         return stored
 
 
@@ -99,18 +100,14 @@ def trial(db: file.Connection, row: int) -> Trial:
         head, parts = _row(db, "trial", TRIAL, row), _parts(db, row)
         _compare(db, "trial", "checksum", row, [head, *parts.steps])
         _compare(db, "trial", "parts_checksum", row, _bulk(parts))
-        samples = [
-            (time_s, device, metric, value)
-            for device, metric, times, readings in parts.series
-            for time_s, value in zip(_unpacked(times), _unpacked(readings), strict=True)
-        ]
         plain = {
             **_plain(head),
             "steps": _columns("seconds, warmup, end_s", [(s, bool(warm), e) for _, s, warm, e in parts.steps]),
             "spans": _columns(SPAN, parts.spans), "memory": _columns(MEMORY, parts.memory),
-            "samples": _columns("time_s, device, metric, value", samples),
         }  # fmt: skip
-        return Trial.from_dict(plain)
+        found = replace(Trial.from_dict(plain), samples=_samples(parts.series))
+        facts.check_trial(found.provenance, found.started_s)
+        return found
 
 
 def summary(db: file.Connection, row: int) -> Trial:
@@ -122,18 +119,30 @@ def summary(db: file.Connection, row: int) -> Trial:
     with _reading(db, "trial", row):
         *head, packed, stored = _row(db, "trial", f"{TRIAL}, summary, summary_checksum", row)
         memory, series = _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric")
-        if packed is None or stored != _checksum([head, packed, *memory, *series]):
+        if packed is None or stored != _checksum([head, packed, *memory, *_signed(series)]):
             return trial(db, row).summary()
         found = summaries.unpacked(packed)
         if found is None:
             return trial(db, row).summary()
-        readers = {(device, visible.visible(name)): partial(_series, t, values) for device, name, t, values in series}
         plain = {**_plain(head), "memory": _columns(MEMORY, memory)}
-        return replace(Trial.from_dict(plain), steps=found.steps, samples=Samples(readers)).with_ledger(found)
+        made = replace(Trial.from_dict(plain), steps=found.steps, samples=_samples(series))
+        facts.check_trial(made.provenance, made.started_s)
+        return made.with_ledger(found)
 
 
-def _series(times: bytes, values: bytes) -> Series:
-    return Series(_unpacked(times), _unpacked(values))
+def _samples(series: Sequence[Any]) -> Samples:
+    """Return the samples in rows of the table `series`. Raises an exception in `_DATA` for damaged rows."""
+    found: dict[tuple[int, str], Series] = {}
+    for device, metric, n, times, readings in series:
+        if not (isinstance(device, int) and isinstance(metric, str)):
+            raise TypeError(f"the device {device!r} or the metric {metric!r} is of another type")
+        found[device, visible.visible(metric)] = Series(_unpacked(times, n), _unpacked(readings, n))
+    return Samples({key: partial(Series, *columns) for key, columns in found.items()})
+
+
+def _signed(series: Sequence[Any]) -> list[Any]:
+    """Return the values of rows of the table `series` that a checksum covers."""
+    return [(device, metric, times, readings) for device, metric, _, times, readings in series]
 
 
 def _plain(head: Sequence[Any]) -> dict[str, Any]:
@@ -174,7 +183,7 @@ def case(text: str, fingerprint: str) -> Case:
 
 
 def readable(
-    db: file.Connection, read: Reader[Read], ids: Sequence[tuple[int]],
+    db: file.Connection, read: Reader[Read], ids: Iterable[tuple[int]],
     unreadable: Callable[[UnreadableRow], None] | None,
 ) -> Iterator[tuple[int, Read]]:  # fmt: skip
     """Yield each row's id, and the object that `read` makes of the row.
@@ -215,7 +224,7 @@ def sign_run(db: file.Connection, run_id: str) -> None:
 def sign_trial(db: file.Connection, row: int) -> None:
     """Store the checksums of an ended trial's rows, in the transaction that has changed the rows."""
     head, parts, (packed,) = _row(db, "trial", TRIAL, row), _parts(db, row), _row(db, "trial", "summary", row)
-    sums = [head, *parts.steps], _bulk(parts), [head, packed, *parts.memory, *parts.series]
+    sums = [head, *parts.steps], _bulk(parts), [head, packed, *parts.memory, *_signed(parts.series)]
     db.execute(
         "UPDATE trial SET checksum=?, parts_checksum=?, summary_checksum=? WHERE id=?", (*map(_checksum, sums), row)
     )
@@ -252,7 +261,7 @@ def _parts(db: file.Connection, row: int) -> _Parts:
 
 
 def _bulk(parts: _Parts) -> list[Any]:
-    return [*parts.spans, *parts.memory, *parts.series]
+    return [*parts.spans, *parts.memory, *_signed(parts.series)]
 
 
 def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
@@ -298,10 +307,20 @@ def _pack(values: array[float]) -> bytes:
     return zlib.compress(values.tobytes())
 
 
-def _unpacked(blob: bytes) -> array[float]:
-    """Return the numbers of a compressed column of the table `series`."""
+def _unpacked(blob: bytes, n: int) -> array[float]:
+    """Return the `n` numbers of a compressed column of the table `series`.
+
+    Raises ValueError for another number of them, which is found before more than `n` are in memory, and for more than
+    `MOST_READINGS`.
+    """
+    if n > MOST_READINGS:
+        raise ValueError(f"the row states {n} readings; at most {MOST_READINGS} are read")
     values = array("d")
-    values.frombytes(zlib.decompress(blob))
+    stream = zlib.decompressobj()
+    plain = stream.decompress(blob, n * values.itemsize + 1)  # the byte too many shows that there are more
+    if len(plain) != n * values.itemsize or not stream.eof:
+        raise ValueError(f"a column of the table series has not the {n} readings that its row states")
+    values.frombytes(plain)
     return values
 
 

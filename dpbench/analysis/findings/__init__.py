@@ -161,5 +161,5 @@ def _applies(row: Row, rule: FindingRule) -> bool:
         return case.traits.role in rule.roles
     if case.schedule in schedule.SELECTED or not rule.switches:
         return bool(rule.switches)
-    mine = schedule.parse(case.schedule or schedule.REFERENCE)
-    return any(getattr(mine, switch) in positions for switch, positions in rule.switches.items())
+    mine = schedule.known(case.schedule or schedule.REFERENCE)
+    return mine is not None and any(getattr(mine, switch) in positions for switch, positions in rule.switches.items())

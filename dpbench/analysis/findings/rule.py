@@ -80,13 +80,14 @@ class CaseContext:
     def schedule(self) -> schedule.Schedule | None:
         """Return the diagnosed case's schedule; None if TrainStep chose it, or if the strategy has no schedule.
 
+        None too for a schedule of another version of dpbench, whose switches are unknown.
         For torch.nn.DataParallel, return the schedule `reference`, which does the same work in the same way.
         """
         if self.case.traits.role is Role.WRAPPER:
             return schedule.Schedule()
-        if not self.case.traits.scheduled or self.case.schedule in schedule.SELECTED:
+        if not self.case.traits.scheduled:
             return None
-        return schedule.parse(self.case.schedule or schedule.REFERENCE)
+        return schedule.known(self.case.schedule or schedule.REFERENCE)
 
     @property
     def model(self) -> Mapping[str, float]:

@@ -227,7 +227,10 @@ def _schedules(context: CaseContext) -> Judgement:
 
 
 def _exact(text: str) -> bool:
-    return text in ("", *schedule.SELECTED) or schedule.parse(text).exact
+    if text in ("", *schedule.SELECTED):
+        return True
+    found = schedule.known(text)
+    return found is not None and found.exact
 
 
 def _small(context: CaseContext) -> Judgement:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,12 +19,14 @@ Timed = tuple[float, float, _T]
 """The tuple (start, end, content) of an interval; start and end are in seconds."""
 TICKS = 1024
 """The number of ticks per microsecond; times are rounded to whole ticks."""
+LATEST_S = 1e12
+"""The time from which on an event is left out: monotonic clocks begin when a machine starts."""
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
     """Yield, one trial at a time, the JSON text of one trace with all `trials` of the run `run_id`."""
-    zero_s = min((at for trial in trials for at in _times(trial) if math.isfinite(at)), default=0.0)
+    zero_s = min((at for trial in trials for at in _times(trial) if _shown(at)), default=0.0)
     facts = {
         "run_id": run_id,
         "zero_s": zero_s,
@@ -109,9 +110,9 @@ def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> 
 
     Lanes are numbered from 0. Start and end are in ticks after `zero_s`. An interval fits on a lane if no interval of
     this lane overlaps it; with `nested`, it also fits if it lies within each interval that overlaps it. Intervals with
-    an infinite or NaN start or end are left out.
+    an infinite or NaN start or end, or one above `LATEST_S`, are left out.
     """
-    placed = [one for one in found if math.isfinite(one[0]) and math.isfinite(one[1])]
+    placed = [one for one in found if _shown(one[0]) and _shown(one[1])]
     timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
     laid, open_ends = [], list[list[int]]()
     for start, end, what in sorted(timed, key=lambda one: (one[0], -one[1])):
@@ -126,6 +127,10 @@ def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> 
         ends.append(end)
         laid.append((lane, start, end, what))
     return laid
+
+
+def _shown(at_s: float) -> bool:
+    return abs(at_s) < LATEST_S
 
 
 def ticks(seconds: float) -> int:
@@ -153,7 +158,7 @@ def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
     """Yield, as JSON text, one counter event per sample with a time; each metric of a device is one counter."""
     for sample in samples:
-        if sample.time_s > 0.0:
+        if 0.0 < sample.time_s < LATEST_S:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")
             at = ticks(sample.time_s - zero_s) / TICKS
             value = f'{{"{sample.metric}":{sample.value!r}}}'

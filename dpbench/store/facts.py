@@ -1,0 +1,170 @@
+"""Facts: the types of the provenance of runs and trials, so that a stored fact of another type makes its row damaged.
+
+Only the facts that dpbench reads again are listed. Every fact may be missing, because earlier versions did not store
+it; other facts may have any type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from dpbench.records.observed import Observed
+from dpbench.records.trial import TrialHost
+from dpbench.records.work import CopyTimes
+
+LATEST_S = 253402300799.0
+"""The last second of the year 9999, in seconds since the epoch."""
+
+
+class _Host(msgspec.Struct):
+    name: str = ""
+    cpu: str = ""
+    cores: int = 0
+    memory_bytes: int = 0
+    system: str = ""
+    machine: str = ""
+
+
+class _Gpu(msgspec.Struct):
+    name: str | None = None
+    uuid: str | None = None
+    memory_bytes: int | None = None
+
+
+class _Gpus(msgspec.Struct):
+    gpus: list[_Gpu] | None = None
+
+
+class _MeasuredHost(msgspec.Struct):
+    cpu: str
+    cores: int
+    memory_bytes: int
+
+
+class _MachineFacts(msgspec.Struct):
+    host: _MeasuredHost
+    software: dict[str, Any]
+    gpus: _Gpus = msgspec.field(default_factory=_Gpus)
+
+
+class _Machine(msgspec.Struct):
+    name: str
+    machine: str
+    ranks: list[int]
+    facts: _MachineFacts
+
+
+class _Machines(msgspec.Struct):
+    machines: list[_Machine] = []
+
+
+class _Code(msgspec.Struct):
+    version: str | None = None
+    commit: str | None = None
+    dirty: bool | None = None
+
+
+class _Pairs(msgspec.Struct):
+    """The stored pairs of one component of the self-check, or the reason why there are none."""
+
+    reason: str = ""
+    case: str = ""
+    on_s: list[float] = []
+    off_s: list[float] = []
+    on_cpu_s: list[float] = []
+    off_cpu_s: list[float] = []
+    marks_per_step: float | None = None
+    sampler_cpu_ratio: float | None = None
+    steps_touched: int = 0
+
+    def check(self, name: str) -> None:
+        """Raise ValueError if there is neither a reason nor all that the cost of a component is computed from."""
+        if self.reason:
+            return
+        needed = {"marks": self.marks_per_step, "samplers": self.sampler_cpu_ratio}.get(name, 0.0)
+        pairs = len(self.on_s) == len(self.off_s) > 0 and len(self.on_cpu_s) == len(self.off_cpu_s)
+        if not (pairs and self.case and needed is not None and min(*self.on_s, *self.off_s) > 0):
+            raise ValueError(f"the self-check has no usable pairs of step times for its component {name}")
+
+
+class _ModelCheck(msgspec.Struct):
+    seen: dict[str, Any]
+    notes: list[str]
+
+
+class _RunLoad(msgspec.Struct):
+    unknown: str = ""
+
+
+class _Run(msgspec.Struct):
+    name: str = ""
+    tags: dict[str, str] = {}
+    command: str = ""
+    host: _Host = msgspec.field(default_factory=_Host)
+    gpus: _Gpus = msgspec.field(default_factory=_Gpus)
+    packages: dict[str, Any] = {}
+    dpbench: _Code = msgspec.field(default_factory=_Code)
+    project: _Code = msgspec.field(default_factory=_Code)
+    hosts: _Machines = msgspec.field(default_factory=_Machines)
+    rounds: dict[str, str] = {}
+    noisy: dict[str, str] = {}
+    foreign_load: _RunLoad = msgspec.field(default_factory=_RunLoad)
+    self_check: dict[str, _Pairs] = {}
+
+
+class _Load(msgspec.Struct, forbid_unknown_fields=True):
+    foreign: float
+    steal: float
+    cores: int
+    seconds: float
+
+
+class _Check(msgspec.Struct):
+    value: float
+    limit: float
+    ok: bool
+
+
+class _Counts(msgspec.Struct, forbid_unknown_fields=True):
+    operators: int
+    copies: int
+    copied_bytes: int
+
+
+class _Trial(msgspec.Struct):
+    host: _Host = msgspec.field(default_factory=_Host)
+    gpus: _Gpus = msgspec.field(default_factory=_Gpus)
+    hosts: list[TrialHost] = []
+    failed_hosts: dict[str, str] = {}
+    foreign_load: _Load | None = None
+    model: dict[str, float | None] | None = None
+    links: list[CopyTimes] = []
+    observed: Observed | None = None
+    dispatched: _Counts | None = None
+    validity: dict[str, _Check] | None = None
+    clock_error_s: float | None = None
+    no_peer_access: list[Any] | None = None
+    error_draws: list[float] = []
+    interval_80_s: tuple[float, float] | None = None
+    model_check: _ModelCheck | None = None
+
+
+def check_run(found: Mapping[str, Any], started_s: float) -> None:
+    """Raise ValueError if a run's start is no time, or if a fact of its provenance has another type than it must."""
+    for name, pairs in msgspec.convert(found, _Run).self_check.items():
+        pairs.check(name)
+    _check_time(started_s)
+
+
+def check_trial(found: Mapping[str, Any], started_s: float) -> None:
+    """Raise ValueError if a trial's start is no time, or if a fact of its provenance has another type than it must."""
+    msgspec.convert(found, _Trial)
+    _check_time(started_s)
+
+
+def _check_time(started_s: float) -> None:
+    if not 0 <= started_s <= LATEST_S:
+        raise ValueError(f"the start, {started_s} s after the year 1970 began, is not before the year 10000")
