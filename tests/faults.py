@@ -450,7 +450,7 @@ FAULTS = (
     Fault(
         "run-index",
         "naming a run costs the same in a store of many runs",
-        '"run_started": "run(started)", ',
+        '    "run_started": "run(started)",\n',
         "",
         ("tests/test_many_runs.py::test_a_command_does_the_same_work_in_a_store_of_many_runs",),
     ),

@@ -77,12 +77,20 @@ def counted(monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        ("show",), ("show", "@last"), ("show", "@asked"), ("show", "{id}"), ("report", "--md"),
-        ("report", "--json", "--run", "{id}"), ("explain", "--run", "@asked"), ("list", "runs", "--last", "20"),
-        ("compare", "cccc", "@asked"), ("export", "csv", "--run", "@asked"), ("show", "@missing"),
+        ("show",),
+        ("show", "@last"),
+        ("show", "@asked"),
+        ("show", "{id}"),
+        ("report", "--md"),
+        ("report", "--json", "--run", "{id}"),
+        ("explain", "--run", "@asked"),
+        ("list", "runs", "--last", "20"),
+        ("compare", "cccc", "@asked"),
+        ("export", "csv", "--run", "@asked"),
+        ("show", "@missing"),
     ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_a_command_does_the_same_work_in_a_store_of_many_runs(dpbench, tmp_path, counted, command) -> None:
     work = []
     for times in (FEW, MANY):

@@ -335,11 +335,18 @@ def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
             put(store, run_id, make_trial())
             stored(path, made(), naming=Naming(name="second"))
             commands: tuple[tuple[object, ...], ...] = (
-                ("merge", part), ("list", "runs"), ("show", "@second"), ("report", "--html", path.with_name("a.html")),
-                ("report", "--md"), ("explain", "--run", first), ("compare", "@part", "@second"), ("export", "csv"),
-                ("export", "trace", "--output", path.with_name("trace.json")), ("store", "check", path),
+                ("merge", part),
+                ("list", "runs"),
+                ("show", "@second"),
+                ("report", "--html", path.with_name("a.html")),
+                ("report", "--md"),
+                ("explain", "--run", first),
+                ("compare", "@part", "@second"),
+                ("export", "csv"),
+                ("export", "trace", "--output", path.with_name("trace.json")),
+                ("store", "check", path),
                 ("rm", "@part", "--yes"),
-            )  # fmt: skip
+            )
             for command in commands:
                 code, _, err = dpbench(*command, *(() if command[0] == "store" else ("--store", path)))
                 assert (code, err.count("error: ")) == (3 if command[0] == "compare" else 0, 0), (command, err)

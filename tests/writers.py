@@ -187,8 +187,14 @@ def share(count: int, call: Call, seed: int = 0) -> list[str]:
         store = folder / "store.db"
         stored(store, made(CASE))
         for command in ("report", "list"):  # loads all modules, so that a process need not
-            call((command, *(("--html", str(folder / "page.html")) if command == "report" else ("runs",)), "--store",
-                  str(store)))  # fmt: skip
+            call(
+                (
+                    command,
+                    *(("--html", str(folder / "page.html")) if command == "report" else ("runs",)),
+                    "--store",
+                    str(store),
+                )
+            )
         for number in range(seed, seed + count):
             generator = random.Random(number)
             parts = ["run", "run", *generator.choices(PARTS, k=generator.randrange(1, 5))]
@@ -208,11 +214,16 @@ def share(count: int, call: Call, seed: int = 0) -> list[str]:
             wrong = dict.fromkeys(fact["wrong"] for fact in found if "wrong" in fact)
             new = [f"round {number} ({', '.join(parts)}): {one}" for one in (*faults(store, found), *wrong)]
             did = Counter(name for fact in found for name in fact)
-            print(f"round {number}: {', '.join(parts)}; {len(victims)} killed; {dict(did)}; {new or 'no complaint'}",
-                  flush=True)  # fmt: skip
+            print(
+                f"round {number}: {', '.join(parts)}; {len(victims)} killed; {dict(did)}; {new or 'no complaint'}",
+                flush=True,
+            )
             complaints += new
             if new:
                 break  # later rounds would repeat the complaints
-        complaints += [f"no process was ever {name}" for name in ("stored", "refused", "read", "removed", "merged")
-                       if count >= 20 and not did[name] and not complaints]  # fmt: skip
+        complaints += [
+            f"no process was ever {name}"
+            for name in ("stored", "refused", "read", "removed", "merged")
+            if count >= 20 and not did[name] and not complaints
+        ]
     return complaints

@@ -17,12 +17,11 @@ import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
@@ -137,15 +136,6 @@ class Traits:
     def to_dict(self) -> dict[str, Any]:
         """Return the traits as plain data for JSON."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the traits from the data that `to_dict` returned, also after a conversion to JSON and back."""
-        enums = {
-            "parallelism": Parallelism(data["parallelism"]), "reduction": Reduction(data["reduction"]),
-            "role": Role(data["role"]),
-        }  # fmt: skip
-        return cls(**{**data, **enums})
 
 
 ROOT = Path(__file__).parents[1]

@@ -375,9 +375,16 @@ class Trial:
 
 
 _SCALARS: dict[str, Any] = {
-    "source": Source, "status": Status, "verified": Verified, "reason": str, "schema": int, "round": int,
-    "started_s": float, "setup": dict[str, float], "failed_device": int | None,
-}  # fmt: skip
+    "source": Source,
+    "status": Status,
+    "verified": Verified,
+    "reason": str,
+    "schema": int,
+    "round": int,
+    "started_s": float,
+    "setup": dict[str, float],
+    "failed_device": int | None,
+}
 """The types of the fields that are not series, for which `Trial` itself states more general ones."""
 _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
 

@@ -86,9 +86,13 @@ def _fact(path: str) -> str:
 NAME, COMMIT, PROJECT = (_fact(f"$.{path}") for path in ("name", "dpbench.commit", "project.commit"))
 """The SQL expressions of a run's name, and of the commits of dpbench and of the project."""
 INDEXES = {
-    "run_started": "run(started)", "run_plan": "run(plan)", "run_name": f"run({NAME})",
-    "run_commit": f"run({COMMIT})", "run_project": f"run({PROJECT})", "trial_case": "trial(fingerprint)",
-}  # fmt: skip
+    "run_started": "run(started)",
+    "run_plan": "run(plan)",
+    "run_name": f"run({NAME})",
+    "run_commit": f"run({COMMIT})",
+    "run_project": f"run({PROJECT})",
+    "trial_case": "trial(fingerprint)",
+}
 """The indexes with which a run or the trials of a case are found without reading all runs.
 
 They are no part of the schema's version: a file without them is read as well, but more slowly, and earlier versions of
