@@ -122,4 +122,4 @@ def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
 
 def test_the_documents_stay_short_enough_to_be_read() -> None:
     tutorial = ROOT / "docs" / "why-dataparallel-is-slow.md"
-    assert sum(len(path.read_text().split()) for path in DOCS if path != tutorial) <= 8000
+    assert sum(len(path.read_text().split()) for path in DOCS if path != tutorial) <= 9000
