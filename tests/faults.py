@@ -1309,6 +1309,63 @@ FAULTS = (
         "throughput=_inverse(step, case.batch_size)",
         ("tests/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",),
     ),
+    Fault(
+    # -- faults from outside
+    Fault(
+        "killed-once",
+        "a signal from outside costs one attempt",
+        "    results = attempt()\n    killed",
+        "    return attempt()\n    killed",
+        (
+            "tests/test_server.py::test_a_signal_from_outside_costs_one_attempt[worker-SIGTERM]",
+            "tests/test_loaders.py::test_a_signal_from_outside_costs_one_attempt_at_a_measurement",
+        ),
+    ),
+    Fault(
+        "killed-or-crashed",
+        "a crash of the model is not a signal of another process",
+        "return exit_status in [-number for number in signals.ENDING]",
+        "return exit_status is not None and exit_status < 0",
+        ("tests/test_endings.py::test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory",),
+    ),
+    Fault(
+        "killed-check",
+        "a check that was killed refuses no case",
+        "if found.status is Status.KILLED:",
+        "if False:",
+        ("tests/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",),
+    ),
+    Fault(
+        "killed-resumed",
+        "a run with killed trials is not finished",
+        "finished = session.killed <= store.done(run_id)",
+        "finished = True",
+        ("tests/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",),
+    ),
+    Fault(
+        "full-disk",
+        "a full disk is no failure of a case, and its folder is named",
+        "    except OSError:  # the errors of a case are part of its trial\n        _leave(UNWRITTEN)\n",
+        "",
+        ("tests/test_server.py::test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial",),
+    ),
+    Fault(
+        "full-disk-named",
+        "an error of temporary files names their folder and TMPDIR",
+        "        raise OSError(error.errno, text) from error\n",
+        "        raise\n",
+        (
+            "tests/test_server.py::test_a_full_disk_is_an_error_that_names_the_folder_and_the_variable",
+            "tests/test_signals.py::test_a_full_disk_leaves_no_folder_and_is_named_with_its_variable",
+        ),
+    ),
+    Fault(
+        "half-written",
+        "no reader finds a part of a file",
+        '    part = path.with_name(f"{path.name}.part")\n',
+        "    part = path\n",
+        ("tests/test_signals.py::test_no_reader_finds_a_part_of_a_file",),
+    ),
 )
 
 

@@ -101,6 +101,33 @@ def test_sigkill_is_blamed_on_memory_also_if_the_resident_set_says_so(monkeypatc
     assert cause in failures.of_end(-signal.SIGKILL, 0, 1.0, 3, peak << 30).reason
 
 
+@pytest.mark.parametrize(
+    ("number", "before", "now", "peak", "outside"),
+    [
+        (signal.SIGKILL, 3, 3, 2, True),
+        (signal.SIGKILL, None, None, None, True),
+        (signal.SIGKILL, 3, 4, 2, False),
+        (signal.SIGKILL, 3, 3, 85, False),
+        (signal.SIGTERM, 3, 4, 85, True),
+        (signal.SIGHUP, 3, 3, 2, True),
+        (signal.SIGSEGV, 3, 3, 2, False),
+        (signal.SIGABRT, 3, 3, 2, False),
+        (signal.SIGBUS, 3, 3, 2, False),
+    ],
+)  # fmt: skip
+def test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory(
+    monkeypatch, number, before, now, peak, outside
+) -> None:
+    monkeypatch.setattr(processes, "killed_for_memory", lambda: now)
+    monkeypatch.setattr(processes, "memory_limit", lambda: 100 << 30)
+    peak_bytes = None if peak is None else peak << 30
+    assert processes.killed_from_outside(-number, before, peak_bytes) == outside
+    assert not processes.killed_from_outside(0, before, peak_bytes)
+    assert not processes.killed_from_outside(None, before, peak_bytes)
+    status = Status.KILLED if outside else Status.FAILED
+    assert failures.of_end(-number, 1, 0.0, before, peak_bytes).status is status
+
+
 def test_the_limit_of_memory_is_that_of_the_cgroup_and_at_most_that_of_the_machine(tmp_path: Path) -> None:
     assert processes.memory_limit(tmp_path) is None
     kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"proc/meminfo": "MemTotal:       8 kB\nMemFree: 1 kB\n"})

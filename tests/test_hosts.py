@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import struct
@@ -19,13 +20,15 @@ from dpbench.analysis import hosts, validity
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
+from dpbench.measure import agent as agent_module
 from dpbench.measure import jobs, launch
-from dpbench.measure.agent import Member, Reply
+from dpbench.measure.agent import Agent, Member, Reply, Work
 from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, LaunchError
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.peers import Offset, Peer, Peers
-from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Step, Trial, host_device
+from dpbench.measure.request import Request
+from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Status, Step, Trial, host_device
 from dpbench.records.trial import ALONE, HOSTS, TrialHost
 from dpbench.report import markdown, page
 
@@ -390,3 +393,26 @@ def test_slurm_without_its_command_is_refused_before_anything_is_submitted(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(jobs.JobsError, match="sbatch"):
         jobs.Launcher("slurm", {}).submit(tmp_path, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(OSError(errno.ENOSPC, "no space left"), Status.KILLED), (LookupError("a bug"), Status.FAILED)],
+)
+def test_an_agent_without_a_place_for_its_files_says_so_and_the_case_has_not_failed(
+    error: Exception, status: Status, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unusable() -> None:
+        raise error
+
+    monkeypatch.setattr(agent_module, "folder", unusable)
+    sent: list[Reply] = []
+    rank_0: Any = SimpleNamespace(send=lambda kind, **data: sent.append(Reply.from_dict(data)))
+    one = Agent(Launch(rank=0, size=1, node=0, host="a", leader="a", id="1", by="torchrun"), "lo")
+    one._answer(rank_0, 1, one._renew)
+    work = Work(request=Request(cases=(CASE,), effort=Effort(), round=0), limit_s=1.0, turn=2)
+    one._answer(rank_0, 2, lambda: one._work(work))
+    assert [answer.turn for answer in sent] == [1, 2]
+    failures = [answer.failure for answer in sent if answer.failure]
+    assert [failure.status for failure in failures] == [status] * 2
+    assert all(str(error.args[-1]) in failure.reason for failure in failures)

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from dpbench.hardware import signals
+
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 """The number of kernel ticks per second; the kernel counts the CPU time of cores in ticks."""
@@ -262,14 +264,14 @@ def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int |
 
 
 def killed_from_outside(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> bool:
-    """Return whether SIGKILL or SIGTERM ended a process, and no sign shows that memory had run out.
+    """Return whether a signal of another process ended a process, and no sign shows that memory had run out.
 
-    Such a signal comes from another process, such as a scheduler, and tells nothing about the case that was measured.
+    The signal is SIGKILL, or one of those that ask a process to end. It tells nothing about the case that was measured.
     Signals of a crash, such as SIGSEGV and SIGABRT, do not count. The arguments are those of `advice`. This process
     must not have sent the signal.
     """
     if exit_status != -signal.SIGKILL:
-        return exit_status == -signal.SIGTERM
+        return exit_status in [-number for number in signals.ENDING]
     now, limit = killed_for_memory(), memory_limit()
     if now is not None and killed_before is not None and now > killed_before:
         return False

@@ -203,6 +203,8 @@ class Agent:
         """Call `do`, and send its answer to the request `turn` to rank 0; if `do` raises, the answer is a failure."""
         try:
             answer = do()
+        except OSError as error:  # such as a full disk, which is no fault of the case: the same command measures it
+            answer = Reply(failure=Failure(status=Status.KILLED, reason=f"its agent failed: {error}"))
         except Exception as error:
             answer = Reply(failure=Failure(status=Status.FAILED, reason=f"its agent failed: {error!r}"))
         with suppress(OSError):  # rank 0 is lost; the thread that reads its messages reports this
@@ -210,16 +212,21 @@ class Agent:
 
     def _renew(self) -> Reply:
         """Start a new server of workers in place of the previous one; return an empty answer when it is ready."""
+        server = self._opened()
+        server.stop()
+        server.prepare()
+        return Reply()
+
+    def _opened(self) -> Server:
+        """Return this agent's server. Raises OSError, also for later work, if temporary files cannot be written."""
         if self._server is None:
             self._scratch = self._stack.enter_context(folder())
             self._server = self._stack.enter_context(Server(self._scratch))
-        self._server.stop()
-        self._server.prepare()
-        return Reply()
+        return self._server
 
     def _work(self, work: Work) -> Reply:
         """Run work in a fresh worker; return its trials or its failure, the machine's samples and the foreign load."""
-        assert self._server is not None
+        server = self._opened()
         if work.sample is not None and self._series is None:
             output = self._scratch / "samples.jsonl"
             self._series = self._stack.enter_context(samplers.sampling(work.sample, output))
@@ -227,7 +234,7 @@ class Agent:
         if seat:  # the interface may have another name on this machine than on rank 0's
             request = replace(request, seat=replace(seat, interface=self._interface))
         before, began_s = foreign_load.snapshot(work.roots), time.perf_counter()
-        found = self._server.answer(request, work.limit_s, cancelled=lambda: self._aborted >= work.turn)
+        found = server.answer(request, work.limit_s, cancelled=lambda: self._aborted >= work.turn)
         load = foreign_load.since(before, work.roots)
         samples = self._series.cut(began_s, time.perf_counter()) if work.sample is not None and self._series else ()
         failure, trials = (found, ()) if isinstance(found, Failure) else (None, tuple(found))

@@ -48,7 +48,7 @@ class Models:
                 largest = max(case.batch_size for case in group)
                 found = server.check(replace(model, batch_size=largest), self._limit_s)
                 if found.status is Status.KILLED:
-                    yield f"{_named(model)} is measured without its check, which was {_why(found)}"
+                    yield f"{_named(model)} is measured without its check, which had no result ({_why(found)})"
                     continue
                 self._verdicts[model] = found
                 if found.status is not Status.OK:

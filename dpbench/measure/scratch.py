@@ -59,7 +59,8 @@ def explained() -> Iterator[None]:
             raise
         where = tempfile.tempdir or os.environ.get("TMPDIR") or "/tmp"
         remedy = "free space there, or set the environment variable TMPDIR to another folder"
-        text = f"temporary files cannot be written to {where} ({error.strerror or error}): {remedy}"
+        why = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        text = f"temporary files cannot be written to {where} ({why}): {remedy}"
         raise OSError(error.errno, text) from error
 
 

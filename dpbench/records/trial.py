@@ -131,8 +131,9 @@ class Source(StrEnum):
 class Status(StrEnum):
     """The status of a trial that ended.
 
-    A resumed run repeats every trial with the status `killed`. It repeats trials with another status only if `--retry`
-    lists that status.
+    The status is `killed` if the run ended before the trial, or if a fault that has nothing to do with the case ended
+    both attempts at the trial, such as a signal of another process. A resumed run repeats every trial with this status.
+    It repeats trials with another status only if `--retry` lists that status.
     """
 
     OK = "ok"
