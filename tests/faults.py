@@ -1310,8 +1310,6 @@ FAULTS = (
         ("tests/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",),
     ),
     Fault(
-    # -- faults from outside
-    Fault(
         "killed-once",
         "a signal from outside costs one attempt",
         "    results = attempt()\n    killed",
@@ -1366,6 +1364,7 @@ FAULTS = (
         "    part = path\n",
         ("tests/test_signals.py::test_no_reader_finds_a_part_of_a_file",),
     ),
+    # -- faults from outside
 )
 
 
