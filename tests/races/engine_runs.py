@@ -31,7 +31,7 @@ from dpbench.engine.scatter import scatter
 from dpbench.engine.train_step import TrainStep
 from dpbench.engine.workers import Context, Job, Serial
 from dpbench.hardware.devices import _cuda
-from dpbench.hardware.devices.cuda import CudaDevice, GraphRecorder, Nccl
+from dpbench.hardware.devices.cuda import CudaDevice, Nccl
 from dpbench.records.schedule import Schedule
 from tests.races import machine
 from tests.races.clocks import Stream
@@ -96,28 +96,6 @@ class InTurn(Serial):
             thread.join()
 
 
-@contextmanager
-def counted(detector: Detector) -> Iterator[None]:
-    """Inside the context, count the waits of the host that recording a CUDA graph needs."""
-    with ExitStack() as stack:
-        for name in ("warm_up", "record"):
-            stack.enter_context(
-                mock.patch.object(GraphRecorder, name, _counting(detector, getattr(GraphRecorder, name)))
-            )
-        yield
-
-
-def _counting(detector: Detector, method: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        before = detector.machine.waits
-        try:
-            return method(*args)
-        finally:
-            detector.recording_waits += detector.machine.waits - before
-
-    return call
-
-
 @dataclass(frozen=True)
 class Run:
     """A few training steps: their schedule, the GPU of each replica, and the loop around the steps.
@@ -141,7 +119,7 @@ class Run:
         """Run the steps on simulated GPUs; return the detector."""
         choose = mock.patch("dpbench.engine.train_step.choose", return_value=InTurn(backwards=self.backwards))
         other = mock.patch("dpbench.engine.data_parallel.choose", return_value=InTurn(backwards=self.backwards))
-        with detect(has_nccl=self.nccl) as found, choose, other, counted(found), ExitStack() as streams:
+        with detect(has_nccl=self.nccl) as found, choose, other, ExitStack() as streams:
             torch.manual_seed(0)
             for ordinal in sorted(set(self.ordinals), reverse=True) if self.side else ():
                 streams.enter_context(torch.cuda.stream(torch.cuda.Stream(ordinal)))
@@ -159,9 +137,7 @@ class Run:
                 "dpbench.engine.collectives.BUCKET_BYTES", 64
             ):  # several buckets, although the net is small
                 kinds.get(self.kind, self._stepped)(net, x, y)
-            assert found.machine.waits == waits + found.recording_waits, (
-                "the host waited for a device, which orders everything"
-            )
+            assert found.machine.waits == waits, "the host waited for a device, which orders everything"
             return found
 
     def _wrapped(self, net: Net, x: Tensor, y: Tensor) -> None:
