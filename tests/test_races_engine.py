@@ -54,7 +54,9 @@ REPORTING = {
     "gather.forward: target.wait(device)": Run(Schedule(), SHARED, kind="verbs"),
     "gather.forward: target.borrow(tensors)": Run(Schedule(), SHARED, kind="verbs"),
     "losses.meet: root.wait(device)": Run(parse("local_loss"), SHARED),
-    "losses.meet: root.borrow([*self._totals, *tensors])": Run(parse("bf16_comm"), MIXED, kind="host whole"),
+    "losses.meet: root.borrow([*self._totals, *tensors])": Run(
+        parse("local_backward"), MIXED, kind="host partly whole"
+    ),
     "losses.backward: device.wait(self._devices[0])": Run(parse("local_backward"), SHARED),
     "losses.backward: device.borrow([self._weight])": Run(parse("local_backward"), PAIR, kind="whole"),
     "persistent.modules: root.wait(device)": Run(parse("persistent"), SHARED),

@@ -169,7 +169,8 @@ def _ablated(steps: Mapping[str, Row]) -> tuple[str, tuple[RungGain, ...], tuple
 
     An ablation is the schedule with one switch set back to its first position. Each switch without a measured ablation
     is given with the reason. `steps` maps measured schedules to their rows. A rung is often also an ablation of
-    another rung. Therefore only ablations that are not rungs count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
+    another rung. Therefore only ablations that are not rungs count when the schedule is chosen. If no schedule has
+    such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
     for text in sorted(steps):
