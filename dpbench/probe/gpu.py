@@ -15,8 +15,7 @@ import torch
 from dpbench.hardware.device import Device
 from dpbench.hardware.nvml import NvmlGpu
 from dpbench.measure.worker import facts
-from dpbench.probe.figures import Figure, spread, timing
-from dpbench.probe.host import line
+from dpbench.probe.figures import Figure, line, spread, timing
 from dpbench.records import HOST
 
 KIB, MIB = 2**10, 2**20
