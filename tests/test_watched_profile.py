@@ -12,7 +12,7 @@ import pytest
 
 from dpbench.analysis.findings.text import headline
 from dpbench.analysis.report import Report
-from dpbench.predict import stored
+from dpbench.predict import observed_loop
 from dpbench.predict.alternatives import alternatives
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, Phase, Source, machine
@@ -28,8 +28,8 @@ MACHINE = machine.load("rtx-3090-x8")
 GPU = loops.case(device_kind="cuda")
 
 
-def loop_of(*arguments: Any, **more: Any) -> stored.ObservedLoop:
-    found = stored.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
+def loop_of(*arguments: Any, **more: Any) -> observed_loop.ObservedLoop:
+    found = observed_loop.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
     assert found
     return found
 
@@ -66,7 +66,7 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
     assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and the cost of the concurrent reduction"
 
 
-LACKING: dict[str, tuple[Callable[[], stored.ObservedLoop], str]] = {
+LACKING: dict[str, tuple[Callable[[], observed_loop.ObservedLoop], str]] = {
     "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown; give --model"),
     "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),

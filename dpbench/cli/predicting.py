@@ -38,7 +38,8 @@ from dpbench.records.files import UnreadableFile
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.predict.cases import Need, Prediction
-    from dpbench.predict.stored import ObservedLoop, Stored
+    from dpbench.predict.observed_loop import ObservedLoop
+    from dpbench.predict.stored import Stored
     from dpbench.predict.what_if import WhatIf
     from dpbench.records import Case
     from dpbench.records.machine import Machine
@@ -223,12 +224,12 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
 
     Raises UsageError if no such loop is found.
     """
-    from dpbench.predict import stored
+    from dpbench.predict import observed_loop
     from dpbench.store import Store
 
     with Store.read(path, list_unreadable) as opened:
         for one in [choose(opened, run)] if run else opened.newest():
-            if found := stored.of_run(opened.trials(one.id), one.provenance):
+            if found := observed_loop.of_run(opened.trials(one.id), one.provenance):
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(

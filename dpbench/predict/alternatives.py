@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpbench.predict import counts, stored
+from dpbench.predict import counts, observed_loop, stored
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, Trial, machine, registry
 from dpbench.records.machine import UnknownMachine
@@ -24,13 +24,13 @@ def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case
     found: dict[Case, Alternative | str] = {}
     for case in dict.fromkeys(trial.case for trial in trials):
         if case.traits.observed and case.traits.threads and case.devices > 1 and case.device_kind == "cuda":
-            loop = stored.of_run([trial for trial in trials if trial.case == case], facts)
+            loop = observed_loop.of_run([trial for trial in trials if trial.case == case], facts)
             if loop and loop.trials:
                 found[case] = _alternative(loop)
     return found
 
 
-def _alternative(loop: stored.ObservedLoop) -> Alternative | str:
+def _alternative(loop: observed_loop.ObservedLoop) -> Alternative | str:
     device = stored.gpu_of(loop.facts)
     known = [machine.load(name) for name in machine.names()]
     fitting = [one for one in known if loop.case.devices <= one.gpu.count and stored.alike(one.gpu.name, device)]

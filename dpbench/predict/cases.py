@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpbench.predict import counts, network, profiles, simulation
 from dpbench.predict.constants import (
@@ -28,6 +29,9 @@ from dpbench.records.machine import Collective, Machine
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.work import DRAWS, middle_draws
+
+if TYPE_CHECKING:
+    from dpbench.predict.memory import Traces
 
 UNTRACED = "unknown: only dpbench's models and models given by --model can be traced to calculate the memory"
 
@@ -65,7 +69,7 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
     The models are traced, which takes a second or more for each distinct number of rows per device.
     """
-    from dpbench.predict.memory import Traces, traces_of
+    from dpbench.predict.memory import traces_of
 
     kept: dict[Case, Traces] = {}
     for case in cases:
@@ -80,7 +84,7 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
         yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
 
 
-def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Need:
+def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Need:
     """Return the memory that one case needs, from a replay of the allocations on its devices.
 
     `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if unknown. `largest`
@@ -89,11 +93,11 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
     from dpbench.predict import memory
     from dpbench.predict.allocator import OutOfDeviceMemory
 
-    found = memory.needed(case, traces)  # type: ignore[arg-type]
+    found = memory.needed(case, traces)
     over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
     if over:
         with suppress(OutOfDeviceMemory):  # an allocator that reaches the limit frees its unused segments
-            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []  # type: ignore[arg-type]
+            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []
     most = None
     if largest and capacity_bytes:
         most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
