@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.predict import cases, counts, profiles, quick
+from benchmarks.prediction import formula, named_models, rows
+from dpbench.predict import cases, counts, profiles
 from dpbench.predict.cases import Predictor
-from dpbench.predict.scoring import rows
 from dpbench.records import Case, Phase, machine
 
 TABLE = Path(__file__).parent / "data" / "published.csv"
@@ -36,7 +36,7 @@ def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(gpu: st
     case = Case(model=model, size="full", strategy="single", batch_size=batch, device_kind="cuda")
     profile = Predictor(slow).profile(case)
     assert profile.source == "traced"
-    timed = quick.seconds(case, profile, slow, phases=frozenset(Phase) - {Phase.OPTIMIZER})
+    timed = formula.seconds(case, profile, slow, phases=frozenset(Phase) - {Phase.OPTIMIZER})
     assert 0.65 < timed / (float(row["value"]) / 1e3) < 1.35
 
 
@@ -56,18 +56,18 @@ def counted_off() -> Iterator[tuple[str, float]]:
         precision = next((name for name in ("fp16", "fp32", "tf32") if said.startswith(name)), "")
         precision = "fp16" if said.startswith("amp") else precision
         forward_alone = row["group"].startswith("RY") and "backward" not in row["timed"]
-        found = counts.find(model, None, row["precision"])
+        found = named_models.find(model, None, row["precision"])
         # BERT's published steps are of shorter sequences than those that were traced
         if not (precision and row["batch_per_gpu"]) or forward_alone or "bert" in model or found.known != "traced":
             continue
-        if not counts.exact(model):
+        if counts.row_of(model) is None:
             continue
         on, batch = machine.load(GPUS[row["gpu"]]), int(float(row["batch_per_gpu"]))
         slow = replace(on, host=replace(on.host, factor=rows.PUBLISHED_HOST))
         profile = profiles.counted(found.profile, slow, precision)
         phases = frozenset(Phase) - ({Phase.OPTIMIZER} if row["optimizer"] == "none" else set())
         case = Case(model=model, strategy="single", batch_size=batch)
-        timed, value = quick.seconds(case, profile, slow, phases=phases), float(row["value"])
+        timed, value = formula.seconds(case, profile, slow, phases=phases), float(row["value"])
         published = value / 1e3 if row["metric"] == "step_ms" else batch / value
         yield row["group"], math.log(timed / published)
 

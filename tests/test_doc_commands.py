@@ -26,7 +26,6 @@ SHORTER = {"run": ("--budget", "1"), "loaders": ("--rounds", "1", "--examples", 
 """Options that end a command early; the others are run exactly as they are written."""
 ELSEWHERE = {
     "probe": "test_the_command_measures_this_machine",
-    "--score": "test_the_scoreboard_prints_and_speaks_json",
     "--compile": "test_the_time_of_compilation_is_apart_from_the_steps",
     "--launcher": "test_jobs_measure_a_plan_and_the_same_command_measures_what_a_cancelled_job_has_not",
     "--find-max-batch": "test_the_command_prints_a_line_a_case",

@@ -170,14 +170,5 @@ def test_the_section_has_values_intervals_errors_and_labels(both: Path) -> None:
     assert "Predicted against measured" in markdown.render(newest(both))
 
 
-def test_a_processor_is_compared_with_its_description(tmp_path: Path) -> None:
-    with Store.create(tmp_path / "s.db") as store:
-        for cpu, name in (("EPYC, 4 cores: logical CPU devices", "ours"), ("EPYC 7763, 4 cores", "theirs")):
-            one = predicted(CASE, 0.01, 0.009, 0.02, name)
-            add(store, [one], name, key=f"predicted:{name}", host={"cpu": cpu})
-        last = add(store, trials_of(CASE, 0.01), "c0ffee1")
-    assert [one.machine for one in report(tmp_path / "s.db", last).forecasts] == ["ours"]
-
-
 def test_without_predictions_there_is_no_section(kept: Path) -> None:
     assert 'id="predicted"' not in page.render(newest(kept))

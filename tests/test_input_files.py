@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from click import Group
 
+from benchmarks.prediction import published
 from dpbench.cli import cli
 from dpbench.predict import network
-from dpbench.predict.scoring import published
 from dpbench.records import machine
 from dpbench.store import export
 from tests import exported
@@ -28,7 +28,7 @@ READERS = (
     "merge {}", "store check {}", "store recover {} --output new.db", "import {}", "watch {}",
     "check --model {}.py:net", "run --model {}.py:net", "run --strategy {}.py:way", "loaders --dataset {}.py:data",
     "loaders --dataset x.py:data --model {}.py:net", "predict --machine {}.toml --models mlp",
-    "predict --machine dgx-a100 --from {}", "predict --machine dgx-a100 --models mlp --bus {}", "predict --score {}",
+    "predict --machine dgx-a100 --from {}", "predict --machine dgx-a100 --models mlp --bus {}",
 )  # fmt: skip
 """Commands that read a file, whose name goes in place of {}."""
 READ_NOTHING = {"init", "probe"}

@@ -137,7 +137,6 @@ def test_the_same_description_is_the_same_machine() -> None:
 def test_predicting_loads_no_torch() -> None:
     code = (
         "import sys; from dpbench.records import machine; from dpbench.predict import cases;"
-        "from dpbench.predict.scoring import score;"
         "p = cases.Predictor(machine.load('dgx-a100'));"
         "found = [p.predict(case) for case in cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'),"
         " devices=(1, 2, 8), batch_per_device=(32,), schedules=('reference', 'zero1'))];"
@@ -148,21 +147,25 @@ def test_predicting_loads_no_torch() -> None:
     assert done.stdout.strip() == ""
 
 
+PROBED = {
+    "peer_access": False, "gpu": {"name": "x", "count": 1},
+    "link": [{"between": ["gpu0", "cpu0"], "kind": "pcie", "bytes_per_s": 1e10}],
+}  # fmt: skip
+
+
+def test_figures_of_the_probe_are_read_by_name() -> None:
+    figures = {"a_s": {"value": 3.0, "low": 2.0, "high": 4.0, "how": ""}, "a_ratio": {"value": 2.0}}
+    assert machine.read(PROBED | {"probe": figures}, "here").probe == {"a_s": 3.0, "a_ratio": 2.0}
+
+
 @pytest.mark.parametrize("row", [1.0, {"median": 2.0}])
 def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
-    table = {
-        "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": row},
-        "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
-    }  # fmt: skip
-    with pytest.raises(UnknownMachine, match=r"here: \[probe.a_s\]: expected a table with the key `value`"):
-        machine.read(table, "here")
+    with pytest.raises(UnknownMachine, match=r"here: .*probe.*"):
+        machine.read(PROBED | {"probe": {"a_s": row}}, "here")
 
 
-def test_a_file_of_an_older_probe_is_refused() -> None:
-    """Its `value` was the fastest tenth; what steps were compared with was its `median`."""
-    table = {
-        "peer_access": False, "gpu": {"name": "x", "count": 1}, "probe": {"a_s": {"value": 1.0, "median": 2.0}},
-        "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}],
-    }  # fmt: skip
-    with pytest.raises(UnknownMachine, match=r"\[probe.a_s\]: .* older probe; measure again: dpbench probe"):
-        machine.read(table, "here")
+def test_logical_cpu_devices_are_refused_with_a_way_out() -> None:
+    """An earlier probe wrote such files on machines without GPUs."""
+    logical = PROBED | {"link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}]}
+    with pytest.raises(UnknownMachine, match="dpbench run"):
+        machine.read(logical, "here")

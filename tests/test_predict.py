@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.prediction import formula, loops, named_models
+from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
-from dpbench.predict import cases, counts, network, profiles, quick, simulation, what_if
+from dpbench.predict import cases, counts, network, profiles, simulation, what_if
 from dpbench.predict.constants import DEFAULT, drawn, interval
-from dpbench.predict.simulation import LoopDifferences
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
 from dpbench.records.machine import Link, UnknownMachine
 from dpbench.records.schedule import RUNGS
@@ -61,7 +62,7 @@ def test_the_formula_and_the_simulation_agree(name: str, strategy: str, host: fl
             profile = replace(profile, loss=Cost(1e-4, 1e-5), optimizer=Cost(4e-3))
         for devices in (2, on.gpu.count):
             case = case_of(strategy, devices)
-            assert seconds(case, profile, on) == pytest.approx(quick.seconds(case, profile, on), rel=0.005)
+            assert seconds(case, profile, on) == pytest.approx(formula.seconds(case, profile, on), rel=0.005)
 
 
 def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
@@ -69,8 +70,8 @@ def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
     host = machine.Host(launch_s=40e-6, module_s=60e-6, tensor_s=9e-6, thread_s=3e-4, hand_off=0.1)
     profile, on = known("rtx-3090-x8", 0.01)
     on, case = replace(on, host=host), case_of("torch_dp", 4)
-    assert seconds(case, profile, on) == pytest.approx(quick.seconds(case, profile, on), rel=0.005)
-    assert quick.seconds(case, profile, on) > 1.2 * quick.seconds(case, profile, replace(on, host=machine.Host()))
+    assert seconds(case, profile, on) == pytest.approx(formula.seconds(case, profile, on), rel=0.005)
+    assert formula.seconds(case, profile, on) > 1.2 * formula.seconds(case, profile, replace(on, host=machine.Host()))
     found = cases.Predictor(on, measured={counts.key(case): replace(profile, source="measured")}).predict(case)
     assert found.low_s < found.seconds < found.high_s
     assert abs(statistics.median(found.draws)) < 0.05, "both ends come from the same costs as the step"
@@ -150,7 +151,7 @@ def test_ranks_beyond_eight_are_one() -> None:
 def test_late_reduction_costs_what_overlap_hides() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.3)
     beside, late = (
-        simulation.step(case_of("ddp", 8), profile, on, loop=LoopDifferences(late_reduction=late)).seconds
+        loops.step(case_of("ddp", 8), profile, on, loop=LoopDifferences(late_reduction=late)).seconds
         for late in (False, True)
     )
     wire = network.DeviceGroup(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
@@ -161,7 +162,7 @@ def test_late_reduction_costs_what_overlap_hides() -> None:
 def test_only_some_phases() -> None:
     profile, on = known("dgx-a100")
     tasks = simulation.step(case_of("dp", 4), profile, on).tasks
-    kept = simulation.only(tasks, {Phase.FORWARD, Phase.BACKWARD})
+    kept = loops.only(tasks, {Phase.FORWARD, Phase.BACKWARD})
     assert {task.phase for task in kept} == {Phase.FORWARD, Phase.BACKWARD}
     ends = [i for i, task in enumerate(kept) if task.phase is Phase.FORWARD and task.unit == "flop"]
     backward = next(task for task in kept if task.phase is Phase.BACKWARD)
@@ -183,7 +184,7 @@ def test_data_parallel_is_slower_than_one_gpu_for_launch_bound_nets() -> None:
 
 
 def test_vgg_scales_backwards_on_eight_consumer_gpus_without_peer_access() -> None:
-    vgg = counts.find("vgg16").profile  # the plug of this name is a small one
+    vgg = named_models.find("vgg16").profile  # the plug of this name is a small one
     on = machine.load("rtx-3090-x8")
     profile = profiles.given(vgg, 0.100, 32, on)
     rate = {n: n / seconds(Case(model="vgg16", strategy="ddp", devices=n, batch_size=4 * n, device_kind="cuda"),

@@ -105,7 +105,7 @@ def test_a_faster_bus_makes_ddp_faster() -> None:
 
 
 def test_strategies_of_one_process_are_left_out_of_several_nodes_and_said_to_be() -> None:
-    asked = ["predict", "--machine", "dgx-1-v100-x128", "--models", "resnet50", "--quick", "--json"]
+    asked = ["predict", "--machine", "dgx-1-v100-x128", "--models", "resnet50", "--json"]
     found = CliRunner().invoke(cli, [*asked, "--strategies", "ddp,torch_dp", "--devices", "8,16"])
     assert found.exit_code == 0
     cases = [(one["case"]["strategy"], one["case"]["devices"]) for one in json.loads(found.stdout)["cases"]]
@@ -115,11 +115,11 @@ def test_strategies_of_one_process_are_left_out_of_several_nodes_and_said_to_be(
 
 
 def test_the_prediction_to_ask_for_next_is_of_the_same_machine() -> None:
-    asked = ["predict", "--machine", "dgx-station-v100", "--models", "resnet50", "--quick", "--json"]
+    asked = ["predict", "--machine", "dgx-station-v100", "--models", "resnet50", "--json"]
     found = CliRunner().invoke(cli, [*asked, "--strategies", "ddp", "--devices", "2"])
     (answer,) = json.loads(found.stdout)["answers"]
     _, *command = answer["command"].split()
     assert command[:3] == ["predict", "--machine", "dgx-station-v100"]
-    again = CliRunner().invoke(cli, [*command, "--quick", "--json"])
+    again = CliRunner().invoke(cli, [*command, "--json"])
     assert again.exit_code == 0, again.stderr
     assert {one["case"]["devices"] for one in json.loads(again.stdout)["cases"]} == {1, 2, 4}

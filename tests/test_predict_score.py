@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.scripts import fit_constants, public_figures
-from dpbench.predict import counts, quick
+from benchmarks.prediction import __main__ as command
+from benchmarks.prediction import fit_constants, formula, named_models, published, rows, score
+from benchmarks.prediction.published import Excluded
+from benchmarks.scripts import public_figures
 from dpbench.predict.constants import DEFAULT
-from dpbench.predict.scoring import published, rows, score
-from dpbench.predict.scoring.published import Excluded
 from dpbench.records import Phase
 from tests.exported import Command
 
@@ -134,8 +134,8 @@ def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
         asked = rows.question(one)
         if asked.accumulated == 1:
             on = asked.machine.machine
-            formula = quick.seconds(asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop)
-            assert asked.scale * formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
+            by_formula = formula.seconds(asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop)
+            assert asked.scale * by_formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
 
 
 # ---------------------------------------------------------------- reading
@@ -359,27 +359,29 @@ def test_a_machine_behind_words(
     ],
 )
 def test_a_model_behind_a_name(name: str, parameters: int, known: str) -> None:
-    found = counts.find(name)
+    found = named_models.find(name)
     assert (found.profile.parameter_bytes // 4, found.known) == (parameters, known)
     assert found.profile.forward_launches > 0
-    assert counts.find(name, precision="fp16").profile.parameter_bytes == 2 * parameters
+    assert named_models.find(name, precision="fp16").profile.parameter_bytes == 2 * parameters
 
 
 def test_another_size_of_a_known_name_is_estimated_from_its_parameters() -> None:
-    found = counts.find("resnet50 wide", 300e6)
+    found = named_models.find("resnet50 wide", 300e6)
     assert (found.known, found.profile.parameter_bytes) == ("estimated", 1_200_000_000)
 
 
 # ---------------------------------------------------------------- the command
 
 
-def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, dpbench: Command) -> None:
+def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write(tmp_path / "x.csv", ONE, {"id": "X-2", "value": 120}, {"id": "X-3", "metric": "util", "value": 3})
-    code, out, err = dpbench("predict", "--score", str(table))
-    assert code == 0, err
-    assert "80 % holds" in out
-    assert "the duration of a step cannot be derived from the metric util: X-3" in out
-    (line,) = json.loads(dpbench("predict", "--score", str(table), "--json")[1])
+    command.main([str(table)])
+    header, _, row, *_, left_out = capsys.readouterr().out.strip().splitlines()
+    assert header.split()[0] == "group"
+    assert row.split()[0] == "X"
+    assert left_out.endswith(": X-3")
+    command.main([str(table), "--json"])
+    (line,) = json.loads(capsys.readouterr().out)
     keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
     assert keys <= set(line)
     assert (line["group"], line["strategy"], line["n"], line["excluded"]) == ("X", "ddp", 1, 1)
@@ -409,12 +411,8 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
         (["--machine", "dgx-a10", "--models", "resnet50"], "did you mean 'dgx-a100'"),
         (["--machine", "dgx-a100", "--models", "resnet5"], "did you mean 'resnet50'"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--schedules", "zero2"], "unknown schedule 'zero2'"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--quick", "--strategies", "dp", "--schedules", "zero1"],
-         "has no formula for"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "torch_dp", "--devices", "16"],
          "dgx-a100 has 8 GPUs"),
-        (["--score", "p.csv", "--models", "resnet50", "--quick"], "so --models, --quick would have no effect"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--all-rows"], "--all-rows chooses rows of the file"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--size", "full"], "--size: dpbench knows only one size"),
         (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "ddp", "--schedules", "zero1"],
          "--schedules: none of the strategies has schedules"),
@@ -424,7 +422,6 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
     ],
 )  # fmt: skip
 def test_a_wrong_question_is_told_the_way_out(dpbench: Command, arguments: list[str], message: str) -> None:
-    Path("p.csv").touch()
     code, _, err = dpbench("predict", *arguments)
     assert code == 64
     assert message in err

@@ -28,11 +28,6 @@ ROOT = Path(dpbench.__file__).parent
 NAMES = frozenset(registry.own("strategies"))
 WORDING = {
     "records/plan.py": "the strategies that a run without --strategies measures on each kind of device",
-    "probe/collective.py": "names of figures in the probe's file",
-    "predict/cpu_model.py": "names of figures in the probe's file",
-    "predict/scoring/score.py": "kinds of strategies in published tables",
-    "predict/scoring/published.py": "kinds of strategies in published tables",
-    "predict/scoring/rows.py": "kinds of strategies in published tables",
     "report/devices.py": "headings of a table",
     "report/figures.py": "texts of a drawing",
     "analysis/findings/scale.py": "the name of a finding",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from dpbench.predict import counts, stored
 from dpbench.predict.cases import Predictor, keep
 from dpbench.predict.stored import of_trials
-from dpbench.records import Case, Cost, Phase, Span, Step, Trial, machine
+from dpbench.records import Case, Cost, Phase, Source, Span, Step, Trial, machine
 from dpbench.records.machine import UnknownMachine
 from dpbench.store import Store
 from tests.exported import command
@@ -99,7 +100,6 @@ def test_the_way_out_is_a_command_that_measures_the_case() -> None:
     assert "--batch-sizes 1,3 --store x.db" in said
     assert "--model tests.net:net" in stored.way_out(single(3, model="tests.net:net"))
     assert "give --step-s SECONDS, or your own model" in stored.way_out(single(3, model="resnet50"))
-    assert "--step-s" not in stored.way_out(single(3, model="resnet50", device_kind="cpu")), "refused for CPU devices"
 
 
 def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:
@@ -111,15 +111,13 @@ def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:
 
 
 def test_all_of_a_measured_step_is_in_the_profile(tmp_path: Path) -> None:
-    """On a GPU, unattributed time counts to the phases; on the host, it is separate."""
-    for kind in ("cuda", "cpu"):
-        case = single(32, device_kind=kind)
-        steps = tuple(Step(0.3, False, 0.3 * (i + 1)) for i in range(10))
-        spans = [Span(i, Phase.FORWARD, 0, "host", 0.3 * i, 0.3 * i + 0.2) for i in range(10)]
-        found = of_trials(counts.of(case), [Trial(case=case, steps=steps, spans=tuple(spans))])
-        assert found.forward is not None
-        assert found.forward.at(32) + (found.rest.at(32) if found.rest else 0.0) == pytest.approx(0.3)
-        assert (found.rest is None) == (kind == "cuda")
+    """Unattributed time counts to the phases."""
+    case = single(32)
+    steps = tuple(Step(0.3, False, 0.3 * (i + 1)) for i in range(10))
+    spans = [Span(i, Phase.FORWARD, 0, "host", 0.3 * i, 0.3 * i + 0.2) for i in range(10)]
+    found = of_trials(counts.of(case), [Trial(case=case, steps=steps, spans=tuple(spans))])
+    assert found.forward is not None
+    assert found.forward.at(32) == pytest.approx(0.3)
 
 
 def test_a_measured_step_is_what_a_prediction_starts_from(
@@ -139,19 +137,26 @@ def test_a_measured_step_is_what_a_prediction_starts_from(
     assert "leave out one of them" in said
 
 
-@pytest.mark.parametrize("flags", [("--step-s", "0.1"), ("--memory",), ("--quick",), ("--memory", "--max-batch")])
-def test_what_means_nothing_on_logical_devices_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], flags: tuple[str, ...]
+def test_an_old_prediction_for_logical_cpu_devices_is_shown_with_its_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    here = tmp_path / "here.toml"
-    here.write_text(
-        'peer_access = false\n[gpu]\nname = "x"\ncount = 4\n'
-        '[[link]]\nbetween = ["gpu0-3", "cpu0"]\nkind = "memory"\nbytes_per_s = 1e10\n'
-    )
+    case = Case(model="mlp", strategy="dp", schedule="fastest", devices=2, batch_size=64)
+    old = Trial(
+        case=case, source=Source.PREDICTED, steps=(Step(0.0125, False, 0.0125),), reason="predicted for here",
+        spans=(Span(0, Phase.FORWARD, 0, "predicted", 0.0, 0.0125),),
+        provenance={"machine": "here", "profile": "measured", "interval_80_s": [0.01, 0.015], "draws": [0.0] * 200},
+    )  # fmt: skip
+    facts = {"host": {"name": "here (described, not measured)", "cpu": "EPYC, 2 cores: logical CPU devices"}}
+    with Store.create(tmp_path / "dpbench.db") as store:
+        store.add([old], plan="p", host="predicted:here", code="", provenance=facts)
     call = command(tmp_path, monkeypatch, capfd)
-    code, _, said = call("predict", "--machine", here, "--models", "mlp", *flags)
-    assert code == 64
-    assert f"{', '.join(flag for flag in flags if flag.startswith('--'))} can be used for GPUs only." in said
-    code, _, said = call("predict", "--machine", here, "--models", "mlp", "--size", "small", "--devices", "4")
-    assert code != 0
-    assert "no device count" not in said
+    code, said, _ = call("report", "--json")
+    assert code == 0
+    (shown,) = json.loads(said)["cases"]
+    assert shown["labels"] == ["PREDICTED", "EXPERIMENTAL", "CPU-ONLY"]
+    assert shown["step_s"]["value"] == 0.0125
+    assert (shown["step_s"]["low"], shown["step_s"]["high"]) == (0.01, 0.015)
+    for reader in (("report", "--md"), ("explain",), ("show",), ("export", "csv")):
+        code, said, error = call(*reader)
+        assert code == 0, error
+        assert "mlp" in said

@@ -68,14 +68,10 @@ def _machine(trials: Sequence[Any]) -> str:
 def _same_hardware(described: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     """Return whether the description of a machine fits the machine `here`.
 
-    All GPUs of both machines must have the same name. If neither has GPUs, their processors must have the same name.
-    Descriptions of processors begin with the processor's name, as `dpbench probe` writes them.
+    Both must have GPUs, all of which have the same name.
     """
-    names = [_gpus(facts) for facts in (described, here)]
-    if any(names):
-        return names[0] == names[1] and len(names[0]) == 1
-    cpu = str((here.get("host") or {}).get("cpu", ""))
-    return bool(cpu) and str((described.get("host") or {}).get("cpu", "")).startswith(f"{cpu}, ")
+    names = _gpus(here)
+    return len(names) == 1 and _gpus(described) == names
 
 
 def _gpus(facts: Mapping[str, Any]) -> set[str]:

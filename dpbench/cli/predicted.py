@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,16 +14,12 @@ from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
     from dpbench.predict.cases import Need, Prediction
-    from dpbench.predict.scoring.published import Excluded
-    from dpbench.predict.scoring.score import Coverage, ScoreLine
     from dpbench.predict.what_if import WhatIf
 
 COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
            "profile", "label")  # fmt: skip
 SHOWN = 0.03
 """The smallest fraction of a step's time with which a phase is shown in the table of predictions."""
-SCORES = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
-          "hard n", "hard MAPE", "left out")  # fmt: skip
 
 
 def predictions_table(found: Sequence[Prediction]) -> str:
@@ -51,8 +46,6 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
 
 def _phases(one: Prediction) -> str:
     """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of the step."""
-    if not one.spans:
-        return "none (formula)"
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
     shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
     return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
@@ -105,47 +98,6 @@ def _gain(one: WhatIf) -> str:
 
 def _between(one: WhatIf) -> str:
     return f"{words.number(one.gain_low)}–{words.number(one.gain_high)}"
-
-
-def coverage_line(kind: str, found: Coverage) -> str:
-    """Return a line of text on how often measured steps lie in their predicted 80 % intervals.
-
-    The line gives this share of the steps, the 95 % interval of the share, and the interval score. `kind` names the
-    published measurements that were used: "rows" for all, "hard rows" for those that scale badly (`Scored.hard`).
-    """
-    return (
-        f"{kind}: of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')}, "
-        f"{words.percent(found.share)} (95 % interval, clustered by machine: {words.percent(found.low)} to "
-        f"{words.percent(found.high)}) lie in their predicted 80 % interval; interval score {found.score:.3f}"
-    )
-
-
-def scores_table(lines: Iterable[ScoreLine]) -> str:
-    """Return the scores of predictions as a table with one line per group of rows, strategy and metric."""
-    rows = [SCORES]
-    for one in lines:
-        rows.append((
-            one.group, one.strategy, one.metric, str(one.n), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}",
-            f"{one.bias:+.1%}", f"{one.overhead:+.0%}", f"{one.skill:+.2f}",
-            "" if one.coverage is None else f"{one.coverage:.0%}", str(one.hard_n),
-            "" if one.hard_mape is None else f"{one.hard_mape:.1%}", str(one.excluded),
-        ))  # fmt: skip
-    return "\n".join(aligned(rows, left=(0, 1, 2)))
-
-
-def excluded_text(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return one line of text per reason for which rows were left out, the most frequent reason first.
-
-    The line has the number of rows, the reason, and the ids of the first `most` rows.
-    """
-    reasons: dict[str, list[str]] = {}
-    for row in rows:
-        reasons.setdefault(row.reason, []).append(row.id)
-    counts = Counter({reason: len(ids) for reason, ids in reasons.items()})
-    return "\n".join(
-        f"{count:5d}  {reason}: {', '.join(reasons[reason][:most])}{', ...' if count > most else ''}"
-        for reason, count in counts.most_common()
-    )
 
 
 class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):

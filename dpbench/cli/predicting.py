@@ -27,11 +27,8 @@ from dpbench.cli.options import (
 from dpbench.cli.predicted import (
     PredictedCase,
     Predictions,
-    coverage_line,
-    excluded_text,
     needs_table,
     predictions_table,
-    scores_table,
     what_ifs_table,
 )
 from dpbench.cli.showing import choose, list_unreadable, print_answers
@@ -41,7 +38,8 @@ from dpbench.records.files import UnreadableFile
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.predict.cases import Need, Prediction
-    from dpbench.predict.stored import ObservedLoop, Stored
+    from dpbench.predict.observed_loop import ObservedLoop
+    from dpbench.predict.stored import Stored
     from dpbench.predict.what_if import WhatIf
     from dpbench.records import Case
     from dpbench.records.machine import Machine
@@ -82,32 +80,12 @@ DEVICES = (1, 2, 4, 8)
     "--bus", metavar="GB/S|FILE",
     help="The measured bus bandwidth of an all-reduce in GB/s, or a file with the output of nccl-tests.",
 )  # fmt: skip
-@click.option(
-    "--quick",
-    is_flag=True,
-    help="Predict the step time by formulas, without the times of its phases; only for the schedule `reference`.",
-)
 @click.option("--memory", is_flag=True, help="Also predict each device's peak memory; takes seconds per model.")
 @click.option("--max-batch", is_flag=True, help="Search for the largest batch that fits into memory.")
-@click.option(
-    "--score",
-    "table",
-    type=click.Path(path_type=Path),
-    help="Compare predictions with the published measurements in this CSV file, and print the errors.",
-)
 @json_option
-@click.option("--all-rows", is_flag=True, help="With --score: also use repeated, suspect and low-trust rows.")
 @click.option("--store", type=click.Path(path_type=Path), help="Store the predictions as a run in this results file.")
-def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -> None:
-    """Predict steps on another machine, phase by phase, with 80 % intervals; or score predictions.
-
-    --score compares predictions with a CSV file of published measurements. Rows whose ids are equal up to the last "-"
-    form a group, which must include a measurement on one device.
-    """
-    _refuse_beside_score(table)
-    if table:
-        _score(table, as_json, all_rows)
-        return
+def predict(as_json: bool, **options: Any) -> None:
+    """Predict steps on another machine with GPUs, phase by phase, with 80 % intervals."""
     from dpbench.analysis.answer import answers
     from dpbench.analysis.summary import rows
     from dpbench.hardware.provenance import Resources
@@ -120,9 +98,7 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     loop = _loop(path, run) if path and not models else None
     models = (loop.case.model,) if loop else models
     if not options["machine_name"] or not models:
-        raise click.UsageError(
-            "give --machine and --models, such as --machine dgx-a100 --models resnet50; or give --score FILE"
-        )
+        raise click.UsageError("give --machine and --models, such as --machine dgx-a100 --models resnet50")
     if run and not loop:
         raise click.UsageError(
             "with --models, --from reads measured steps from a whole file: give --from FILE without a run"
@@ -142,15 +118,13 @@ def predict(table: Path | None, as_json: bool, all_rows: bool, **options: Any) -
     steps = stored.read(path, asked, described) if path and not profile else {}
     if profile:
         steps = {counts.key(case): profile for case in asked}
-    predictor = cases.Predictor(
-        described, given=known, by_formula=options["quick"], measured={key: one.profile for key, one in steps.items()}
-    )
+    predictor = cases.Predictor(described, given=known, measured={key: one.profile for key, one in steps.items()})
     found = [predictor.predict(case) for case in asked]
     memory = options["memory"] or options["max_batch"]
     held = list(needs(asked, described, largest=options["max_batch"])) if memory else []
     if held:
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
-    changes = [] if options["quick"] or described.logical else what_if.what_ifs(predictor, asked)
+    changes = what_if.what_ifs(predictor, asked)
     answered = answers(rows([one.trial() for one in found]), Resources(described=options["machine_name"]))
     if as_json:
         shapes.show(Predictions(
@@ -175,9 +149,9 @@ def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any]
     from dpbench.predict import cases
 
     found = cases.sweep(
-        models, "cpu" if described.logical else "cuda",
-        strategies=options["strategies"] or cases.strategies(described),
-        devices=options["devices"] or tuple(n for n in DEVICES if n <= cases.most_devices(described)),
+        models,
+        strategies=options["strategies"] or cases.STRATEGIES,
+        devices=options["devices"] or tuple(n for n in DEVICES if n <= described.devices),
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
         size=options["size"], **axes,
     )  # fmt: skip
@@ -192,22 +166,8 @@ def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any]
 def _given() -> list[str]:
     """Return the names of the parameters that are given on the command line."""
     context = click.get_current_context()
-    return [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-
-
-def _refuse_beside_score(table: Path | None) -> None:
-    """Raise UsageError for an option that --score ignores, and for --all-rows without --score."""
-    given = _given()
-    if table and (ignored := sorted(set(given) - {"table", "as_json", "all_rows"})):
-        flags = {one.name: one.opts[0] for one in click.get_current_context().command.params}
-        names = ", ".join(flags[name] for name in ignored)
-        raise click.UsageError(
-            f"--score predicts the rows of its file, so {names} would have no effect: leave out {names}"
-        )
-    if not table and "all_rows" in given:
-        raise click.UsageError(
-            "--all-rows chooses rows of the file of --score: give --score FILE, or leave out --all-rows"
-        )
+    source = context.get_parameter_source
+    return [name for name in context.params if source(name) is ParameterSource.COMMANDLINE]
 
 
 def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:
@@ -230,15 +190,10 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 def _with_bus(described: Machine, given: str) -> Machine:
     """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that nccl-tests printed.
 
-    Raises UsageError if the machine has logical CPU devices, or for a number out of range, and UnreadableFile for a
-    file that cannot be read.
+    Raises BadParameter for a number out of range, and UnreadableFile for a file that cannot be read.
     """
     from dpbench.predict import network
 
-    if described.logical:
-        raise click.UsageError(
-            f"--bus can be used for GPUs only, and {described.name} has logical CPU devices: leave out --bus"
-        )
     try:
         return replace(described, collective=network.collective(given))
     except UnreadableFile as error:
@@ -269,12 +224,12 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
 
     Raises UsageError if no such loop is found.
     """
-    from dpbench.predict import stored
+    from dpbench.predict import observed_loop
     from dpbench.store import Store
 
     with Store.read(path, list_unreadable) as opened:
         for one in [choose(opened, run)] if run else opened.newest():
-            if found := stored.of_run(opened.trials(one.id), one.provenance):
+            if found := observed_loop.of_run(opened.trials(one.id), one.provenance):
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(
@@ -288,12 +243,7 @@ def _print(
     held: Sequence[Need], changes: Sequence[WhatIf],
 ) -> None:  # fmt: skip
     """Print the answers and the tables of predictions, of memory, and of what-ifs; leave out empty tables."""
-    basis = (
-        "all steps below are predictions, from measured steps on one device"
-        if machine.logical
-        else "all steps below are predictions"
-    )
-    click.echo(f"{machine.name}: {machine.description}; {basis}")
+    click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
     print_answers(answered)
     click.echo(predictions_table(found))
@@ -312,59 +262,34 @@ def _check(machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, o
             f"runs on {-(-nodes[0].devices // machine.gpu.count)} nodes: give fewer --devices, or a machine file with "
             "the table [collective], whose bandwidth dpbench uses for any number of nodes"
         )
-    source = click.get_current_context().get_parameter_source
-    given = [f"--{name}" for name in ("precision", "size", "optimizer") if source(name) is ParameterSource.COMMANDLINE]
+    given = [f"--{name}" for name in ("precision", "size", "optimizer") if name in _given()]
     if loop and given:
         raise click.UsageError(
             f"{' and '.join(given)} cannot change a step that was watched or imported: leave out {' and '.join(given)}"
         )
     if options["step_s"] and options["measured"]:
         raise click.UsageError("--step-s and --from both give the step time on one device: leave out one of them")
-    given = [flag for flag in ("step_s", "quick", "memory", "max_batch") if options[flag]]
-    if machine.logical and given:
-        flags = ", ".join(f"--{flag.replace('_', '-')}" for flag in given)
-        raise click.UsageError(
-            f"{flags} can be used for GPUs only. {machine.name} has logical CPU devices, which share one memory. Their "
-            f"steps are predicted from measured phases: leave out {flags}, and give --from FILE"
-        )
     _refuse_without_effect(asked, options)
-
-
-def _score(path: Path, as_json: bool, all_rows: bool) -> None:
-    """Predict the published measurements in the CSV file `path`, and print the errors as tables or as JSON.
-
-    With `all_rows`, repeated, suspect and low-trust rows are used too.
-    """
-    import json
-
-    from dpbench.predict.scoring import score
-
-    scored, excluded = score.score(path, all_rows=all_rows)
-    lines = score.lines(scored, excluded)
-    if as_json:
-        click.echo(json.dumps(score.as_json(lines), indent=1))
-        return
-    click.echo(scores_table(lines))
-    for kind, some in (("rows", scored), ("hard rows", [one for one in scored if one.hard])):
-        if found := score.coverage(some):
-            click.echo(f"\n{coverage_line(kind, found)}")
-    if known := score.calibrated_lines([one.matched for one in scored]):
-        click.echo(f"\npredictions of each model with a machine calibrated on other models:\n{scores_table(known)}")
-    if excluded:
-        click.echo(f"\nleft out:\n{excluded_text(excluded)}")
 
 
 @click.command(
     cls=Documented,
-    short_help="Measure this machine, and write a machine file.",
-    exits=EXITS | {EXIT_FAILED: "other processes use the cores (see --anyway), or the file cannot be written"},
+    short_help="Measure this machine's GPUs, and write a machine file.",
+    exits=EXITS
+    | {
+        EXIT_FAILED: "other processes use the cores (see --anyway), or the file cannot be written",
+        EXIT_USAGE: "wrong usage, or a machine without GPUs",
+    },
 )
 @click.option("--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]")
 @patience_option
 @json_option
 @click.option("--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY.")
 def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bool) -> None:
-    """Measure this machine in a minute, during which nothing else should run; write a machine file for predictions."""
+    """Measure this machine's GPUs, in a minute in which nothing else should run.
+
+    The machine file is what `dpbench predict --machine FILE.toml` reads.
+    """
     import platform
     import tomllib
 

@@ -135,9 +135,9 @@ def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
     """
     if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
         return {}
-    from dpbench.predict import stored
+    from dpbench.predict.alternatives import alternatives
 
-    return stored.alternatives(trials, chosen.provenance)
+    return alternatives(trials, chosen.provenance)
 
 
 def write_report(path: Path | None, report: Report) -> Path:

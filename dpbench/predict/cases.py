@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dpbench.predict import counts, cpu_model, network, profiles, quick, simulation, stored
+from dpbench.predict import counts, network, profiles, simulation
 from dpbench.predict.constants import (
     DEFAULT,
     HOST_FACTOR,
-    ON_HOST,
     RESIDUAL,
     Constants,
     drawn,
@@ -25,10 +25,13 @@ from dpbench.predict.constants import (
     scaled,
 )
 from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, words
-from dpbench.records.machine import Collective, Machine, UnknownMachine
+from dpbench.records.machine import Collective, Machine
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.work import DRAWS, middle_draws
+
+if TYPE_CHECKING:
+    from dpbench.predict.memory import Traces
 
 UNTRACED = "unknown: only dpbench's models and models given by --model can be traced to calculate the memory"
 
@@ -66,7 +69,7 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
     The models are traced, which takes a second or more for each distinct number of rows per device.
     """
-    from dpbench.predict.memory import Traces, traces_of
+    from dpbench.predict.memory import traces_of
 
     kept: dict[Case, Traces] = {}
     for case in cases:
@@ -81,7 +84,7 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
         yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
 
 
-def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Need:
+def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Need:
     """Return the memory that one case needs, from a replay of the allocations on its devices.
 
     `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if unknown. `largest`
@@ -90,11 +93,11 @@ def _need(case: Case, traces: object, capacity_bytes: int, largest: bool) -> Nee
     from dpbench.predict import memory
     from dpbench.predict.allocator import OutOfDeviceMemory
 
-    found = memory.needed(case, traces)  # type: ignore[arg-type]
+    found = memory.needed(case, traces)
     over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
     if over:
         with suppress(OutOfDeviceMemory):  # an allocator that reaches the limit frees its unused segments
-            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []  # type: ignore[arg-type]
+            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []
     most = None
     if largest and capacity_bytes:
         most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
@@ -161,41 +164,24 @@ def _span(one: Prediction) -> float:
     return (one.high_s - one.low_s) / one.seconds
 
 
-def _prediction(
-    case: Case, seconds: float, draws: tuple[float, ...], profile: Profile, spans: tuple[Span, ...], machine: Machine
-) -> Prediction:
-    """Return the prediction of a case. `draws` of log(duration / seconds) determine its 80 % interval."""
-    low, high = interval(seconds, draws)
-    return Prediction(case, seconds, low, high, profile.source, spans, machine.name, draws=draws)
-
-
 @dataclass(frozen=True)
 class Predictor:
     """The inputs of predictions on one machine.
 
-    `given` is a known step on one device as (seconds, samples), or None. With `by_formula`, predictions use formulas
-    instead of the simulation and have no spans.
+    `given` is a known step on one device as (seconds, samples), or None.
     """
 
     machine: Machine
     constants: Constants = DEFAULT
     given: tuple[float, int] | None = None
-    by_formula: bool = False
     measured: Mapping[counts.Key, Profile] = field(default_factory=dict)
     """Profiles that were measured on one device, by model, size and precision."""
 
     def predict(self, case: Case) -> Prediction:
         """Return the prediction of one case. Raises UnknownMachine if the machine lacks devices or a needed value."""
-        if self.machine.logical:
-            return self._on_host(case)
         simulation.check(case, self.machine)
         profile = self.profile(case)
-        spans: tuple[Span, ...] = ()
-        if self.by_formula:
-            seconds = self._seconds(case, self.machine, self.constants, profile)
-        else:
-            line = simulation.step(case, profile, self.machine, self.constants)
-            seconds, spans = line.seconds, tuple(line.spans())
+        timeline = simulation.step(case, profile, self.machine, self.constants)
 
         def evaluate(name: str, factor: float) -> float:
             if name == HOST_FACTOR:
@@ -205,13 +191,17 @@ class Predictor:
                 other = replace(self, constants=scaled(self.constants, name, factor))
             # the profile itself depends on these priors
             again = name == "forward_share" or (profile.source in PRICED and name in LAUNCHES)
-            return other._seconds(case, other.machine, other.constants, other.profile(case) if again else profile)
+            changed = other.profile(case) if again else profile
+            return simulation.step(case, changed, other.machine, other.constants).seconds
 
-        doubt = RESIDUAL[profile.source]
         priors = priors_of(case, self.machine)
         if not self.given:
             del priors["forward_share"]
-        return _prediction(case, seconds, drawn(seconds, evaluate, priors, doubt), profile, spans, self.machine)
+        seconds = timeline.seconds
+        draws = drawn(seconds, evaluate, priors, RESIDUAL[profile.source])
+        low_s, high_s = interval(seconds, draws)
+        spans = tuple(timeline.spans())
+        return Prediction(case, seconds, low_s, high_s, profile.source, spans, self.machine.name, draws=draws)
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
         """Return sentences that tell how much shorter an interval would be if the bus bandwidth were measured.
@@ -241,25 +231,6 @@ class Predictor:
         known = Collective(bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s)
         return replace(self, machine=replace(self.machine, collective=known)).predict(case)
 
-    def _on_host(self, case: Case) -> Prediction:
-        """Return the prediction of a case on logical CPU devices, from measured steps on one device."""
-        profile = self.measured.get(counts.key(case))
-        if profile is None:
-            raise UnknownMachine(
-                f"{case.label}: a prediction for the logical CPU devices of {self.machine.name} needs a measured step "
-                f"on one device; use --from FILE to give a results file with such a step; {stored.way_out(case)}"
-            )
-        phases = cpu_model.step(case, profile, cpu_model.ProbedHost(self.machine.probe))
-        seconds = sum(phases.values())
-        doubt = RESIDUAL[profile.source] if len(case.rows) == 1 else ON_HOST
-        draws = drawn(seconds, lambda *_: seconds, {}, doubt)
-        return _prediction(case, seconds, draws, profile, tuple(cpu_model.spans(phases)), self.machine)
-
-    def _seconds(self, case: Case, machine: Machine, constants: Constants, profile: Profile) -> float:
-        if self.by_formula or (case.strategy in quick.KNOWN and case.schedule in ("", "reference")):
-            return quick.seconds(case, profile, machine, constants)
-        return simulation.step(case, profile, machine, constants).seconds
-
     def profile(self, case: Case) -> Profile:
         """Return the profile of a case's model.
 
@@ -276,7 +247,11 @@ class Predictor:
         return counts.priced(case, self.machine, self.constants)
 
 
-def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> list[Case]:
+STRATEGIES = tuple(registry.of_role(role) for role in (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL))
+"""The default strategies of a prediction."""
+
+
+def sweep(models: Sequence[str], **axes: object) -> list[Case]:
     """Return a case for each combination of a model and values of the axes.
 
     `axes` are further arguments of `plan.sweep`, such as strategies and batch sizes. `models` may include models that
@@ -285,20 +260,9 @@ def sweep(models: Sequence[str], device_kind: str = "cuda", **axes: object) -> l
     found: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model
-        cases = plan.sweep(models=(stand_in,), device_kind=device_kind, **axes)  # type: ignore[arg-type]
+        cases = plan.sweep(models=(stand_in,), device_kind="cuda", **axes)  # type: ignore[arg-type]
         found += [replace(case, model=model) for case in cases]
     return list(dict.fromkeys(found))
-
-
-def strategies(machine: Machine) -> tuple[str, ...]:
-    """Return the default strategies of a prediction; on logical CPU devices, torch.nn.DataParallel is left out."""
-    roles = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
-    return tuple(registry.of_role(role) for role in roles if not (machine.logical and role is Role.WRAPPER))
-
-
-def most_devices(machine: Machine) -> int:
-    """Return the largest number of devices of a machine for which steps can be predicted."""
-    return min(machine.devices, cpu_model.MOST) if machine.logical else machine.devices
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
@@ -332,7 +296,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     from dpbench.store import Store
 
     found = [one.case for one in predictions]
-    gpus = [] if machine.logical else [{"name": machine.gpu.name}] * min(machine.devices, 64)
+    gpus = [{"name": machine.gpu.name}] * min(machine.devices, 64)
     facts = {
         "host": {"name": f"{machine.name} (described, not measured)", "cpu": machine.description},
         "gpus": {"gpus": gpus},

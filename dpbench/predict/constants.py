@@ -3,7 +3,7 @@
 The durations of host operations were measured with torch 2.13 on a virtual machine with an AMD EPYC processor. The host
 factor of another machine is the duration of its host operations relative to these. Constants marked "fitted" were
 fitted together to published step times of several machines, with a prior for each constant around its microbenchmark;
-`benchmarks/scripts/fit_constants.py` repeats the fit.
+`benchmarks/prediction/fit_constants.py` repeats the fit.
 
 The interval of a prediction expresses the uncertainty of the constants. Each constant has a prior: a standard deviation
 of its logarithm. The duration of the step is calculated with each constant one standard deviation above and below its
@@ -187,11 +187,6 @@ APART = {
 }
 """For each kind of parallelism, the names of the priors that are ignored, because they have little or no effect on the
 duration of a step."""
-ASSUMED = {"bus_scale": 0.8}
-"""Priors that replace those in `STATED` for a published measurement whose machine is partly assumed."""
-ESTIMATED = {"features": 0.6}
-"""An additional prior for a model whose counts are estimated from its number of parameters: the standard deviation of
-the logarithm of a common factor on these counts."""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
 """The standard deviation of log(duration) of a step on one device, by the source of the profile.
 
@@ -199,13 +194,6 @@ Durations predicted from traces differ by at most 34 % from four published steps
 compared with 161 published steps. For half of these steps, the prediction is off by more than a factor of two: the nets
 are light, the hosts are from 2019-21, and the predicted step is too short. Of the 33 steps that keep a GPU busy, a
 fifth are predicted with an error of more than 32 %.
-"""
-
-ON_HOST = 0.2
-"""The standard deviation of log(duration) of a step that is predicted for logical CPU devices.
-
-For each of the nine steps in reports/cpu-truth, the median of the predictions from ten probes is off by 8 % at most.
-The prediction from a single probe is off by less than 20 % in four of five cases, and by 65 % at worst.
 """
 
 
@@ -216,10 +204,11 @@ def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(source.gauss(0.0, 1.0) for _ in range(columns)) for _ in range(DRAWS))
 
 
-COLUMNS = ("residual", *STATED, *ESTIMATED)
+COLUMNS = ("residual", *STATED, "features")
 """The causes of errors, in the order of the columns of random numbers.
 
 A cause has the same random numbers in all predictions. The errors that it causes in two steps are thus correlated.
+"features" are the counts of a model that are estimated from its number of parameters, as benchmarks/prediction does.
 """
 
 

@@ -3,10 +3,8 @@
 dpbench's models and those of users are traced op by op, which loads torch. If a model cannot be traced, for example
 because shapes depend on values, only the totals of each phase are counted, in a real step of two samples.
 
-All other models are looked up by the names that published tables use. The stored counts of torchvision's and Hugging
-Face's models were traced without weights (tests/data/trace_models.py); the stored counts of the remaining models come
-from public figures. The counts of a model that is not stored are estimated from its number of parameters, and marked as
-estimated.
+The counts of well-known models are stored by name. Those of torchvision's and Hugging Face's models were traced without
+weights (tests/data/trace_models.py); those of the remaining models come from public figures.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,35 +26,22 @@ from dpbench.records.machine import Machine
 if TYPE_CHECKING:
     from dpbench.predict.trace import Trace
 
+log = logging.getLogger(__name__)
 
 DATA = Path(__file__).parent / "data"
-PARAMETERS = 30e6
-"""The assumed number of parameters of an unknown model if the published table does not state the number."""
 TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
 """Medians over the traced models: parameter tensors, modules per tensor, forward kernels per tensor, and backward
 kernels per forward kernel."""
-
+ROWS = (8, 64)
+"""The two batch sizes to trace; durations at other sizes are interpolated or extrapolated linearly from these two."""
+Key = tuple[str, str, str]
+"""The key of a profile: model, size and precision."""
 
 _CONVOLUTIONAL = re.compile(
     "alexnet|vgg|resnet|resnext|densenet|mnasnet|mobilenet|shufflenet|squeezenet|googlenet|inception|efficientnet|"
     "regnet|nasnet|ssd300|maskrcnn|fasterrcnn|unet"
 )
 """Matches the names, as `plain` returns them, of nets whose FLOP are almost all in convolutions."""
-
-
-@dataclass(frozen=True)
-class Features:
-    """The counts of a model, as a profile without timings; `known` is their origin: traced, public or estimated."""
-
-    profile: Profile
-    known: str
-    tokens: float = 0.0
-    """The number of tokens in one sample, for throughputs in tokens per second; 0 for a model without tokens."""
-    overlap: bool = False
-    """Whether the model's script in NVIDIA's DeepLearningExamples overlaps the gradients' reduction with backward."""
-    update_samples: int = 0
-    """The number of samples per optimizer step in the script in DeepLearningExamples if the script accumulates
-    gradients over several backward passes; else 0."""
 
 
 @lru_cache(maxsize=1)
@@ -65,15 +51,6 @@ def _table() -> dict[str, dict[str, Any]]:
         for key, row in json.loads((DATA / name).read_text(encoding="utf-8")).items():
             found[plain(key)] = row
     return found
-
-
-@lru_cache(maxsize=1)
-def _aliases() -> list[tuple[str, str]]:
-    """Return pairs of a regular expression and the name of a stored model.
-
-    The first expression that matches a model's name determines the stored model.
-    """
-    return [(pattern, name) for pattern, name in json.loads((DATA / "aliases.json").read_text(encoding="utf-8"))]
 
 
 def plain(name: str) -> str:
@@ -88,36 +65,17 @@ def names() -> list[str]:
     ]
 
 
-def exact(name: str) -> bool:
-    """Return whether counts are stored under this name, regardless of case and punctuation; aliases are ignored."""
-    return plain(name) in _table()
+def row_of(name: str) -> dict[str, Any] | None:
+    """Return the stored counts under this name, regardless of case and punctuation; None if there are none."""
+    return _table().get(plain(name))
 
 
-@lru_cache(maxsize=4096)
-def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
-    """Return the counts of the model with this name, and their origin.
+def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
+    """Return stored counts of a model as a profile without timings; `size` is the number of bytes per value.
 
-    `parameters` is the published number of parameters, or None if it was not published. The counts are estimated if no
-    model is stored under this name, or if the stored model has a very different number of parameters. The estimate uses
-    `parameters`, or `PARAMETERS` if `parameters` is None. `precision` determines the number of bytes per value.
+    `row` has at least the key `parameters`; counts that it lacks are estimated.
     """
-    table, key = _table(), plain(name)
-    row = table.get(key)
-    if row is None:
-        row = next((table.get(plain(to)) for pattern, to in _aliases() if re.search(pattern, name.lower())), None)
-    if row is not None and parameters and not 0.7 < parameters / row["parameters"] < 1.4:
-        row = None  # a model of another size under the same name
-    known = row.get("known", "traced") if row else "estimated"
-    row = row or {}
-    return Features(
-        _profile(name, row, parameters, precision), known, row.get("tokens", 0.0),
-        row.get("overlap") == "on", row.get("update_samples", 0),
-    )  # fmt: skip
-
-
-def _profile(name: str, row: dict[str, Any], parameters: float | None, precision: str) -> Profile:
-    count = int(row.get("parameters") or parameters or PARAMETERS)
-    size = value_bytes(precision)
+    count = int(row["parameters"])
     tensors = int(row.get("parameter_tensors") or TENSORS)
     forward = int(row.get("forward_launches") or LAUNCHES * tensors)
     return Profile(
@@ -140,21 +98,6 @@ def _profile(name: str, row: dict[str, Any], parameters: float | None, precision
     )
 
 
-def value_bytes(precision: str) -> int:
-    """Return the number of bytes of one gradient element: 2 if `precision` converts the model to 16 bits, else 4."""
-    return 2 if re.search(r"pure|\.half|^fp16|^bf16|^half", precision.lower()) else 4
-
-
-log = logging.getLogger(__name__)
-
-ROWS = (8, 64)
-"""The two batch sizes to trace; durations at other sizes are interpolated or extrapolated linearly from these two."""
-
-
-Key = tuple[str, str, str]
-"""The key of a profile: model, size and precision."""
-
-
 def key(case: Case) -> Key:
     """Return the key of a case's profile: model, size and precision."""
     return case.model, case.size, case.precision
@@ -171,14 +114,14 @@ def named(model: str) -> bool:
 def of(case: Case) -> Profile:
     """Return the counts of a case's model as a profile without timings. Raises LookupError for an unknown model."""
     if named(case.model):
-        found = find(case.model, None, case.precision)
-        if found.known == "estimated" or not exact(case.model):
+        row = row_of(case.model)
+        if row is None:
             known = sorted({*registry.names("models"), *names()})
             raise LookupError(
                 f"{registry.unknown('model', case.model, known)}; to use your own model, give --model "
                 "package.module:name"
             )
-        return found.profile
+        return of_row(case.model, row, 2 if case.precision in ("bf16", "fp16") else 4)
     traces = _traces(case.model, case.size, case.precision, case.optimizer)
     return profiles.of_trace(traces[1]) if traces else _counted(case.model, case.size)
 

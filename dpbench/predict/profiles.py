@@ -1,7 +1,8 @@
 """Profiles: the durations of a model's phases on one device, from a known step or from FLOP and bytes.
 
-`given` splits a known step on one device into phases. `counted` derives the durations of whole phases from their FLOP
-and bytes on a described GPU; `profile` does the same op by op for a traced model.
+`given` and `split` divide a known step on one device into phases. `counted` derives the durations of
+whole phases from their FLOP and bytes on a described GPU; `profile` does the same op by op for a traced
+model.
 
 The duration of an op is the longest of three durations: that of its computation, that of its memory traffic, and the
 minimum duration of a kernel. Small ops do not reach the best rates: an op with `half_flop` FLOP computes at half of the
@@ -12,11 +13,11 @@ adds `half_flop` and `half_bytes` to the work of every op, and divides by the be
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dpbench.predict import quick
+from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.records import Cost, Phase, Profile, plan
 from dpbench.records.machine import Machine, UnknownMachine
@@ -179,50 +180,54 @@ def given(
     machine: Machine,
     constants: Constants = DEFAULT,
     *,
-    other: tuple[float, int] | None = None,
-    phases: frozenset[Phase] = frozenset(Phase),
     optimizer: str = "sgd",
 ) -> Profile:
     """Return `profile` with timings such that a step on one device with `samples` samples takes `step_s` seconds.
 
-    `phases` are the phases that `step_s` includes. `other` is a known step at another batch size as (seconds, samples),
-    which determines the part that does not depend on the batch size. The calculated durations of copies, loss and
-    optimizer are subtracted from `step_s`, unless they exceed half of `step_s`. The difference is split between forward
-    and backward. Raises ValueError unless `step_s` is positive.
+    The rest of the step, besides forward and backward, is simulated; see `split`. Raises ValueError unless `step_s` is
+    positive.
+    """
+    alone = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
+
+    def rest_s(idle: Profile) -> float:
+        return simulation.step(alone, idle, machine, constants).seconds
+
+    return split(profile, step_s, samples, rest_s, forward_share=constants.forward_share)
+
+
+def split(
+    profile: Profile,
+    step_s: float,
+    samples: int,
+    rest_s: Callable[[Profile], float],
+    *,
+    forward_share: float,
+    fixed_share: float = FIXED_SHARE,
+) -> Profile:
+    """Return `profile` with timings of forward and backward, from the duration of a step on one device.
+
+    The step has `samples` samples and takes `step_s` seconds. `rest_s(idle)` returns the calculated
+    duration of the rest of the step, which is its copies, loss and optimizer; `idle` is a profile whose
+    forward and backward take 0 s. The rest is subtracted from `step_s`, unless it exceeds half of
+    `step_s`. The difference is split: forward has the share `forward_share`, and of both forward and
+    backward, the share `fixed_share` does not depend on the batch size. Raises ValueError unless
+    `step_s` is positive.
     """
     if step_s <= 0:
         raise ValueError(f"the duration of the step on one device must be more than 0 s, but {step_s} s was given")
-    fixed = _fixed_share(step_s, samples, other)
-    case = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
-
-    def rest_of_step() -> float:
-        return quick.seconds(case, idle, machine, constants, phases=phases)
-
-    if (aside := rest_of_step()) > step_s / 2:  # the batch cannot have been copied from pageable memory
+    if (aside := rest_s(idle)) > step_s / 2:  # the batch cannot have been copied from pageable memory
         idle = replace(idle, input_bytes=0.0)
-        aside = rest_of_step()
+        aside = rest_s(idle)
     if aside > step_s / 2:
         idle = replace(idle, loss=Cost(), optimizer=Cost())
-        aside = rest_of_step()
-    rest = step_s - aside
-    share = constants.forward_share if Phase.BACKWARD in phases else 1.0
+        aside = rest_s(idle)
+    both = step_s - aside
     return replace(
         idle,
-        forward=_cost(rest * share, samples, fixed),
-        backward=_cost(rest * (1 - share), samples, fixed),
+        forward=_cost(both * forward_share, samples, fixed_share),
+        backward=_cost(both * (1 - forward_share), samples, fixed_share),
     )
-
-
-def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -> float:
-    """Return the share of a step's duration that does not depend on the batch size.
-
-    `other` is a step at another batch size as (seconds, samples). Without it, the share is `FIXED_SHARE`.
-    """
-    if other is None or other[1] == samples:
-        return FIXED_SHARE
-    slope = (step_s - other[0]) / (samples - other[1])
-    return min(1.0, max(0.0, 1 - slope * samples / step_s))
 
 
 def _cost(seconds: float, samples: int, fixed: float) -> Cost:

@@ -7,7 +7,7 @@ job, regardless of the number of devices that take part in the collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -205,27 +205,6 @@ EXCHANGEABLE = 9
 """The minimum number of ranks for which only one rank is simulated, because all ranks do the same work."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopDifferences:
-    """The differences between a training loop and the strategy's own step.
-
-    With `batch_first`, the whole batch is first copied to device 0, and then its parts from device 0 to the other
-    devices. With `late_reduction`, each rank reduces gradients only after its whole backward has ended.
-    """
-
-    batch_first: bool = False
-    late_reduction: bool = False
-
-    def changed(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks of a step in this training loop; `tasks` are the tasks of the strategy's own step."""
-        found = _batch_first(tasks) if self.batch_first else list(tasks)
-        return _late_reduction(found) if self.late_reduction else found
-
-
-PLAIN = LoopDifferences()
-"""The training loop that runs the strategy's own step without changes."""
-
-
 @dataclass(frozen=True)
 class Timeline:
     """The tasks of a step, and the (begin, end) of each in seconds from the start of the step."""
@@ -269,24 +248,17 @@ def check(case: Case, machine: Machine) -> None:
         )
 
 
-def step(
-    case: Case,
-    profile: Profile,
-    machine: Machine,
-    constants: Constants = DEFAULT,
-    *,
-    phases: Collection[Phase] = tuple(Phase),
-    loop: LoopDifferences = PLAIN,
-) -> Timeline:
+def step(case: Case, profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Timeline:
     """Return the simulated timeline of one step of a case.
-
-    `phases` are the phases to simulate; published measurements do not always include all phases. `loop` describes how
-    the training loop differs from the strategy's own step.
 
     Raises UnknownMachine if the machine has fewer devices than the case needs, or no route between two of them.
     """
     check(case, machine)
-    tasks = only(loop.changed(_tasks(case, profile)), phases)
+    return timeline(tasks_of(case, profile), case, profile, machine, constants)
+
+
+def timeline(tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants) -> Timeline:
+    """Return the simulated timeline of `tasks`, which are those of a step of the case."""
     jobs, number, capacity = jobs_of(tasks, case, profile, machine, constants)
     times = events.simulate(jobs, capacity)
     late = _straggling(case, constants)
@@ -294,8 +266,8 @@ def step(
 
 
 @lru_cache(maxsize=64)
-def _tasks(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of the strategy's own step; with `EXCHANGEABLE` or more ranks, only the tasks of one rank."""
+def tasks_of(case: Case, profile: Profile) -> list[Task]:
+    """Return the tasks of the strategy's step; with `EXCHANGEABLE` or more ranks, only the tasks of one rank."""
     strategy = load(case.strategy)
     many = case.traits.ranks and case.devices >= EXCHANGEABLE
     return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
@@ -306,45 +278,3 @@ def _straggling(case: Case, constants: Constants) -> float:
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))
-
-
-def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of these phases; the tasks of all other phases are removed.
-
-    A task that depends on a removed task inherits the dependencies of the removed task.
-    """
-    if set(phases) >= set(Phase):
-        return list(tasks)
-    kept: list[Task] = []
-    place: dict[int, tuple[int, ...]] = {}
-    for number, task in enumerate(tasks):
-        after = tuple(dict.fromkeys(at for before in task.after for at in place[before]))
-        beside = tuple(at for before in task.overlap for at in place[before] if at not in after)
-        if task.phase in phases:
-            place[number] = (len(kept),)
-            kept.append(replace(task, after=after, overlap=tuple(dict.fromkeys(beside))))
-        else:
-            place[number] = (*after, *beside)
-    return kept
-
-
-def _batch_first(tasks: Sequence[Task]) -> list[Task]:
-    copies = [task for task in tasks if task.phase is Phase.SCATTER]
-    first = Task(Phase.SCATTER, 0, "copy:host:0", sum(task.amount for task in copies), "bytes")
-    moved = [
-        replace(task, after=tuple(at + 1 for at in task.after), overlap=tuple(at + 1 for at in task.overlap))
-        for task in tasks
-    ]
-    return [first, *(_from_device_0(task) if task.phase is Phase.SCATTER else task for task in moved)]
-
-
-def _from_device_0(task: Task) -> Task:
-    return replace(task, resource=task.resource.replace("host", "0"), after=task.after or (0,))
-
-
-def _late_reduction(tasks: Sequence[Task]) -> list[Task]:
-    last = {task.device: at for at, task in enumerate(tasks) if task.phase is Phase.BACKWARD}
-    return [
-        replace(task, after=(*task.after, last[task.device]), overlap=()) if task.phase is Phase.REDUCE else task
-        for task in tasks
-    ]

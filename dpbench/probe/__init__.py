@@ -1,8 +1,8 @@
-"""Probe: measure the costs and rates of this machine, and write them as a machine file.
+"""Probe: measure the costs and rates of a machine with GPUs, and write them as a machine file.
 
-A figure is one measured number. A pass measures all figures once, in a fresh process. The probe makes several passes,
-because the contention of two threads for the interpreter lock differs from process to process, and the load of the
-machine changes over time.
+A figure is one measured number. A pass measures all figures once, in a fresh process. The probe makes
+several passes, because the contention of two threads for the interpreter lock differs from process to
+process, and the load of the machine changes over time.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
-import psutil
 import torch
 
 from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.nvml import open_nvml
 from dpbench.measure.server import environment
-from dpbench.probe import collective, engine, gpu, host
+from dpbench.probe import all_reduce, gpu, host
 from dpbench.probe.figures import Figure, over_passes
 
-PASSES, BUDGET_S = 3, 58.0
-"""The planned number of passes of the probe, and the time budget in seconds for all passes together.
+PASSES = 3
+"""The planned number of passes."""
+BUDGET_S = 58.0
+"""The time budget in seconds for all passes together.
 
-Another pass is started only if it would end within the budget, assuming that it takes as long as the last pass.
+Another pass is started only if it would end within the budget, assuming that it takes as long as the
+last pass.
 """
 MOSTLY = 0.5
 """The share of a copy's bytes above which NVLink counts as the link between two GPUs."""
-Say = Callable[[str], None]
 MODULE_S = 16e-6
 """The seconds to copy one module for a replica on a host whose factor is 1.
 
 The factor of a measured host is the seconds measured on that host, divided by this constant.
 """
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Probe:
     """The result of a probe: the measured machine and its figures.
 
-    `name` is the name of the processor, `cores` the number of its logical cores, and `memory_bytes` the size of the
-    host's memory. `gpus` are the names of the GPUs, and `gpu_memory_bytes` is the memory of GPU 0, or 0 without a GPU.
-    `seconds` is the duration of the probe.
+    `name` is the name of the processor, and `cores` the number of its logical cores. `gpus` are the
+    names of the GPUs, at least one, and `gpu_memory_bytes` is the memory of GPU 0. `seconds` is the
+    duration of the probe.
     """
 
     name: str
     cores: int
-    memory_bytes: int
     gpus: tuple[str, ...]
     gpu_memory_bytes: int
     figures: tuple[Figure, ...]
@@ -80,13 +81,24 @@ class BusyMachine(RuntimeError):
     """The error of a probe that does not start, because the load of other processes is too high."""
 
 
-def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
-    """Measure this machine, including its GPUs, and return the figures.
+class NoGpu(ValueError):
+    """The error of a probe on a machine in which torch finds no GPU."""
 
-    `say` is called with each line of progress and each warning. If other processes keep the cores busy, the probe first
-    waits up to `patience_s` seconds; None means the value of DPBENCH_PATIENCE or the default. Raises BusyMachine if
-    the cores are still busy then, unless `anyway` is True. Raises RuntimeError if a pass fails.
+
+def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
+    """Measure this machine with its GPUs, and return the figures.
+
+    `say` is called with each line of progress and each warning. If other processes keep the cores
+    busy, the probe first waits up to `patience_s` seconds; None means the value of DPBENCH_PATIENCE
+    or the default. Raises BusyMachine if the cores are still busy then, unless `anyway` is True.
+    Raises NoGpu without a GPU, and RuntimeError if a pass fails.
     """
+    count = torch.cuda.device_count()
+    if not count:
+        raise NoGpu(
+            "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run` measures "
+            "steps on this processor within minutes"
+        )
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
     if foreign_load.busy(loads[0]) and not anyway:
         raise BusyMachine(
@@ -101,12 +113,15 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
         passes.append(_pass(f"pass {len(passes) + 1} of {PASSES}", say))
         loads.append(foreign_load.since(before))
         last_s = time.perf_counter() - began
-    names = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     found = Probe(
-        name=_processor(), cores=os.cpu_count() or 1, memory_bytes=psutil.virtual_memory().total, gpus=names,
-        gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory if names else 0,
-        figures=over_passes(passes), seconds=time.perf_counter() - begin, load=_worst(loads),
-    )  # fmt: skip
+        name=_processor(),
+        cores=os.cpu_count() or 1,
+        gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
+        gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
+        figures=over_passes(passes),
+        seconds=time.perf_counter() - begin,
+        load=_worst(loads),
+    )
     for line in _endings(found):
         say(line)
     return found
@@ -176,49 +191,23 @@ def measure() -> Iterator[str | Figure]:
     """Measure all figures in this process; yield the name of each part of the probe, then the figures of that part."""
     torch.set_num_threads(1)
     processes.keep()
-    for what, part in _on_the_host():
-        yield what
-        with processes.staying(0):
-            yield from part()
-    for what, part in _on_gpus():
-        yield what
-        yield from part()
+    yield "the host"
+    with processes.staying(0):
+        yield from host.figures()
+    # as in the workers, the threads that measure GPUs are not bound to cores
+    count = torch.cuda.device_count()
+    yield "GPU 0"
+    yield from gpu.figures()
+    if count > 1:
+        yield "links between GPUs"
+        yield from _links(count)
+        yield "all-reduce between GPUs"
+        yield from all_reduce.figures(count)
 
 
 def measure_toml(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> str:
     """Measure this machine and return the text of its machine file; see `probe` for arguments and errors."""
     return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
-
-
-Parts = Iterator[tuple[str, Callable[[], Iterator[Figure]]]]
-"""Parts of the probe, as pairs of the part's name and the function that measures and yields its figures."""
-
-
-def _on_the_host() -> Parts:
-    """Yield the parts of the probe that run on the host, as pairs of name and function."""
-    yield "operations and the interpreter lock", host.calls
-    yield "modules and tensors", host.replication
-    yield "threads", host.threads
-    yield "arithmetic", host.arithmetic
-    yield "memory", host.memory
-    yield "dpbench's engine on tiny nets", engine.figures
-    yield "nets in two threads", host.nets
-    # with several GPUs, the all-reduces between GPUs yield these figures instead
-    sizes = collective.SIZES if torch.cuda.device_count() < 2 else ()
-    yield "two processes", lambda: collective.figures(host.NETS, sizes)
-
-
-def _on_gpus() -> Parts:
-    """Yield the parts of the probe that run on GPUs, as pairs of name and function.
-
-    As in the workers, the threads that measure GPUs are not pinned to cores.
-    """
-    count = torch.cuda.device_count()
-    if count:
-        yield "GPU 0", gpu.figures
-    if count > 1:
-        yield "links between GPUs", lambda: _links(count)
-        yield "all-reduce between GPUs", lambda: collective.all_reduce(count, "nccl")
 
 
 def _links(count: int) -> Iterator[Figure]:
@@ -246,42 +235,42 @@ def to_toml(found: Probe) -> str:
     how = f"measured by dpbench probe in {found.seconds:.0f} s with torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(found.load) else ""
-    logical = not found.gpus
-    what = f"{len(found.gpus)} x {found.gpus[0]}" if found.gpus else "logical CPU devices"
-    devices = len(found.gpus) or found.cores
+    count = len(found.gpus)
+    what = f"{found.name}, {found.cores} cores: {count} x {found.gpus[0]}{noisy}"
     lines = [
-        f"description = {_text(f'{found.name}, {found.cores} cores: {what}{noisy}')}",
+        f"description = {_text(what)}",
         f"source = {_text(how)}",
         f"peer_access = {str(found.peer_access).lower()}",
         "",
         "[gpu]",
-        f"name = {_text(found.name if logical else found.gpus[0])}",
-        f"count = {devices}",
-        f"memory_bytes = {_number(found.memory_bytes if logical else found.gpu_memory_bytes)}",
-        f"memory_bytes_per_s = {_number(found['memory_bytes_per_s' if logical else 'gpu_memory_bytes_per_s'])}",
-        f"flop_per_s = {{ fp32 = {_number(found['flop_per_s' if logical else 'fp32_flop_per_s'])} }}",
+        f"name = {_text(found.gpus[0])}",
+        f"count = {count}",
+        f"memory_bytes = {_number(found.gpu_memory_bytes)}",
+        f"memory_bytes_per_s = {_number(found['gpu_memory_bytes_per_s'])}",
+        f"flop_per_s = {{ fp32 = {_number(found['fp32_flop_per_s'])} }}",
         "",
         "[host]",
         f"factor = {_number(found['module_replica_s'] / MODULE_S)}",
         f"cores = {found.cores}",
-        f"launch_s = {_number(found['op_graph_s' if logical else 'launch_s'])}",
+        f"launch_s = {_number(found['launch_s'])}",
         f"module_s = {_number(found['module_replica_s'])}",
         f"tensor_s = {_number(found['tensor_s'])}",
         f"thread_s = {_number(found['thread_s'])}",
         f"hand_off = {_number(max(0.0, found['long_ops_2_threads_ratio'] - 1))}",
         "",
         "[[link]]",
-        f'between = ["{"gpu0" if devices == 1 else f"gpu0-{devices - 1}"}", "cpu0"]',
-        f"kind = {_text('memory' if logical else 'pcie')}",
-        f"bytes_per_s = {_number(found['copy_16384_kib_bytes_per_s' if logical else 'pinned_to_device_bytes_per_s'])}",
+        f'between = ["{"gpu0" if count == 1 else f"gpu0-{count - 1}"}", "cpu0"]',
+        'kind = "pcie"',
+        f"bytes_per_s = {_number(found['pinned_to_device_bytes_per_s'])}",
     ]
     lines += _between(found)
-    lines += [
-        "",
-        "[collective]",
-        f"bytes_per_s = {_number(found['all_reduce_bytes_per_s'])}",
-        f"start_s = {_number(found['all_reduce_start_s'])}",
-    ]
+    if count > 1:
+        lines += [
+            "",
+            "[collective]",
+            f"bytes_per_s = {_number(found['all_reduce_bytes_per_s'])}",
+            f"start_s = {_number(found['all_reduce_start_s'])}",
+        ]
     return "\n".join([*lines, *(line for one in found.figures for line in _table(one)), ""])
 
 

@@ -11,13 +11,12 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import nnls
 
 from dpbench.hardware import processes
 from dpbench.records.ledger import middle_half
 
 Work = Callable[[], object]
-After = Callable[[list[Any]], object]
-Step = Callable[[], tuple[float, float, float]]
 Setting = Callable[[], AbstractContextManager[Any]]
 """A function that returns a context manager, which each thread enters before its work.
 
@@ -25,18 +24,17 @@ States such as the grad mode are per thread.
 """
 REPEATS = 9
 """The number of timed repetitions of a call in each pass of the probe."""
-WARM = 3
-"""The number of warm-up steps before the timed steps."""
 LOOP_S = 4e-3
 """The minimum duration of a repetition in seconds.
 
-A repetition of a shorter call consists of several calls, so that the cost of reading the clock is negligible.
+A repetition of a shorter call consists of several calls, so that the cost of reading the clock is
+negligible.
 """
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The duration of one call in seconds: the typical one, and the 10th and 90th percentiles of all repetitions."""
+    """The duration of one call in seconds: the typical one, and the 10th and 90th percentiles."""
 
     seconds: float
     low_s: float
@@ -45,11 +43,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number of a machine. `name` ends with the unit, and `how` describes the measurement.
+    """One measured number of a machine. `name` ends with the unit; `how` describes the measurement.
 
-    `value` is the median of the values from `passes` passes of the probe. `low` and `high` are the smallest and the
-    largest value of all passes. If the range within a pass was measured, from the 10th to the 90th percentile of the
-    repetitions, `low` and `high` include it. They are None for a single pass in which no range was measured.
+    `value` is the median of the values from `passes` passes of the probe. `low` and `high` are the
+    smallest and the largest value of all passes. If the range within a pass was measured, from the
+    10th to the 90th percentile of the repetitions, `low` and `high` include it. They are None for a
+    single pass in which no range was measured.
     """
 
     name: str
@@ -61,46 +60,31 @@ class Figure:
 
 
 def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Return one figure per name, with the median and the range of the figures with this name over all passes."""
-    found: dict[str, list[Figure]] = {}
+    """Return one figure per name, with the median and the range of its values over all passes."""
+    by_name: dict[str, list[Figure]] = {}
     for figures in passes:
         for one in figures:
-            found.setdefault(one.name, []).append(one)
-    return tuple(_joined(each) for each in found.values())
+            by_name.setdefault(one.name, []).append(one)
+    return tuple(_joined(each) for each in by_name.values())
 
 
 def _joined(each: Sequence[Figure]) -> Figure:
-    """Return one figure from `each`, the same figure in several passes: its median and its range over all passes."""
-    first, count = each[0], len(each)
-    if count == 1:
+    """Return one figure from `each`, the same figure in several passes."""
+    first = each[0]
+    if len(each) == 1:
         return first
     edges = [edge for one in each for edge in (one.value, one.low, one.high) if edge is not None]
     value = statistics.median(one.value for one in each)
-    return replace(first, value=value, low=min(edges), high=max(edges), passes=count)
+    return replace(first, value=value, low=min(edges), high=max(edges), passes=len(each))
 
 
 def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
-    """Return a figure of the seconds per operation, from the timing of a call that performs `per` operations."""
+    """Return a figure of the seconds per operation; the timed call performs `per` operations."""
     return spread(name, [seconds / per for seconds in astuple(spent)], how)
 
 
-def rate(name: str, spent: Timing, how: str, *, amount: float) -> Figure:
-    """Return a figure of a rate per second, from the timing of a call that processes `amount` bytes or FLOP."""
-    return spread(name, [amount / seconds for seconds in astuple(spent)], how)
-
-
-def ratio(name: str, beside: Timing, alone: Timing, how: str, *, share: float = 1.0) -> Figure:
-    """Return a figure of a slowdown: the time `beside` of concurrent calls, divided by the time `alone` of one call.
-
-    The quotient is also divided by `share`. If `share` is the number of calls, a slowdown of 1 means that the calls
-    take turns without a loss of time.
-    """
-    pairs = ((beside.seconds, alone.seconds), (beside.low_s, alone.high_s), (beside.high_s, alone.low_s))
-    return spread(name, [one / other / share for one, other in pairs], how)
-
-
 def spread(name: str, values: Sequence[float], how: str) -> Figure:
-    """Return a figure whose value is the first of `values`, and whose range is from the smallest to the largest value.
+    """Return a figure whose value is the first of `values`, and whose range is that of all values.
 
     The first value is the typical one. The others are percentiles, or come from parts of the data.
     """
@@ -108,14 +92,17 @@ def spread(name: str, values: Sequence[float], how: str) -> Figure:
 
 
 def timing(seconds: Sequence[float]) -> Timing:
-    """Return the timing of repetitions that took `seconds`: the typical duration, and the 10th and 90th percentiles."""
+    """Return the timing of repetitions that took `seconds`.
+
+    The typical duration is the mean of the middle half, on which outliers have almost no effect.
+    """
     low_s, high_s = np.percentile(seconds, [10, 90])
-    usual_s = typical(seconds)
-    return Timing(usual_s, min(usual_s, float(low_s)), max(usual_s, float(high_s)))
+    typical_s = statistics.mean(middle_half(sorted(seconds)))
+    return Timing(typical_s, min(typical_s, float(low_s)), max(typical_s, float(high_s)))
 
 
 def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of a call of `work` in the calling thread, in the context that `setting` returns.
+    """Return the timing of a call of `work` in the calling thread, in the context of `setting`.
 
     The first calls are warm-up and are not counted. The call may be short; see `LOOP_S`.
     """
@@ -123,10 +110,10 @@ def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcont
 
 
 def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of concurrent calls of all functions in `works`, from the first start to the last end.
+    """Return the timing of concurrent calls of all `works`, from the first start to the last end.
 
-    Each function runs in a separate thread, which first enters the context that `setting` returns. A single function
-    runs in the calling thread.
+    Each function runs in a separate thread, which first enters the context that `setting` returns.
+    A single function runs in the calling thread.
     """
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
@@ -135,94 +122,8 @@ def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Set
     return timing(rounds)
 
 
-def time_steps(steps: Sequence[Step], repeats: int) -> tuple[Timing, Timing]:
-    """Return the timings of forward and of the whole step, for steps that run concurrently in persistent threads.
-
-    Each function in `steps` runs in a separate thread, and a barrier starts each repetition in all threads at the same
-    time. `makespans` defines the timings.
-    """
-    barrier = threading.Barrier(len(steps))
-    found: list[list[tuple[float, float, float]]] = [[] for _ in steps]
-
-    def run(i: int) -> None:
-        processes.stay(i)
-        for _ in range(WARM + repeats):
-            barrier.wait()
-            found[i].append(steps[i]())
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(steps))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return makespans(found)
-
-
-def makespans(found: Sequence[Sequence[tuple[float, float, float]]]) -> tuple[Timing, Timing]:
-    """Return the timings of forward and of the whole step, for steps that several workers ran concurrently.
-
-    `found` has, for each worker and step, the times at which the step began, its forward ended, and the step ended. A
-    duration lasts from the start of the first worker to the end of the last worker. The warm-up steps are left out.
-    """
-    begins, forwards, ends = zip(*(zip(*together, strict=True) for together in zip(*found, strict=True)), strict=True)
-    forward_s, whole_s = (
-        [max(last) - min(first) for first, last in zip(begins, marks, strict=True)][WARM:] for marks in (forwards, ends)
-    )
-    return timing(forward_s), timing(whole_s)
-
-
-def time_new_threads(works: Sequence[Work], repeats: int = REPEATS, after: After = lambda results: None) -> Timing:
-    """Return the timing of concurrent calls of all functions in `works`, each in a thread that is started for the call.
-
-    The time includes the start of the threads. After each repetition, `after` is called with the results, which stay in
-    memory until then; this call is not timed.
-    """
-
-    def once() -> float:
-        results: list[Any] = [None] * len(works)
-
-        def run(i: int) -> None:
-            processes.stay(i)
-            results[i] = works[i]()
-
-        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
-        begin = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.perf_counter() - begin
-        after(results)
-        return seconds
-
-    once()
-    return timing([once() for _ in range(repeats)])
-
-
-def time_before(work: Work, repeats: int, after: After) -> Timing:
-    """Return the timing of a call of `work` in the calling thread.
-
-    After each repetition, `after` is called with a list that contains the result; this call is not timed.
-    """
-
-    def once() -> float:
-        begin = time.perf_counter()
-        result = work()
-        seconds = time.perf_counter() - begin
-        after([result])
-        return seconds
-
-    once()
-    return timing([once() for _ in range(repeats)])
-
-
-def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of the middle half of the durations, on which outliers have almost no effect."""
-    return statistics.mean(middle_half(sorted(seconds)))
-
-
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the seconds of `loops` calls of each function in concurrent threads, from first start to last end."""
+    """Return the seconds of `loops` calls of each function, from the first start to the last end."""
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()
@@ -230,7 +131,8 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
                 works[0]()
             return time.perf_counter() - begin
     barrier = threading.Barrier(len(works))
-    begins, ends = [0.0] * len(works), [0.0] * len(works)
+    begins = [0.0] * len(works)
+    ends = [0.0] * len(works)
 
     def run(i: int) -> None:
         processes.stay(i)
@@ -248,3 +150,34 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
     for thread in threads:
         thread.join()
     return max(ends) - min(begins)
+
+
+def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the intercepts and the slopes of three lines, fitted to points of work and its timing.
+
+    The lines are fitted to the typical, the low and the high durations. Intercepts are in seconds,
+    slopes in seconds per unit of work, such as bytes.
+    """
+    edges = zip(*(astuple(spent) for _, spent in points), strict=True)
+    work = [amount for amount, _ in points]
+    fitted = [line([*zip(work, edge, strict=True)]) for edge in edges]
+    starts, slopes = zip(*fitted, strict=True)
+    return starts, slopes
+
+
+def line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return the intercept, at least 0, and the slope, above 0, of the line through the points.
+
+    The line has the least squared relative errors. The points are pairs of an amount of work and its
+    seconds. Noise can make large amounts as quick as small ones, so that the fitted slope is 0. The
+    slope is then the smallest measured number of seconds per unit of work, and only the intercept is
+    fitted.
+    """
+    design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
+    scale = np.abs(design).max(axis=0)
+    (start, slope), _ = nnls(design / scale, np.ones(len(points)))
+    if slope > 0:
+        return float(start / scale[0]), float(slope / scale[1])
+    least = min(seconds / work for work, seconds in points)
+    (start,), _ = nnls(design[:, :1] / scale[0], 1 - design[:, 1] * least)
+    return float(start / scale[0]), least

@@ -15,8 +15,7 @@ import torch
 from dpbench.hardware.device import Device
 from dpbench.hardware.nvml import NvmlGpu
 from dpbench.measure.worker import facts
-from dpbench.probe.figures import Figure, spread, timing
-from dpbench.probe.host import line
+from dpbench.probe.figures import Figure, line, spread, timing
 from dpbench.records import HOST
 
 KIB, MIB = 2**10, 2**20
@@ -27,25 +26,24 @@ REPEATS, EMPTY = 20, 10_000
 HALF = "reaches half of the maximum rate, according to a line fitted to the seconds of"
 
 
-def figures(ordinal: int = 0) -> Iterator[Figure]:
-    """Yield all figures of the GPU with the index `ordinal`."""
-    yield context(ordinal)
-    with torch.cuda.device(ordinal):
-        yield from _arithmetic()
-        yield from _memory()
-        yield from _launches()
-        yield from _transfers()
+def figures() -> Iterator[Figure]:
+    """Yield all figures of GPU 0."""
+    yield _context()
+    yield from _arithmetic()
+    yield from _memory()
+    yield from _launches()
+    yield from _transfers()
 
 
-def context(ordinal: int) -> Figure:
-    """Return the bytes in use on a GPU after CUDA has started, without those of torch's allocator.
+def _context() -> Figure:
+    """Return the bytes in use on the GPU after CUDA has started, without those of torch's allocator.
 
     They are the memory of the CUDA context and of other processes on the GPU.
     """
     torch.cuda.init()
-    free, total = torch.cuda.mem_get_info(ordinal)
+    free, total = torch.cuda.mem_get_info(0)
     return Figure(
-        "context_bytes", float(total - free - torch.cuda.memory_reserved(ordinal)),
+        "context_bytes", float(total - free - torch.cuda.memory_reserved(0)),
         "the memory in use on the GPU after CUDA has started, including that of other processes, but without that of "
         "torch's allocator",
     )  # fmt: skip

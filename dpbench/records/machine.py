@@ -23,8 +23,8 @@ from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
 
 FOLDER = Path(__file__).parents[1] / "machines"
-KINDS = ("nvlink", "pcie", "socket", "network", "memory")
-"""The kinds of links. `socket` joins processors, `network` joins nodes, `memory` joins a logical device and RAM."""
+KINDS = ("nvlink", "pcie", "socket", "network")
+"""The kinds of links. `socket` joins processors, `network` joins nodes."""
 HOST_NODE = "cpu"
 """The prefix of the processors' names, such as cpu0; as the end of a link, a processor means its host memory."""
 
@@ -120,13 +120,8 @@ class Machine:
 
     @property
     def devices(self) -> int:
-        """Return the total number of GPUs, or of logical CPU devices, in all nodes."""
+        """Return the total number of GPUs in all nodes."""
         return self.gpu.count * self.nodes
-
-    @property
-    def logical(self) -> bool:
-        """Return whether the devices are logical CPU devices, and not GPUs."""
-        return any(link.kind == "memory" for link in self.links)
 
     @property
     def socket_bytes_per_s(self) -> float:
@@ -169,6 +164,11 @@ def load(name: str) -> Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Figure:
+    value: Number
+
+
+@dataclass(frozen=True, kw_only=True)
 class _File:
     """The keys and tables at the top level of a machine's TOML file."""
 
@@ -180,7 +180,7 @@ class _File:
     nodes: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
     host: dict[str, Any] = field(default_factory=dict)
     collective: dict[str, Any] | None = None
-    probe: dict[str, Any] = field(default_factory=dict)
+    probe: dict[str, _Figure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +188,6 @@ class _LinkRow:
     between: tuple[str, str]
     kind: str
     bytes_per_s: Positive
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Figure:
-    value: Number
 
 
 def read(data: Mapping[str, Any], name: str) -> Machine:
@@ -221,7 +216,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
         gpu=_record(Gpu, file.gpu, f"{name}: [gpu]"), host=_record(Host, file.host, f"{name}: [host]"),
         links=tuple(link for row in file.link for link in _links(row, name)), sources=dict(_sources(data)),
         collective=_record(Collective, file.collective, f"{name}: [collective]") if file.collective else None,
-        probe={key: _figure(row, f"{name}: [probe.{key}]") for key, row in file.probe.items()},
+        probe={key: figure.value for key, figure in file.probe.items()},
     )  # fmt: skip
     _check(machine)
     return machine
@@ -231,6 +226,11 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
     """Yield the links that one [[link]] table describes; an end such as `gpu0-3` means four GPUs."""
     where = f"{name}: [[link]] {table.get('between', '')}"
     row = _record(_LinkRow, table, where)
+    if row.kind == "memory":
+        raise UnknownMachine(
+            f"machine {where}: a link of the kind memory describes logical CPU devices, and predictions are for GPUs "
+            "only; `dpbench run` measures steps on the processor within minutes"
+        )
     if row.kind not in KINDS:
         raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row.kind, list(KINDS))}")
     first, second = (_each(end, where) for end in row.between)
@@ -254,21 +254,6 @@ def _each(text: str, where: str) -> list[str]:
             f"end below {MOST_GPUS}"
         )
     return [f"{match[1]}{i}" for i in range(first, last + 1)]
-
-
-def _figure(row: Any, where: str) -> float:
-    """Return the value of one figure in the table [probe]. Raises UnknownMachine if it is missing or in an old format.
-
-    `where` names the figure's table in messages.
-    """
-    if not isinstance(row, Mapping) or "value" not in row:
-        raise UnknownMachine(f"machine {where}: expected a table with the key `value`, but got {row!r}")
-    if "median" in row:
-        raise UnknownMachine(
-            f"machine {where}: the machine file was written by an older probe; measure again: dpbench probe --output "
-            "FILE.toml"
-        )
-    return _converted(_Figure, row, where).value
 
 
 def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:

@@ -122,8 +122,6 @@ class Profile:
     loss: Cost | None = None
     backward: Cost | None = None
     optimizer: Cost | None = None
-    rest: Cost | None = None
-    """The cost of copying the batch on the host, plus the time of a step that no phase covers."""
 
     @property
     def gradient_sizes(self) -> tuple[float, ...]:

@@ -19,11 +19,11 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from dpbench.predict import quick
+from benchmarks.prediction import formula, published, rows
+from benchmarks.prediction.published import NAMED, Excluded, Matched
+from benchmarks.prediction.rows import PublishedCase
 from dpbench.predict.constants import (
-    ASSUMED,
     DEFAULT,
-    ESTIMATED,
     HOST_FACTOR,
     RESIDUAL,
     Constants,
@@ -32,10 +32,12 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
-from dpbench.predict.scoring import published, rows
-from dpbench.predict.scoring.published import NAMED, Excluded, Matched
-from dpbench.predict.scoring.rows import PublishedCase
 
+ASSUMED = {"bus_scale": 0.8}
+"""Priors that replace those of a described machine if the machine is partly assumed."""
+ESTIMATED = {"features": 0.6}
+"""An additional prior for a model whose counts are estimated from its number of parameters: the standard deviation of
+the logarithm of a common factor on these counts."""
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
 """The host factors that a calibration tries, as ratios to the host factor before the calibration."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
@@ -144,7 +146,7 @@ def _step_s(one: Matched, host: float, bus: float) -> float:
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
     machine = asked.machine.machine
-    seconds = quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
+    seconds = formula.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     alone = rows.linear_s(asked, constants)
     return (asked.scale * seconds + (asked.accumulated - 1) * alone) / asked.accumulated
 
@@ -267,7 +269,7 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
     """Return the prediction of one row by simulation, with its interval; `host` is the host factor of the machine."""
     asked = rows.question(matched, constants, host)
     seconds = rows.predicted_s(asked, constants)
-    base = _quick(asked, constants)
+    base = _by_formula(asked, constants)
 
     def evaluate(name: str, factor: float) -> float:
         changed, other = constants, asked
@@ -282,15 +284,15 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
             other = rows.question(matched, changed, host)
         else:
             changed = scaled(constants, name, factor)
-        return _quick(other, changed) / base * seconds
+        return _by_formula(other, changed) / base * seconds
 
     low, high = interval(seconds, drawn(seconds, evaluate, priors(asked), residual(asked)))
     return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
 
 
-def _quick(asked: PublishedCase, constants: Constants) -> float:
+def _by_formula(asked: PublishedCase, constants: Constants) -> float:
     machine = asked.machine.machine
-    return quick.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
+    return formula.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
 
 
 def _scaled_counts(asked: PublishedCase, factor: float) -> Any:

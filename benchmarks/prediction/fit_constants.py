@@ -1,10 +1,10 @@
 """Fit the constants that microbenchmarks do not determine, using published step times of several machines.
 
-    python benchmarks/scripts/fit_constants.py FILE.csv
+    python -m benchmarks.prediction.fit_constants FILE.csv
 
 The fit yields one set of constants for all machines and one host factor for each machine, not one figure per row.
 Priors keep each constant close to its own microbenchmark. The script prints one section fitted to all groups, then
-one section per group that is fitted without that group: the format of `dpbench/predict/data/fitted.toml`.
+one section per group that is fitted without that group: the format of `fitted.toml`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from pathlib import Path
 
 from scipy.optimize import minimize
 
-from dpbench.predict import quick
+from benchmarks.prediction import formula, published, rows
+from benchmarks.prediction.published import Matched
 from dpbench.predict.constants import Constants
-from dpbench.predict.scoring import published, rows
-from dpbench.predict.scoring.published import Matched
 
 PRIORS = {
     "launch_s": (10e-6, 0.4), "backward_launch_s": (6e-6, 0.5), "module_s": (16e-6, 0.25), "tensor_s": (1.4e-6, 0.4),
@@ -77,7 +76,7 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
     found = []
     for one in matched:
         asked = rows.question(one, constants, host)
-        seconds = quick.seconds(
+        seconds = formula.seconds(
             asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases, loop=asked.loop
         )
         found.append(min(WORST, abs(math.log(seconds / one.row.step_s))))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.prediction import named_models
 from dpbench.predict import counts
 from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import everywhere
@@ -97,7 +98,7 @@ class PublishedRow:
 
         Any clause of the notes may state the unit, as "unit tokens/s" or "tokens per second".
         """
-        return counts.find(self.model).tokens or 64.0 if _COUNTS_TOKENS.search(self.notes) else 1.0
+        return named_models.find(self.model).tokens or 64.0 if _COUNTS_TOKENS.search(self.notes) else 1.0
 
 
 @dataclass(frozen=True)

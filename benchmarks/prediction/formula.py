@@ -1,8 +1,8 @@
-"""Quick: the duration of a step by formula, calculated within microseconds.
+"""Formula: the duration of a step by formula, calculated within microseconds.
 
 The formulas describe the same mechanisms as the simulation, but were written independently, with sums and maxima
-instead of events. They are used for first estimates, for checks of the simulation in tests, and for fits of the
-constants.
+instead of events. They are used for checks of the simulation in tests, for fits of the constants, and for the intervals
+and calibrations of the scoreboard.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from benchmarks.prediction.loops import PLAIN, LoopDifferences
 from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.network import DeviceGroup
-from dpbench.predict.simulation import PLAIN, LoopDifferences
 from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
 from dpbench.records.registry import Role
@@ -38,14 +38,14 @@ def seconds(
     There are formulas for one device, for torch.nn.DataParallel (also used for the engine's schedule `reference`), and
     for DistributedDataParallel.
 
-    `phases` and `loop` have the same meaning as in `simulation.step`. Raises ValueError for a case without a formula.
+    `phases` and `loop` have the same meaning as in `loops.step`. Raises ValueError for a case without a formula.
     """
     traits = case.traits
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
         known = ", ".join(map(registry.of_role, KNOWN))
         raise ValueError(
-            f"--quick has no formula for {case.label}; formulas exist only for the strategies {known}, and only with "
-            "the schedule reference or without a schedule; leave out --quick to simulate the step"
+            f"there is no formula for {case.label}; formulas exist only for the strategies {known}, and only with "
+            "the schedule reference or without a schedule"
         )
     terms = _Terms(case, profile, machine, constants, phases, loop)
     if case.devices == 1 or traits.one_device:

@@ -14,15 +14,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dpbench.predict import counts, profiles, quick, simulation
+from benchmarks.prediction import formula, loops, named_models
+from benchmarks.prediction.loops import PLAIN, LoopDifferences
+from benchmarks.prediction.named_models import Features
+from benchmarks.prediction.published import NAMED, Matched, PublishedRow
+from dpbench.predict import profiles
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.predict.scoring.published import NAMED, Matched, PublishedRow
-from dpbench.predict.simulation import PLAIN, LoopDifferences
-from dpbench.records import Case, Phase, Profile, registry
+from dpbench.records import Case, Phase, Profile, plan, registry
 from dpbench.records.machine import Gpu, Host, Link, Machine
 from dpbench.records.registry import Role
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parent
 GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
 """The rate of 16 lanes in GB/s per direction, by PCIe generation, as in NCCL (graph/topo.h has 12 for generation 3)."""
@@ -253,7 +255,7 @@ def timed(row: PublishedRow) -> frozenset[Phase]:
     return frozenset(phases)
 
 
-def loop_of(row: PublishedRow, known: counts.Features) -> LoopDifferences:
+def loop_of(row: PublishedRow, known: Features) -> LoopDifferences:
     """Return the differences of a row's training loop from the strategy's own step; `known` are the model's counts."""
     kind = NAMED[row.strategy]
     return LoopDifferences(
@@ -265,7 +267,7 @@ def loop_of(row: PublishedRow, known: counts.Features) -> LoopDifferences:
 def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> PublishedCase:
     """Return a published row with its baseline as a case to predict; `host` is the host factor of the row's machine."""
     row = matched.row
-    known = counts.find(row.model, row.parameters or None, row.precision)
+    known = named_models.find(row.model, row.parameters or None, row.precision)
     each = max(1, round(row.batch or BATCH))
     machine = describe(row.gpu, row.interconnect, row.devices, host, one_node=NAMED[row.strategy] == "dp")
     phases = timed(row)
@@ -273,9 +275,7 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
     other = matched.other if row.batch and matched.other and matched.other[1] >= 1 else None
     # without the number of steps, an epoch is treated as a multiple of a step of `EPOCH_STEP_S`
     scale = matched.one_s / EPOCH_STEP_S if row.metric == "epoch_s" and not row.steps else 1.0
-    profile = profiles.given(
-        known.profile, matched.one_s / scale, samples, machine.machine, constants, other=other, phases=phases
-    )
+    profile = _profile(known.profile, matched.one_s / scale, samples, machine.machine, constants, other, phases)
     case = Case(
         model=row.model, device_kind="cuda",
         strategy=registry.of_role(Role.WRAPPER if NAMED[row.strategy] == "dp" else Role.CONTROL),
@@ -287,7 +287,44 @@ def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUB
     )  # fmt: skip
 
 
-def _accumulated(row: PublishedRow, known: counts.Features, each: int) -> float:
+def _profile(
+    counted: Profile,
+    step_s: float,
+    samples: int,
+    machine: Machine,
+    constants: Constants,
+    other: tuple[float, int] | None,
+    phases: frozenset[Phase],
+) -> Profile:
+    """Return `counted` with timings such that the `phases` of a step on one device take `step_s` seconds.
+
+    `other` is a known step at another batch size as (seconds, samples), which determines the part that does not depend
+    on the batch size.
+    """
+    alone = plan.baseline(model=counted.model, batch_size=samples)
+
+    def rest_s(idle: Profile) -> float:
+        return formula.seconds(alone, idle, machine, constants, phases=phases)
+
+    return profiles.split(
+        counted,
+        step_s,
+        samples,
+        rest_s,
+        forward_share=constants.forward_share if Phase.BACKWARD in phases else 1.0,
+        fixed_share=_fixed_share(step_s, samples, other),
+    )
+
+
+def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -> float:
+    """Return the share of a step's duration that does not depend on the batch size."""
+    if other is None or other[1] == samples:
+        return profiles.FIXED_SHARE
+    slope = (step_s - other[0]) / (samples - other[1])
+    return min(1.0, max(0.0, 1 - slope * samples / step_s))
+
+
+def _accumulated(row: PublishedRow, known: Features, each: int) -> float:
     """Return the number of backward passes per optimizer step; `each` is the number of samples per device and pass.
 
     It is 1 except for a training script with a fixed number of samples per optimizer step.
@@ -299,7 +336,7 @@ def _accumulated(row: PublishedRow, known: counts.Features, each: int) -> float:
 def predicted_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
     """Return the duration of a row's step as the simulation predicts it, in the unit of `PublishedRow.step_s`."""
     machine = asked.machine.machine
-    step = simulation.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
+    step = loops.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
     if asked.accumulated == 1:
         return asked.scale * step.seconds
     return (asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)) / asked.accumulated
@@ -312,15 +349,12 @@ def linear_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
     """
     case, machine = asked.case, asked.machine.machine
     alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
-    return asked.scale * quick.seconds(alone, asked.profile, machine, constants, phases=asked.phases)
-
-
-FILE = Path(__file__).parents[1] / "data" / "fitted.toml"
+    return asked.scale * formula.seconds(alone, asked.profile, machine, constants, phases=asked.phases)
 
 
 @lru_cache(maxsize=1)
 def _sections() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    found: dict[str, dict[str, float]] = tomllib.loads((DATA / "fitted.toml").read_text(encoding="utf-8"))
     return found
 
 

@@ -1,0 +1,136 @@
+"""All-reduce: the probe's figures of all-reduces between the GPUs of this machine, one process per GPU.
+
+A fresh process forks the ranks, because a process that has run tensor operations or initialised CUDA
+must not fork.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dpbench.hardware import processes
+from dpbench.measure import scratch
+from dpbench.measure.ranks import run
+from dpbench.probe.figures import Figure, Timing, figure, lines, spread, timing
+
+KIB = 2**10
+MIB = 2**20
+SIZES = tuple(32 * KIB * 4**i for i in range(6))
+"""The sizes of the measured all-reduces in bytes, from 32 KiB to 32 MiB."""
+COMPUTED_S = 1e-3
+"""The duration in seconds of the computation before each all-reduce."""
+WARM = 3
+"""The number of all-reduces of each size that are not timed: they connect ranks and allocate pages."""
+LIMIT_S = 60.0
+
+
+def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
+    """Yield the seconds of an all-reduce of each size, and the start-up time and rate of their line.
+
+    `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
+    processes. The line is fitted to the seconds as a function of the bytes that each rank sends in a
+    ring all-reduce. For n ranks, these bytes are 2 (n - 1) / n times the size. Raises RuntimeError if
+    a rank fails.
+    """
+    timings = _measured(ranks, backend, sizes)
+    for size, spent in timings:
+        how = (
+            f"all_reduce of {size // KIB} KiB between {ranks} ranks with {backend}, after "
+            f"{COMPUTED_S * 1e3:g} ms of computation"
+        )
+        yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
+    sent = 2 * (ranks - 1) / ranks
+    starts_s, per_bytes = lines([(sent * size, spent) for size, spent in timings])
+    line = "a line fitted to the seconds of an all_reduce as a function of the bytes that each rank sends"
+    yield spread("all_reduce_start_s", starts_s, f"the intercept of {line}")
+    yield spread(
+        "all_reduce_bytes_per_s",
+        [1 / per_byte for per_byte in per_bytes],
+        f"the inverse slope of {line}, or the best rate of any size if the seconds do not grow with the bytes",
+    )
+
+
+def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int, Timing]]:
+    """Return each size with the timing of its all-reduce, from a fresh process that forks the ranks."""
+    with scratch.folder() as folder:
+        command = [sys.executable, "-m", "dpbench.probe.all_reduce", str(os.getpid()), str(folder)]
+        done = subprocess.run(
+            [*command, str(ranks), backend, json.dumps(sizes)],
+            timeout=LIMIT_S,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if done.returncode:
+        raise RuntimeError(
+            f"the probe's ranks ended with exit status {done.returncode}; their error output ends with: "
+            f"{done.stderr[-500:]}"
+        )
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return [(size, Timing(**seconds)) for size, seconds in answer]
+
+
+def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict[str, float]]]:
+    """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
+
+    As in a step, each all-reduce follows a computation, because an idle or waiting core takes longer
+    to respond than a busy one. An all-reduce lasts from the time at which the last rank starts it to
+    the time at which the last rank finishes it.
+    """
+    torch.set_num_threads(1)
+    processes.keep()
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    answer = []
+    for size in sizes:
+        value = torch.zeros(size // 4, device=device)
+        times = []
+        for _ in range(WARM + (20 if size <= MIB else 8)):
+            _compute()
+            begin = time.perf_counter()
+            dist.all_reduce(value)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append((begin, time.perf_counter()))
+        by_step = zip(*_of_all_ranks(times), strict=True)
+        seconds = [max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in by_step]
+        answer.append((size, asdict(timing(seconds[WARM:]))))
+    return answer
+
+
+def _compute() -> None:
+    """Keep the core busy for `COMPUTED_S` seconds."""
+    square = torch.ones(64, 64)
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + COMPUTED_S:
+        torch.mm(square, square)
+
+
+def _of_all_ranks(times: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, times)
+    return every
+
+
+def _main(parent: str, folder: str, ranks: str, backend: str, sizes: str) -> None:
+    processes.die_with_parent(int(parent))
+    answers = run(partial(_rank, backend, json.loads(sizes)), int(ranks), Path(folder), backend)
+    print(json.dumps(answers[0]), flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,200 @@
+"""Golden outputs: what the reading commands print for each run below reports/, recorded below tests/golden/.
+
+    python -m tests.golden [RUN...]             print, by command, how today's output differs from the recorded one
+    python -m tests.golden --record [RUN...]    record today's output
+
+The texts of commands are asserted here only. A commit that changes one lists the change in its message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import io
+import json
+import lzma
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+from dpbench import cli
+from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified, ledger
+from dpbench.store import Store
+from dpbench.store.export import read_run
+from tests import exported, observed_loops, test_noisy
+
+REPORTS = Path(__file__).parent.parent / "reports"
+GOLDEN = Path(__file__).parent / "golden"
+TRIALS = "trials.jsonl.gz"
+RUN_ID = bytes.fromhex("901de2" * 5 + "00")
+STARTED_S = 1.79e9
+"""The start of every run, in seconds since the epoch: an exported file does not have it."""
+PAIRS = (("default", "cpu-2-cores"), ("cpu-2-cores", "answers-2-cores"), ("default", "watched"))
+"""Pairs of reports that are compared: with cases in common, and without."""
+COMMANDS = {
+    "report --md": ("report", "--md"),
+    "report --json": ("report", "--json"),
+    "explain --all": ("explain", "--all"),
+    "show --json": ("show", "@last", "--json"),
+    "export csv": ("export", "csv"),
+    "export jsonl": ("export", "jsonl"),
+    "export pyperf": ("export", "pyperf"),
+}
+PAGE = "report --html"
+Outputs = dict[str, str]
+"""The output of each command."""
+
+
+def printed(arguments: Sequence[str]) -> str:
+    """Return what a command prints to stdout and stderr, and its exit code unless that is 0."""
+    out = io.StringIO()
+    code: object = 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            cli.main(list(arguments))
+        except SystemExit as end:
+            code = end.code
+    return out.getvalue() + (f"exit code {code}\n" if code else "")
+
+
+def with_spans(trial: Trial) -> Trial:
+    """Return an exported trial with one span of the host for each phase of a step, from the phase's seconds."""
+    spans: list[Span] = []
+    for index, (step, phases) in enumerate(zip(trial.steps, ledger.of_trial(trial), strict=True)):
+        at_s = step.end_s - step.seconds
+        for name, seconds in phases.items():
+            if name == UNATTRIBUTED:
+                continue
+            spans.append(Span(index, Phase(name), HOST, "host", at_s, at_s + seconds))
+            at_s += seconds
+    return replace(trial, spans=tuple(spans))
+
+
+def store(path: Path, trials: Sequence[Trial]) -> None:
+    """Write a store with one finished run of these trials, with a fixed id and a fixed start."""
+    facts = trials[0].provenance
+    with (
+        patch("os.urandom", return_value=RUN_ID),
+        patch("time.time", return_value=STARTED_S),
+        Store.create(path) as opened,
+    ):
+        opened.add(trials, plan="golden", host="golden", code="golden", provenance=facts)
+
+
+def one_round(name: str, text: str) -> str:
+    """Return the text of an export with its first round only: all rounds have the same form, and are long."""
+    if name == "export jsonl":
+        lines = text.splitlines(keepends=True)
+        return "".join(line for line in lines if not line.startswith("{") or json.loads(line)["round"] == 0)
+    if name == "export pyperf" and text.startswith("{"):
+        suite = json.loads(text)
+        for benchmark in suite["benchmarks"]:
+            del benchmark["runs"][1:]
+        return json.dumps(suite, indent=1) + "\n"
+    return text
+
+
+def of_run(trials: Sequence[Trial]) -> Outputs:
+    """Return the output of each command on a store with these trials, and the page of its report."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        store(Path("dpbench.db"), trials)
+        outputs = {name: one_round(name, printed(command)) for name, command in COMMANDS.items()}
+        printed(("report", "--html", "page.html"))
+        outputs[PAGE] = Path("page.html").read_text()
+        return {name: text.replace(folder, "FOLDER") for name, text in outputs.items()}
+
+
+def of_report(name: str) -> Outputs:
+    """Return the output of each command on the run in reports/`name`."""
+    _, trials = read_run(REPORTS / name / TRIALS)
+    return of_run([with_spans(trial) for trial in trials])
+
+
+def of_comparisons() -> Outputs:
+    """Return the output of `dpbench compare` for each pair of reports, as text and as JSON."""
+    outputs: Outputs = {}
+    for before, after in PAIRS:
+        files = [str(REPORTS / name / TRIALS) for name in (before, after)]
+        for form in ("--md", "--json"):
+            text = printed(("compare", *files, "--unlike", form))
+            outputs[f"compare {before} {after} {form}"] = text.replace(str(REPORTS), "reports")
+    return outputs
+
+
+def failed_and_noisy() -> list[Trial]:
+    """Return a run in which half of the rounds are NOISY, and one case fails in a different way in each round."""
+    trials = test_noisy.run(noisy={1, 3})
+    case = replace(exported.DP, devices=4)
+    failures = (
+        {"status": Status.FAILED, "reason": "rank 1: ValueError: a <b> & 'c'", "failed_device": 1},
+        {"status": Status.OOM, "reason": "device 0 has no memory left", "failed_device": 0},
+        {"status": Status.TIMEOUT, "reason": "no step ended within 60 s"},
+        {"verified": Verified.NO, "reason": "gradients differ by 3e-2"},
+    )
+    return [*trials, *(exported.made(case, number=i, **how) for i, how in enumerate(failures))]
+
+
+def runs() -> dict[str, Callable[[], Outputs]]:
+    """Return the functions that render the outputs of each run, by the name of its recorded file."""
+    stored = {path.parent.name for path in REPORTS.glob(f"*/{TRIALS}")}
+    return {
+        **{name: partial(of_report, name) for name in sorted(stored)},
+        "made-failed-and-noisy": lambda: of_run(failed_and_noisy()),
+        "made-observed": lambda: of_run(observed_loops.loop(observed_loops.parallel())),
+        "comparisons": of_comparisons,
+    }
+
+
+def recorded(name: str) -> Outputs:
+    """Return the recorded outputs of a run; none if it has no file."""
+    path = GOLDEN / f"{name}.json.xz"
+    if not path.exists():
+        return {}
+    outputs: Outputs = json.loads(lzma.decompress(path.read_bytes()))
+    return outputs
+
+
+def record(name: str, outputs: Outputs) -> None:
+    """Write the outputs of a run."""
+    GOLDEN.mkdir(exist_ok=True)
+    text = json.dumps(outputs, indent=1)
+    (GOLDEN / f"{name}.json.xz").write_bytes(lzma.compress(text.encode()))
+
+
+def differences(name: str, before: Outputs, after: Outputs) -> Iterator[str]:
+    """Yield the lines of a diff of the outputs of a run, command by command."""
+    for command in dict.fromkeys([*before, *after]):
+        old, new = (pieces(outputs.get(command, "")) for outputs in (before, after))
+        yield from difflib.unified_diff(old, new, f"{name}: {command}", "today", n=0, lineterm="")
+
+
+def pieces(text: str) -> list[str]:
+    """Return the lines of a text, with a line of HTML or JSON split at each element, so that a diff is short."""
+    return [part for line in text.splitlines() for part in re.split(r"(?<=>)(?=<)|(?<=,) (?=\")", line)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare or record the outputs of these runs, or of all; return 1 if they differ."""
+    parser = argparse.ArgumentParser(description="Compare what the reading commands print with the recorded outputs.")
+    parser.add_argument("names", nargs="*", metavar="RUN", help="runs below reports/ (default: all)")
+    parser.add_argument("--record", action="store_true", help="record today's outputs")
+    chosen = parser.parse_args(arguments)
+    rendered = {name: render() for name, render in runs().items() if name in chosen.names or not chosen.names}
+    if chosen.record:
+        for name, outputs in rendered.items():
+            record(name, outputs)
+        return 0
+    found = [line for name, outputs in rendered.items() for line in differences(name, recorded(name), outputs)]
+    for line in found:
+        print(line)
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
