@@ -43,7 +43,7 @@ SCHEDULES = (
 LEGAL = tuple(
     str(schedule)
     for positions in itertools.product(*SWITCHES.values())
-    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=True)))).missing() and schedule.exact
+    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=True)))).missing(train_step=False)
 )
 """Every schedule that needs neither TrainStep nor a kind of device, and promises the bits of `reference`."""
 

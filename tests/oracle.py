@@ -34,10 +34,6 @@ def ours(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
     return DataParallel(module, [device(i) for i in ids], **options)
 
 
-def torch_faults_and_all(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
-    return ours(module, ids, compat=True, **options)
-
-
 def ours_on_the_host(module: nn.Module, ids: Sequence[int], **options: Any) -> nn.Module:
     """Wrap over logical CPU devices, for schedules that emulated devices refuse."""
     return DataParallel(module, ["cpu"] * len(ids), **options)

@@ -63,7 +63,7 @@ LISTS = {
         (["run", "--scenario", "seeds", "--compile"], ["--scenario", "leave out --compile"]),
         (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
         (["run", "--schedules", "workers=pool,workers=serial"], ["workers twice", "';'", "option twice"]),
-        (["run", "--schedules", "pool;graphs=on", "--device-kind", "cpu"], ["graphs=on", "needs cuda"]),
+        (["run", "--schedules", "pool;graphs=on"], ["unknown switch 'graphs'"]),
         (["run", "--device-kind", "emulated", "--device-ids", "0"], ["emulated", "leave out --device-ids"]),
         (["run", "--device-kind", "emulated", "--placement", "colocated"], ["colocated", "emulated", "spread"]),
         (["run", "--no-such-option"], ["--no-such-option"]),

@@ -192,19 +192,17 @@ def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: True)
     monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.empty", lambda *_, **__: None)
     weights = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16)]
-    plain = Schedule(replicas="persistent")
     spread = [_cuda(0, 0), _cuda(1, 1), _cuda(2, 2)]
-    assert collectives.choose(spread, plain, weights) == ("nccl", 3)
-    assert collectives.choose([_cuda(0, 0), _cuda(1, 0)], plain, weights) is None
-    assert collectives.choose(spread[:1], plain, weights) is None
-    assert collectives.choose(spread, Schedule(comm_dtype="bf16"), weights) is None
-    assert collectives.choose(spread, plain, [torch.zeros(4, 4)[:, ::2]]) is None
-    assert collectives.choose(spread, plain, [torch.zeros(2, dtype=torch.complex64)]) is None
-    assert collectives.choose(spread, plain, [torch.zeros(2).to_sparse()]) is None
+    assert collectives.choose(spread, weights) == ("nccl", 3)
+    assert collectives.choose([_cuda(0, 0), _cuda(1, 0)], weights) is None
+    assert collectives.choose(spread[:1], weights) is None
+    assert collectives.choose(spread, [torch.zeros(4, 4)[:, ::2]]) is None
+    assert collectives.choose(spread, [torch.zeros(2, dtype=torch.complex64)]) is None
+    assert collectives.choose(spread, [torch.zeros(2).to_sparse()]) is None
     monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: False)
-    assert collectives.choose(spread, plain, weights) is None
+    assert collectives.choose(spread, weights) is None
     for ids in (["cpu", "cpu"], ["emulated:0", "emulated:1"]):
-        assert collectives.choose(resolve(ids), plain, weights) is None
+        assert collectives.choose(resolve(ids), weights) is None
 
 
 def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:

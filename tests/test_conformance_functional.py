@@ -51,17 +51,16 @@ def test_parallel_apply_autocast(place: Place, wrapped: bool) -> None:
         close(outputs, expected)
 
 
-def test_parallel_apply_autocast_as_torch(place: Place) -> None:
-    """Not in torch: with compat=True, the replicas autocast to the device's default dtype, as torch's do."""
+def test_parallel_apply_forwards_the_dtype_of_autocast(place: Place) -> None:
+    """Not in torch: its replicas autocast to the device's default dtype."""
     place.not_on("emulated", "autocast has no rules for them")
     default = torch.get_autocast_dtype(place.type)
     other = torch.bfloat16 if default is torch.float16 else torch.float16
     modules = [nn.Linear(10, 5).to(place.device(i)) for i in (0, 1)]
     inputs = [place.put(torch.randn(2, 10), i) for i in (0, 1)]
-    for compat, dtype in ((False, other), (True, default)):
-        with torch.autocast(place.type, dtype=other):
-            outputs = dpbench.parallel_apply(modules, inputs, None, place.ids(), compat=compat)
-        assert [output.dtype for output in outputs] == [dtype] * 2
+    with torch.autocast(place.type, dtype=other):
+        outputs = dpbench.parallel_apply(modules, inputs, None, place.ids())
+    assert [output.dtype for output in outputs] == [other] * 2
 
 
 def test_parallel_apply_passes_exception(place: Place) -> None:

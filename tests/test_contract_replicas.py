@@ -335,24 +335,6 @@ def test_a_default_device_set_for_good_reaches_the_replicas() -> None:
     assert devices == [torch.device("meta")] * 2
 
 
-@pytest.mark.parametrize(
-    ("name", "reaches"),
-    [("no_grad", {"grad"}), ("inference_mode", {"grad"}), ("autocast", set()), ("device", set()), ("several", set())],
-)
-def test_compat_forwards_what_torch_forwards(name: str, reaches: set[str]) -> None:
-    seen: list[dict[str, Any]] = []
-    module = Call(lambda _, x: (seen.append(settings()), x)[1])
-    with SETTINGS[name]():
-        caller = settings()
-        DataParallel(module, TWO, compat=True)(torch.zeros(4, device="cpu"))
-    fresh = settings()
-    for one in seen:
-        if caller["autocast"] != fresh["autocast"]:  # that it is on arrives, its dtype does not
-            assert one.pop("autocast")[0] == (True, torch.bfloat16)
-        assert {key for key, value in one.items() if value != fresh[key]} == reaches
-        assert all(one[key] == caller[key] for key in reaches)
-
-
 def test_capturing_the_settings_leaves_no_cycles() -> None:
     gc.collect()
     gc.disable()

@@ -111,8 +111,6 @@ def test_dataclass_instances_with_tensors_are_cut_and_others_are_shared() -> Non
     batch, options = Batch(torch.arange(5.0)), Options()
     first, second = scatter((batch, options), TWO)
     assert first[1] is second[1] is options
-    for piece in scatter((batch, torch.arange(5.0)), TWO, compat=True):
-        assert piece[0] is batch
 
 
 def test_pieces_of_a_dataclass_instance_are_copies_whose_constructor_does_not_run() -> None:

@@ -338,11 +338,6 @@ def test_a_rival_is_a_finding_from_two_percent_faster(rule: str, rival: Case) ->
     assert "1.03×" in seen.evidence.says
 
 
-def test_a_schedule_that_needs_a_tolerance_is_not_advised() -> None:
-    rough = measured(case(schedule="bf16_comm"), LEVEL)
-    assert "schedule" not in found(one(), dp(replicate=0.015), rough)
-
-
 def test_what_was_not_measured_is_said_and_not_guessed() -> None:
     (diagnosis,) = explained(one(), dp(replicate=0.015))
     said = " ".join(diagnosis.unjudged)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from dpbench import models, probe
 from dpbench.analysis.report import Report
@@ -238,20 +237,6 @@ def test_host_spans_lie_within_the_steps(server: Server) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_auto_chunks_on_like_gpus_are_nearly_equal() -> None:
-    loaded = models.load("resnet18", "small", 0)
-    module = loaded.module.cuda()
-    with TrainStep(
-        module, loaded.loss, lambda p: torch.optim.SGD(p, lr=0.01), [0, 1], "persistent", chunk_sizes="auto"
-    ) as step:
-        for seed in range(40):
-            step(*loaded.batch(64, seed))
-        assert step.chunk_sizes is not None
-        first, second = step.chunk_sizes
-    assert 0.5 < first / second < 2.0
-
-
-@pytest.mark.multi_gpu
 def test_nccl_sums_cuts_and_spreads_in_place() -> None:
     devices = resolve(None)
     count = len(devices)
@@ -290,48 +275,3 @@ def test_replicas_on_distinct_gpus_stay_alike_bit_by_bit(rung: str) -> None:
         first, *others = step._replicas._weights.parameters
         for other in others:
             assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, other, strict=True))
-
-
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.5}], ids=str)
-@pytest.mark.parametrize("ids", [[0], [0, 0], [0, 0, 0]], ids=str)
-def test_graphs_agree_with_reference_within_rounding(ids: list[int], options: dict[str, Any]) -> None:
-    _near(_trained("graphs", ids, **options), _trained("reference", ids, **options))
-
-
-@pytest.mark.parametrize("model", [model for model in MODELS if model != "lstm"])  # cuDNN packs its weights itself
-def test_graphs_record_every_model_and_its_buffers(model: str) -> None:
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    try:
-        _near(_trained("graphs", [0, 0], model), _trained("reference", [0, 0], model), 1e-3, 1e-4)
-    finally:
-        torch.backends.cudnn.deterministic = before
-
-
-def test_graphs_are_replayed_for_shapes_they_know_and_draw_anew() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5)).cuda()
-    x = torch.randn(12, 8)
-    with TrainStep(module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0), [0, 0], "graphs") as step:
-        losses = {float(step(x[:rows], x[:rows])) for rows in (12, 12, 12, 6, 6, 12)}
-        assert step._graphs is not None
-        assert len(step._graphs._recorded) == 2
-    assert len(losses) == 6
-
-
-def test_a_module_that_waits_for_the_gpu_is_refused_with_the_way_out() -> None:
-    class Waits(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layer(x) * (1.0 if x.sum().item() > 0 else 2.0)
-            return out
-
-    x = torch.randn(12, 8)
-    with TrainStep(Waits().cuda(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), [0, 0], "graphs") as step:
-        with pytest.raises(RuntimeError) as caught:
-            step(x, x)
-        assert any("replica 0 on device cuda:0" in note and "graphs=off" in note for note in caught.value.__notes__)
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-    torch.ones(3, device="cuda").sum().item()  # the GPU works on

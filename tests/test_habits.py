@@ -63,38 +63,6 @@ def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.Monk
     assert Reading.reads == (-(-loop.steps // every) if every else 0)
 
 
-class Tuning(Loop):
-    """A strategy that tries alternatives in its first 40 steps, which take as long as the others."""
-
-    @contextmanager
-    def start(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
-        with super().start(case, model, devices, mark) as step:
-            step.settled = lambda: self.steps >= 40
-            yield step
-
-
-@pytest.mark.parametrize("loader", [-1, 0])
-def test_steps_that_try_alternatives_are_warm_up(loader: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
-    case = Case(model="mlp", strategy="single", batch_size=4, loader=loader)
-    done = trial.measure(case, replace(FOUR, memory_by_phase=False), Tuning())
-    assert sum(step.warmup for step in done.steps) >= 40
-    assert sum(not step.warmup for step in done.steps) >= 12
-
-
-def test_the_engine_says_when_fastest_has_chosen() -> None:
-    case = Case(model="mlp", strategy="dp", schedule="fastest", devices=2, batch_size=8)
-    model, devices = models.load("mlp", "small", 0), open_devices("cpu", 2)
-    with strategies.load("dp").start(case, model, devices, no_mark) as step:
-        assert not step.settled()
-        taken = 0
-        while not step.settled():
-            step(*model.batch(8, taken))
-            taken += 1
-            assert taken < 100
-    assert taken > 30
-
-
 @pytest.mark.parametrize("strategy", ["single", "dp", "torch_dp", "model_parallel"])
 def test_inputs_on_the_device_are_there_before_the_step(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []

@@ -20,11 +20,10 @@ from tests.report_rows import badges, part
 
 GAINS = {
     "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,
-    "local_backward": 0.35, "overlap": 0.33, "allreduce": 0.45, "flat_optimizer": 0.42, "zero1": 0.4, "bf16_comm": 0.2,
-    "graphs": 0.2,
+    "local_backward": 0.35, "overlap": 0.33, "allreduce": 0.45, "flat_optimizer": 0.42, "zero1": 0.4,
 }  # fmt: skip
 """Each rung's step over the reference's: cached gives most by seconds and local_backward by ratio, allreduce costs,
-flat_storage gives nothing, and bf16_comm, which needs a tolerance, would give more than any."""
+and flat_storage gives nothing."""
 SWITCH = {"workers": 1.5, "backward": 1.2, "reduce": 1.0, "update": 0.9, "optimizer": 1.1}
 """The best's step without a switch, over the best's: update costs, reduce gives nothing."""
 CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
@@ -37,9 +36,9 @@ def factor(case: Case) -> float:
         return rivals[case.strategy]
     if case.schedule in GAINS:
         return GAINS[case.schedule]
-    best = schedule.best(*plan.conditions(case.device_kind))
-    back = {str(one): switch for switch, one in schedule.ablations(best, *plan.conditions(case.device_kind)).items()}
-    return GAINS[str(best)] * SWITCH[back[case.schedule]]
+    ablations = schedule.ablations(schedule.RUNGS[schedule.BEST])
+    back = {str(one): switch for switch, one in ablations.items()}
+    return GAINS[schedule.BEST] * SWITCH[back[case.schedule]]
 
 
 def trial(case: Case, number: int, seconds: float, noise: float) -> Trial:
@@ -83,7 +82,7 @@ def changes(found: ladder.Ladder) -> dict[str, ladder.RungGain]:
 def test_each_rung_is_compared_with_the_one_before_it_and_the_gains_sum_to_the_whole() -> None:
     found = plain()
     names = [rung.name for rung in found.rungs]
-    assert names == schedule.climb(schedule.TRAIN_STEP)
+    assert names == [*schedule.RUNGS]
     assert [change.over for change in changes(found).values()] == names[:-1]
     for change in changes(found).values():
         assert change.ratio.value == pytest.approx(GAINS[change.over] / GAINS[change.name], rel=0.01)
@@ -99,7 +98,7 @@ def test_the_verdict_is_what_the_interval_says() -> None:
     assert verdicts == {
         "pool": "faster", "cached": "faster", "flat_storage": "same", "persistent": "faster", "local_loss": "same",
         "local_backward": "faster", "overlap": "faster", "allreduce": "slower", "flat_optimizer": "faster",
-        "zero1": "faster", "bf16_comm": "faster",
+        "zero1": "faster",
     }  # fmt: skip
     assert changes(plain())["allreduce"].ratio.high < 1
     assert changes(plain())["allreduce"].gain_s.high < 0
@@ -139,13 +138,6 @@ def test_a_rung_without_a_result_is_stepped_over_and_named() -> None:
     assert [row.case.schedule for row in found.lost] == ["cached"]
 
 
-def test_nothing_stands_on_graphs() -> None:
-    cuda = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64], device_kind="cuda")
-    found = climbed(trials([c for c in cuda if c.strategy == "dp"]))
-    over = {name: change.over for name, change in changes(found).items()}
-    assert (over["graphs"], over["bf16_comm"]) == ("zero1", "zero1")
-
-
 def test_the_phase_that_shrank_is_named() -> None:
     change = changes(plain())["cached"]
     assert change.phase == "replicate"
@@ -166,7 +158,7 @@ def test_rungs_are_compared_with_single_and_ddp_and_the_limit_is_one_devices_sha
 def test_two_schedules_are_no_ladder_and_one_device_has_none() -> None:
     dp = [case for case in CASES if case.schedule in ("reference", "cached")]
     assert ladder.ladders(summary.rows(trials(dp))) == []
-    alone = [Case(model="mlp", strategy="dp", batch_size=64, schedule=name) for name in GAINS if name != "graphs"]
+    alone = [Case(model="mlp", strategy="dp", batch_size=64, schedule=name) for name in GAINS]
     assert ladder.ladders(summary.rows(trials(alone))) == []
 
 
@@ -183,7 +175,7 @@ def test_measured_and_predicted_rungs_are_two_ladders() -> None:
 
 def test_a_switch_that_is_set_back_tells_what_it_gives() -> None:
     found = plain()
-    assert found.base == str(schedule.best(schedule.TRAIN_STEP))
+    assert found.base == schedule.BEST
     given = {change.name: change for change in found.ablations}
     assert given.keys() == SWITCH.keys()
     for switch, change in given.items():
@@ -215,7 +207,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     rows = emulated()
     assert all(row.speedup is None and row.efficiency is None for row in rows)
     (found,) = ladder.ladders(rows)
-    assert len(found.rungs) == 12
+    assert [rung.name for rung in found.rungs] == [*schedule.RUNGS]
     assert all(rung.over_ddp is None for rung in found.rungs)
     assert found.limit is None
     assert diagnosis.tiles(rows, [found]) == []
@@ -249,8 +241,8 @@ def test_a_limit_is_nobodys_baseline() -> None:
         ("reference", "reference"),
         ("workers=pool,replicas=cached", "cached"),
         ("workers=serial", "workers=serial"),
-        (str(schedule.ablations(schedule.RUNGS["zero1"], "TrainStep")["workers"]), "zero1 but workers=spawn"),
-        (str(schedule.ablations(schedule.RUNGS["zero1"], "TrainStep")["reduce"]), "zero1 but reduce=after"),
+        (str(schedule.ablations(schedule.RUNGS["zero1"])["workers"]), "zero1 but workers=spawn"),
+        (str(schedule.ablations(schedule.RUNGS["zero1"])["reduce"]), "zero1 but reduce=after"),
         ("fastest", "fastest"),
         ("", ""),
         ("from=the,future=1", "from=the,future=1"),
@@ -262,7 +254,7 @@ def test_a_schedule_is_said_in_short(text: str, said: str) -> None:
 
 def test_schedules_stand_in_the_order_of_the_ladder() -> None:
     rows = [row.case.schedule for row in summary.rows(trials()) if row.case.strategy == "dp"]
-    assert [name for name in rows if name in schedule.RUNGS] == schedule.climb(schedule.TRAIN_STEP)
+    assert [name for name in rows if name in schedule.RUNGS] == [*schedule.RUNGS]
     assert all("=" in name for name in rows[12:])
 
 
@@ -300,7 +292,7 @@ def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() 
     assert "var(--loss)" in panel.svg
     ablation, climb = panel.tables
     assert [line[0].text for line in ablation.lines] == list(SWITCH)
-    assert [line[0].text.split()[0] for line in climb.lines] == schedule.climb(schedule.TRAIN_STEP)
+    assert [line[0].text.split()[0] for line in climb.lines] == [*schedule.RUNGS]
     assert {line[1].text for line in climb.lines} == {"", "faster", "slower", "the same"}
 
 
@@ -358,6 +350,6 @@ def test_other_sections_stay_readable_beside_a_ladder() -> None:
     sections = {s.id: s for s in figures.sections(content())}
     assert [len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")] == [1, 1, 1, 1]
     assert sections["throughput"].panels[0].svg.count(">dp[") == 2 + 2  # names and texts of marks
-    assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in schedule.climb(schedule.TRAIN_STEP))
+    assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in [*schedule.RUNGS])
     assert "the table below has the other schedules" in sections["speedup"].note
     assert "the other schedules" not in sections["phases"].note

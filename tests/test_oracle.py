@@ -30,7 +30,6 @@ from tests.oracle import (
     ours_on_the_host,
     place,
     theirs,
-    torch_faults_and_all,
 )
 from tests.oracle_nets import NETS, Case, Net, mlp, rows
 
@@ -54,8 +53,7 @@ def test_forward_and_backward(name: str, ids: tuple[int, ...], length: int) -> N
     if name == "old weight norm" and len(ids) == 1:
         pytest.skip("a wrapper with one device moves its module, and torch cannot swap tensors that have a history")
     expected = observe(theirs, make, [x], ids=ids)
-    for mine in (ours, torch_faults_and_all):
-        assert difference(expected, observe(mine, make, [x], ids=ids)) == ""
+    assert difference(expected, observe(ours, make, [x], ids=ids)) == ""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -157,8 +155,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 def test_outputs(name: str, ids: tuple[int, ...], length: int) -> None:
     x, make = rows(length), lambda: Net(OUTPUTS[name])
     expected = observe(theirs, make, [x], ids=ids)
-    for mine in (ours, torch_faults_and_all):
-        assert difference(expected, observe(mine, make, [x], ids=ids)) == ""
+    assert difference(expected, observe(ours, make, [x], ids=ids)) == ""
 
 
 def test_scalars_are_gathered_with_torchs_warning() -> None:
@@ -398,7 +395,7 @@ def test_five_steps_give_the_same_bits_on_every_legal_schedule(name: str) -> Non
 def test_the_comparison_sees_gradients_added_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("dpbench.engine.collectives")
     add = module._sum
-    monkeypatch.setattr(module, "_sum", lambda parts, *rest: add(parts[::-1], *rest))
+    monkeypatch.setattr(module, "_sum", lambda parts, root: add([parts[0], *parts[:0:-1]], root))
     assert "by " in difference(*(train(wrap, TRAINED["mlp"], "sgd", (0, 1, 2, 3)) for wrap in (theirs, ours)))
 
 

@@ -17,7 +17,7 @@ from dpbench.predict import cases, counts, network, profiles, simulation, what_i
 from dpbench.predict.constants import DEFAULT, drawn, interval
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
 from dpbench.records.machine import Link, UnknownMachine
-from dpbench.records.schedule import TRAIN_STEP, climb
+from dpbench.records.schedule import RUNGS
 from dpbench.strategies import Unpredictable
 
 # ---------------------------------------------------------------- the simulation
@@ -82,7 +82,7 @@ UNPREDICTED = {"data_parallel_block", "ddp_model_parallel", "half_cpu"}
 
 
 @pytest.mark.parametrize("strategy", [name for name in registry.names("strategies") if name != "single_all_cores"])
-@pytest.mark.parametrize("schedule", climb(TRAIN_STEP))
+@pytest.mark.parametrize("schedule", RUNGS)
 def test_every_strategy_and_rung_gives_a_step_with_its_phases(strategy: str, schedule: str) -> None:
     if strategy != "dp" and schedule != "reference":
         return
@@ -102,12 +102,11 @@ def test_every_strategy_and_rung_gives_a_step_with_its_phases(strategy: str, sch
 
 def test_the_ladder_climbs() -> None:
     profile, on = known("rtx-3090-x8", host=3.0)
-    steps = {name: seconds(case_of("dp", 4, schedule=name), profile, on) for name in climb(TRAIN_STEP)}
+    steps = {name: seconds(case_of("dp", 4, schedule=name), profile, on) for name in RUNGS}
     assert steps["cached"] < 0.95 * steps["reference"]  # no trees rebuilt in Python
     assert steps["flat_storage"] < steps["cached"]
     assert steps["persistent"] <= steps["flat_storage"] * 1.001
     assert steps["overlap"] < steps["local_backward"]
-    assert steps["bf16_comm"] < steps["zero1"] * 1.001
 
 
 def test_serial_workers_launch_one_after_the_other() -> None:
@@ -346,7 +345,7 @@ def test_predictions_are_quick() -> None:
 
 def test_costs_know_every_collective_that_tasks_name() -> None:
     profile, on = known("dgx-a100")
-    for text in climb(TRAIN_STEP):
+    for text in RUNGS:
         for task in simulation.step(case_of("dp", 4, schedule=text), profile, on).tasks:
             kind = task.resource.partition(":")[0]
             assert kind in (*simulation.COLLECTIVES, "device", "host", "gil", "copy")

@@ -23,7 +23,6 @@ PRIVATE = {
     r"_is_multithreading|parametrize\._cache": "engine/workers.py",
     r"_set_sequence_nr": "engine/collectives.py",
     r"_post_accumulate_grad_hooks": "engine/legal.py",
-    r"\._forward_hooks|\._forward_pre_hooks|\._backward_pre_hooks": "engine/cuda_graphs.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"torch\._dynamo\.utils": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dpbench
-from dpbench.records.schedule import SWITCHES, TRAIN_STEP, Schedule
+from dpbench.records.schedule import SWITCHES, Schedule
 from tests.conformance import Place
 
 WIDTH = 5
 ALL = [Schedule(**dict(zip(SWITCHES, positions, strict=True))) for positions in itertools.product(*SWITCHES.values())]
-STEPPED = [one for one in ALL if not one.missing(TRAIN_STEP)]
-WRAPPED = [one for one in ALL if not one.missing()]
+STEPPED = [one for one in ALL if not one.missing()]
+WRAPPED = [one for one in ALL if not one.missing(train_step=False)]
 """The schedules that TrainStep and the wrapper can have without a GPU, those that round included."""
 
 
@@ -257,8 +257,6 @@ def added(case: Case, parameters: list[nn.Parameter], schedule: Schedule) -> Ten
         part = parameter.grad
         if part is None and case.devices > 1 and parameter.requires_grad:
             part = torch.zeros_like(parameter)
-        if part is not None and schedule.comm_dtype == "bf16" and len(parameters) > 1:
-            part = part.bfloat16().float()
         total = part if total is None or part is None else total + part
     return total
 

@@ -308,44 +308,6 @@ def forward_reads_a_weight_too_early() -> None:
         layer(ones(3))
 
 
-def captured(tensor: Tensor, stream: Any) -> tuple[Any, Tensor]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        doubled = tensor.mul(2)
-    return graph, doubled
-
-
-@program()
-def a_capture_queues_nothing() -> None:
-    first, second = streams()
-    tensor = written_on(first)
-    torch.cuda.synchronize()
-    captured(tensor, second)
-    with torch.cuda.stream(first):
-        tensor.zero_()
-
-
-@program("mul reads it on stream")
-def a_replay_reads_too_early() -> None:
-    first, second = streams()
-    tensor = written_on(first)
-    with torch.cuda.stream(first):
-        graph, _ = captured(tensor, second)
-        tensor.add_(1)
-    with torch.cuda.stream(second):
-        graph.replay()
-
-
-@program("mul writes it on the default stream of cuda:0")
-def a_replay_overwrites_what_is_read() -> None:
-    first, second = streams()
-    graph, doubled = captured(ones(), second)
-    graph.replay()
-    first.wait_stream(torch.cuda.current_stream())
-    doubled_on(first, doubled)
-    graph.replay()
-
-
 @program()
 def a_gradient_for_inputs() -> None:
     layer, x = nn.Linear(3, 2).to("cuda:0"), ones(3)

@@ -14,14 +14,13 @@ import pytest
 from dpbench.hardware.devices import _cuda
 from dpbench.models import load
 from dpbench.records import Case, no_mark, registry
-from dpbench.records.schedule import RUNGS, TRAIN_STEP, Schedule, ablations, best, parse
+from dpbench.records.schedule import BEST, RUNGS, Schedule, ablations, parse
 from tests.races.engine_runs import Run, places, without
 from tests.races.machine import detect
 from tests.races.recorder import Race
 
-BEST = best(TRAIN_STEP)
 SCHEDULES = {str(schedule): schedule for schedule in RUNGS.values()}
-SCHEDULES |= {f"{BEST} without {switch}": one for switch, one in ablations(BEST, TRAIN_STEP).items()}
+SCHEDULES |= {f"{BEST} without {switch}": one for switch, one in ablations(RUNGS[BEST]).items()}
 PAIR, SHARED, MIXED, FOUR = (0, 1), (0, 0), (0, 0, 1, 1), (0, 1, 2, 3)
 
 
@@ -32,7 +31,7 @@ def runs(schedule: Schedule) -> Iterator[Run]:
     yield Run(schedule, PAIR, side=False, nccl=False)
     yield Run(schedule, PAIR, backwards=True, nccl=False)
     yield from (Run(schedule, SHARED, kind=kind) for kind in ("host", "whole", "short", "written"))
-    if not schedule.missing():
+    if not schedule.missing(train_step=False):
         yield from (Run(schedule, ordinals, kind="wrapper") for ordinals in (PAIR, SHARED))
 
 
@@ -42,7 +41,7 @@ def test_no_schedule_has_a_race(schedule: Schedule) -> None:
     assert not found, "\n".join(f"{run}: {race}" for run, race in found.items())
 
 
-OVERLAPPED, BEST_PLAIN = parse("overlap"), ablations(BEST, TRAIN_STEP)["optimizer"]
+OVERLAPPED, BEST_PLAIN = parse("overlap"), ablations(RUNGS[BEST])["optimizer"]
 JOINT = Schedule(replicas="persistent", reduce="overlap")
 REPORTING = {
     "collectives.reduce: root.wait(device)": Run(Schedule(), SHARED, kind="verbs"),
@@ -55,11 +54,12 @@ REPORTING = {
     "gather.forward: target.wait(device)": Run(Schedule(), SHARED, kind="verbs"),
     "gather.forward: target.borrow(tensors)": Run(Schedule(), SHARED, kind="verbs"),
     "losses.meet: root.wait(device)": Run(parse("local_loss"), SHARED),
-    "losses.meet: root.borrow([*self._totals, *tensors])": Run(parse("bf16_comm"), MIXED, kind="host whole"),
+    "losses.meet: root.borrow([*self._totals, *tensors])": Run(
+        parse("local_backward"), MIXED, kind="host partly whole"
+    ),
     "losses.backward: device.wait(self._devices[0])": Run(parse("local_backward"), SHARED),
     "losses.backward: device.borrow([self._weight])": Run(parse("local_backward"), PAIR, kind="whole"),
     "persistent.modules: root.wait(device)": Run(parse("persistent"), SHARED),
-    "persistent._copy_buffers: device.wait(self._devices[0])": Run(parse("graphs"), SHARED, kind="host buffer"),
     "persistent.refresh: device.wait(self._devices[0])": Run(parse("persistent"), SHARED, kind="host"),
     "persistent_step.modules: exchange.wait()": Run(JOINT, PAIR, kind="unusual"),
     "persistent_step._together: exchange.wait()": Run(OVERLAPPED, PAIR),
@@ -81,7 +81,6 @@ REPORTING = {
     "cuda.borrow: tensor.record_stream(self.stream)": Run(Schedule(), SHARED),
     "cuda.reduce_add: device.wait(cast(Device, self))": Run(Schedule(), PAIR, kind="wrapper"),
     "cuda._follow: self.stream.wait_stream(source)": Run(Schedule(), SHARED),
-    "cuda.warm_up: self._stream.wait_stream(current)": Run(parse("graphs"), SHARED),
     "cuda.follow: self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))": Run(
         parse("persistent"), PAIR
     ),

@@ -40,7 +40,7 @@ def test_most_rules_have_a_remedy_to_run() -> None:
     assert without == {"unattributed", "bigger batch", "schedule", "slow device"}
 
 
-@pytest.mark.parametrize("rung", schedule.climb(schedule.TRAIN_STEP))
+@pytest.mark.parametrize("rung", schedule.RUNGS)
 def test_the_line_of_code_of_a_remedy_runs(rung: str) -> None:
     names = {
         "dpbench": dpbench, "model": nn.Linear(4, 2), "loss_fn": nn.functional.mse_loss, "device_ids": ["cpu", "cpu"],

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 
 from dpbench.records import schedule
-from dpbench.records.schedule import CUDA, RUNGS, SWITCHES, TRAIN_STEP, Schedule
+from dpbench.records.schedule import RUNGS, SWITCHES, Schedule
 
 any_schedule = st.fixed_dictionaries({name: st.sampled_from(positions) for name, positions in SWITCHES.items()})
 
@@ -27,41 +27,31 @@ def test_what_is_written_is_read_back(given: dict[str, str]) -> None:
         assert schedule.parse(",".join(f"{s}={p}" for s, p in given.items())) == one
 
 
-@hypothesis.given(any_schedule, st.sampled_from([(), (TRAIN_STEP,), (TRAIN_STEP, CUDA)]))
-def test_an_ablation_sets_one_switch_back_and_is_legal(given: dict[str, str], here: tuple[str, ...]) -> None:
+@hypothesis.given(any_schedule)
+def test_an_ablation_sets_one_switch_back_and_is_legal(given: dict[str, str]) -> None:
     best = Schedule(**given)
-    found = schedule.ablations(best, *here)
+    found = schedule.ablations(best)
     for switch, one in found.items():
         assert turned(one, best) == {switch}
         assert getattr(one, switch) == SWITCHES[switch][0]
-        assert not one.missing(*here)
+        assert not one.missing()
     for switch in best.turned().keys() - found.keys():
-        assert replace(best, **{switch: SWITCHES[switch][0]}).missing(*here)
+        assert replace(best, **{switch: SWITCHES[switch][0]}).missing()
 
 
-def test_every_rung_turns_its_one_switch_over_the_rung_it_stands_on() -> None:
-    names = [name for name in RUNGS if name != "graphs"]
-    for below, name in pairwise(names):
+def test_every_rung_changes_its_one_switch_over_the_rung_below_and_is_legal() -> None:
+    for below, name in pairwise(RUNGS):
         assert turned(RUNGS[below], RUNGS[name]) == {schedule.LADDER[name][0]}
-    assert turned(RUNGS["zero1"], RUNGS["graphs"]) == {"graphs", "reduce"}
+        assert not RUNGS[name].missing()
 
 
-@pytest.mark.parametrize("here", [(TRAIN_STEP,), (TRAIN_STEP, CUDA)])
-def test_the_best_is_exact_legal_and_has_something_to_take_away(here: tuple[str, ...]) -> None:
-    best = schedule.best(*here)
-    assert best.exact
-    assert not best.missing(*here)
-    assert best.graphs == "off"
-    assert len(schedule.ablations(best, *here)) >= 3
+def test_the_highest_rung_has_something_to_set_back() -> None:
+    assert len(schedule.ablations(RUNGS[schedule.BEST])) >= 3
 
 
-def test_without_train_step_the_best_is_what_data_parallel_can_do() -> None:
-    assert schedule.best() == RUNGS["flat_storage"]
-
-
-def test_the_climb_leaves_out_what_the_device_cannot_do() -> None:
-    assert set(RUNGS) - set(schedule.climb(TRAIN_STEP)) == {"graphs"}
-    assert schedule.climb(TRAIN_STEP, CUDA) == list(RUNGS)
+def test_the_rungs_up_to_flat_storage_need_no_train_step() -> None:
+    without = [name for name, one in RUNGS.items() if not one.missing(train_step=False)]
+    assert without == ["reference", "pool", "cached", "flat_storage"]
 
 
 @pytest.mark.parametrize(

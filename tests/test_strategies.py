@@ -17,7 +17,7 @@ from dpbench.measure.server import Server
 from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark, registry
 from dpbench.records.plan import normalise
-from dpbench.records.schedule import TRAIN_STEP, climb
+from dpbench.records.schedule import LADDER
 from dpbench.strategies import OPTIMIZERS, Strategy, Unpredictable, load, optimizer_of, precision_of
 from dpbench.strategies.ddp import DistributedDataParallel
 
@@ -115,7 +115,7 @@ def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows
     hold(measured(server, case), plug.tasks(case, PROFILE))
 
 
-@pytest.mark.parametrize("name", [*climb(TRAIN_STEP)[1:], "workers=serial", "replicas=cached,update=root,storage=flat"])
+@pytest.mark.parametrize("name", [*LADDER, "workers=serial", "replicas=cached,update=root,storage=flat"])
 @pytest.mark.parametrize(("devices", "rows"), [(2, 7), (3, 2)])
 def test_a_trace_of_every_rung_is_what_tasks_say(server: Server, name: str, devices: int, rows: int) -> None:
     case = case_of("dp", devices=devices, batch_size=rows, schedule=name)

@@ -1,6 +1,6 @@
 """Ladder: compute the gain of each rung over the rung below, and the gain from each switch of a schedule.
 
-Each comparison changes one switch of a schedule; only the rung `graphs` also resets the switch `reduce`. A comparison
+Each comparison changes one switch of a schedule. A comparison
 uses the rounds in which both schedules were measured.
 """
 
@@ -44,7 +44,7 @@ class RungGain:
 class Rung:
     """One measured rung.
 
-    `change` is the gain of this rung over the nearest lower rung that was measured and does not use CUDA graphs. It is
+    `change` is the gain of this rung over the nearest lower rung that was measured. It is
     None for the lowest rung. `over_ddp` is the ratio of DDP's step time to the rung's step time; it is None if DDP was
     not measured, or if the devices are emulated.
     """
@@ -87,12 +87,8 @@ class Ladder:
 
     @property
     def biggest(self) -> RungGain | None:
-        """Return the largest gain of a rung over the rung below; None if no gain has the verdict "faster".
-
-        Rungs that are verified only within a tolerance do not count.
-        """
-        exact = [rung.change for rung in self.rungs if rung.change and schedule.RUNGS[rung.name].exact]
-        faster = [change for change in exact if change.verdict == "faster"]
+        """Return the largest gain of a rung over the rung below; None if no gain has the verdict "faster"."""
+        faster = [rung.change for rung in self.rungs if rung.change and rung.change.verdict == "faster"]
         return max(faster, key=lambda change: change.ratio.value, default=None)
 
     @property
@@ -130,8 +126,8 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
     names = [name for name in schedule.RUNGS if name in steps]
     level = stats.together(len(names) - 1)  # about a dozen gains are read together
     rungs = tuple(_climb({name: steps[name] for name in names}, ddp, level))
-    base, ablations, fixed = _ablated(steps, plan.conditions(case.device_kind))
-    fastest = _fastest(rungs)
+    base, ablations, fixed = _ablated(steps)
+    fastest = min(rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
     return Ladder(
         case=case, rungs=rungs, fastest=fastest, base=base, ablations=ablations, fixed=fixed, ddp=ddp, lost=lost,
         whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name, level=level),
@@ -141,7 +137,7 @@ def _ladder(case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lo
 
 
 def _climb(steps: Mapping[str, Row], ddp: Row | None, level: float) -> Iterator[Rung]:
-    """Yield the measured rungs in ladder order, each with its gain over the nearest lower rung without CUDA graphs.
+    """Yield the measured rungs in ladder order, each with its gain over the nearest lower rung.
 
     `steps` maps the measured rungs, in this order, to their rows. `ddp` is the row of DDP, None without a comparison to
     DDP. `level` is the level of the intervals.
@@ -151,13 +147,7 @@ def _climb(steps: Mapping[str, Row], ddp: Row | None, level: float) -> Iterator[
         change = _change(name, steps[below], row, over=below, level=level) if below else None
         over_ddp = stats.ratio(ddp.series, row.series, level=level) if ddp else None
         yield Rung(name=name, row=row, change=change, over_ddp=over_ddp)
-        if schedule.RUNGS[name].graphs == "off":
-            below = name
-
-
-def _fastest(rungs: Sequence[Rung]) -> Rung:
-    exact = [rung for rung in rungs if schedule.RUNGS[rung.name].exact]
-    return min(exact or rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
+        below = name
 
 
 def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> RungGain:
@@ -174,19 +164,19 @@ def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> R
     )  # fmt: skip
 
 
-def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
+def _ablated(steps: Mapping[str, Row]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
     """Return the schedule with the most measured ablations, its gain over each, and its switches without an ablation.
 
     An ablation is the schedule with one switch set back to its first position. Each switch without a measured ablation
-    is given with the reason. `steps` maps measured schedules to their rows; `conditions` are the arguments
-    of `Schedule.missing`. A rung is often also an ablation of another rung. Therefore only ablations that are not rungs
-    count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
+    is given with the reason. `steps` maps measured schedules to their rows. A rung is often also an ablation of
+    another rung. Therefore only ablations that are not rungs count when the schedule is chosen. If no schedule has
+    such ablations, return ("", (), ()).
     """
     found: dict[str, dict[str, str]] = {}
     for text in sorted(steps):
         if (mine := schedule.known(text)) is None:
             continue
-        back = schedule.ablations(mine, *conditions)
+        back = schedule.ablations(mine)
         found[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
     own = {text: sum(one not in schedule.RUNGS for one in ones.values()) for text, ones in found.items()}
     base = max(own, key=lambda text: own[text])
@@ -196,7 +186,7 @@ def _ablated(steps: Mapping[str, Row], conditions: Sequence[str]) -> tuple[str, 
     changes = (_change(switch, steps[one], steps[base], over=one, level=level) for switch, one in found[base].items())
     best, fixed = schedule.parse(base), []
     for switch in best.turned().keys() - found[base].keys():
-        missing = replace(best, **{switch: schedule.SWITCHES[switch][0]}).missing(*conditions)
+        missing = replace(best, **{switch: schedule.SWITCHES[switch][0]}).missing()
         fixed.append(f"{switch}: {'; '.join(missing) or 'not measured'}")
     return base, tuple(changes), tuple(sorted(fixed))
 
@@ -235,7 +225,6 @@ def short(text: str) -> str:
     differ = {
         rung: [s for s in schedule.SWITCHES if getattr(mine, s) != getattr(other, s)]
         for rung, other in schedule.RUNGS.items()
-        if other.graphs == mine.graphs
     }
     nearest = min(reversed(differ), key=lambda rung: len(differ[rung]))
     if len(differ[nearest]) >= len(mine.turned()):

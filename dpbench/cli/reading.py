@@ -24,7 +24,7 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.showing import choose, list_unreadable, read, report_of, write_report
 from dpbench.records import registry, words
-from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
+from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
@@ -64,8 +64,6 @@ REMOVES = {
     "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
     "flat_optimizer": "the optimizer's loop over tensors",
     "zero1": "the update of all weights on every device, because each device updates only its shard",
-    "graphs": "the separate launch of each kernel",
-    "bf16_comm": "half of the bytes in gradient transfers",
 }
 """The cost that each rung removes from a step by changing its switch."""
 
@@ -95,13 +93,10 @@ def rows(kind: str) -> list[tuple[str, str]]:
 
 
 def _rung(name: str) -> str:
-    """Return a text with the switch that a rung changes, the cost that this removes, and the rung's requirements."""
+    """Return a text with the switch that a rung changes, and the cost that this removes."""
     if name == REFERENCE:
         return "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can be timed"
-    needs = {need for _, need in RUNGS[name].needs(TRAIN_STEP)}
-    notes = [*(f"needs {need}" for need in sorted(needs)), *([] if RUNGS[name].exact else ["within a tolerance"])]
-    said = f" ({', '.join(notes)})" if notes else ""
-    return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}{said}"
+    return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}"
 
 
 def _summary(strategy: object) -> str:

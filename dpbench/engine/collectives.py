@@ -2,8 +2,8 @@
 
 `reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent flat buffers. On
 distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order of additions; the sums are therefore
-not bitwise equal to sums in replica order. Collectives are not used for replicas that share a GPU, for logical CPU
-devices, or for gradients that are rounded for the transfer. In these cases gradients are added in replica order, so
+not bitwise equal to sums in replica order. Collectives are not used for replicas that share a GPU, or for logical CPU
+devices. In these cases gradients are added in replica order, so
 that the sums are bitwise reproducible.
 """
 
@@ -23,7 +23,6 @@ from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.hardware.devices._many import copy_all
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.records.schedule import Schedule
 from dpbench.records.work import BUCKET_BYTES, buckets
 
 
@@ -31,38 +30,34 @@ def reduce(
     gradients: Sequence[Sequence[torch.Tensor]],
     devices: Devices,
     *,
-    comm_dtype: torch.dtype | None = None,
     mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
     """Return, for each parameter, the sum of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
     The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction chooses the order,
-    unless `comm_dtype` is given or grad mode is enabled (as in a backward with `create_graph=True`). With `comm_dtype`
-    every gradient is rounded to that dtype for the transfer.
+    unless grad mode is enabled (as in a backward with `create_graph=True`).
     """
     devices = as_devices(devices)
     root = devices[0]
     with mark(Phase.REDUCE, root.index):
         # autograd does not record a collective, so second derivatives need plain additions
-        if root.can_collect(devices) and not torch.is_grad_enabled() and comm_dtype is None:
+        if root.can_collect(devices) and not torch.is_grad_enabled():
             return root.reduce_add(gradients, devices)
         for device, one in zip(devices, gradients, strict=True):
             root.wait(device)
             root.borrow(one)
         with root.guard():
-            return [_sum(parts, devices, comm_dtype) for parts in zip(*gradients, strict=True)]
+            return [_sum(parts, root) for parts in zip(*gradients, strict=True)]
 
 
-def _sum(parts: Sequence[torch.Tensor], devices: Sequence[Device], comm_dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the sum of `parts` on the first device, added in order; `parts[i]` is the gradient of replica i.
+def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
+    """Return the sum of `parts` on `root`, added in order; `parts[i]` is the gradient of replica i.
 
-    A single part is returned unchanged. If all parts are sparse, the sum is sparse. With `comm_dtype`, every part is
-    rounded to that dtype for the transfer.
+    A single part is returned unchanged. If all parts are sparse, the sum is sparse.
     """
-    root = devices[0]
-    total = arrive(parts[0], root, root, comm_dtype) if len(parts) > 1 else parts[0]
+    total = parts[0]
     for number, part in enumerate(parts[1:]):
-        here = arrive(part, devices[number + 1], root, comm_dtype)
+        here = arrive(part, root)
         if total.is_sparse and not here.is_sparse:  # torch cannot add a dense tensor to a sparse one
             total = here + total
         else:
@@ -70,27 +65,19 @@ def _sum(parts: Sequence[torch.Tensor], devices: Sequence[Device], comm_dtype: t
     return total
 
 
-def arrive(part: torch.Tensor, source: Device, root: Device, comm_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return `part`, a gradient of the replica on `source`, as a tensor of the same dtype on `root`.
-
-    If `comm_dtype` is given, the gradient is rounded to that dtype for the transfer. Call this inside `root.guard()`.
-    """
+def arrive(part: torch.Tensor, root: Device) -> torch.Tensor:
+    """Return `part`, a gradient of a replica, as a tensor on `root`; call this inside `root.guard()`."""
     home = root.torch_device
-    if comm_dtype is None or not part.is_floating_point():
-        return part if part.device == home else part.to(home, non_blocking=True)  # the check is cheaper than `to`
-    if part.device == home:
-        return part.to(comm_dtype).to(part.dtype)
-    with source.guard():  # on another stream, rounding could start before the gradient is computed
-        rounded = part.to(comm_dtype).to(home, non_blocking=True)
-    return rounded.to(part.dtype)
+    # the comparison is cheaper than a call of `to`
+    return part if part.device == home else part.to(home, non_blocking=True)
 
 
-def choose(devices: Sequence[Device], schedule: Schedule, tensors: Sequence[torch.Tensor]) -> Collectives | None:
-    """Return the collectives with which `devices` can sum gradients of `tensors` under the schedule.
+def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collectives | None:
+    """Return the collectives with which `devices` can sum gradients of `tensors`.
 
     Return None if collectives cannot be used: gradients must then be added in replica order.
     """
-    if schedule.comm_dtype != "none" or not all(is_dense(one) and one.is_floating_point() for one in tensors):
+    if not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
     return devices[0].collectives(devices)
 
@@ -267,7 +254,6 @@ def broadcast(
     *,
     copier: Copier,
     overlap: bool,
-    comm_dtype: torch.dtype | None,
     mark: Mark,
     on_reduce: Callable[[], None],
 ) -> list[list[torch.Tensor]]:
@@ -275,12 +261,11 @@ def broadcast(
 
     All copies are made by a single autograd node, or with `overlap` by one node per bucket. In backward, each node
     waits until all replicas have computed the gradients of its tensors, calls `on_reduce`, and sums these gradients.
-    With `comm_dtype` every gradient is rounded to that dtype for the transfer.
     """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
         part = [tensors[i] for i in bucket]
-        flat = Broadcast.apply(devices, mark, on_reduce, copier, comm_dtype, *part) if part else ()  # type: ignore[no-untyped-call]
+        flat = Broadcast.apply(devices, mark, on_reduce, copier, *part) if part else ()  # type: ignore[no-untyped-call]
         if overlap:
             node = next((tensor.grad_fn for tensor in flat if tensor.grad_fn is not None), None)
             if node is not None:
@@ -309,14 +294,12 @@ class Broadcast(Function):
         mark: Mark,
         on_reduce: Callable[[], None],
         copier: Copier,
-        comm_dtype: torch.dtype | None,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return all devices' tensors in one tuple: device 0's (the originals), then device 1's copies, and so on."""
         ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
-        ctx.comm_dtype = comm_dtype
         copies = copier(tensors, devices, mark)
-        frozen = [t for one in copies for t, wants in zip(one, ctx.needs_input_grad[5:], strict=True) if not wants]
+        frozen = [t for one in copies for t, wants in zip(one, ctx.needs_input_grad[4:], strict=True) if not wants]
         ctx.mark_non_differentiable(*frozen)
         return tuple(tensor for one in copies for tensor in one)
 
@@ -328,12 +311,12 @@ class Broadcast(Function):
         """
         ctx.on_reduce()
         each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
-        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[5:]) if wants]
-        sums = reduce([[one[i] for i in wanted] for one in each], ctx.devices, comm_dtype=ctx.comm_dtype, mark=ctx.mark)
+        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[4:]) if wants]
+        sums = reduce([[one[i] for i in wanted] for one in each], ctx.devices, mark=ctx.mark)
         whole: list[Any] = [None] * ctx.count
         for i, total in zip(wanted, sums, strict=True):
             whole[i] = total
-        return None, None, None, None, None, *whole
+        return None, None, None, None, *whole
 
 
 def copies_of(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dpbench.engine.workers import IntraOp, check_uncached, choose, keep_memory
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.records.schedule import CUDA, SELECTED, Schedule, parse
+from dpbench.records.schedule import SELECTED, Schedule, parse
 from dpbench.records.words import count
 
 PREFIX = "module."
@@ -36,31 +35,15 @@ def scatter_arguments(
     dim: int = 0,
     *,
     chunk_sizes: Sequence[int] | None = None,
-    compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gives one pair.
 
-    `chunk_sizes` has the number of rows of each replica; None means equal chunks. With `compat`, `inputs` and `kwargs`
-    are split separately, as in torch. If they give different numbers of pieces, the shorter list is padded in the cases
-    in which torch pads it; in all other cases AssertionError is raised.
+    `chunk_sizes` has the number of rows of each replica; None means equal chunks.
     """
     if not inputs and not kwargs:
         return [((), {})]
-    cut: Callable[[Any], list[Any]] = partial(
-        scatter, devices=devices, dim=dim, chunk_sizes=chunk_sizes, compat=compat, mark=mark
-    )
-    if not compat:
-        return cut((inputs, dict(kwargs)))
-    arguments, keywords = cut(inputs) if inputs else [], cut(dict(kwargs)) if kwargs else []
-    arguments += [()] * (len(keywords) - len(arguments))
-    if len(keywords) < len(inputs):
-        keywords += [{}] * (len(arguments) - len(keywords))
-    if len(arguments) != len(keywords):
-        raise AssertionError(
-            f"The number of modules {len(arguments)} is not equal to the number of kwargs_tup {len(keywords)}"
-        )
-    return list(zip(arguments, keywords, strict=True))
+    return scatter((inputs, dict(kwargs)), devices, dim, chunk_sizes=chunk_sizes, mark=mark)
 
 
 def run_pieces(
@@ -70,7 +53,6 @@ def run_pieces(
     output: Device,
     dim: int = 0,
     *,
-    compat: bool = False,
     mark: Mark = no_mark,
     on_reduce: Callable[[], None] = lambda: None,
 ) -> Any:
@@ -89,8 +71,8 @@ def run_pieces(
     check_uncached(module)
     detach = not torch.is_grad_enabled()
     replicas = replicate(module, used, detach=detach, mark=mark, on_reduce=on_reduce)
-    outputs = parallel_apply(replicas, arguments, keywords, used, compat=compat, mark=mark)
-    return gather(outputs, output, used, dim, compat=compat, mark=mark)
+    outputs = parallel_apply(replicas, arguments, keywords, used, mark=mark)
+    return gather(outputs, output, used, dim, mark=mark)
 
 
 def data_parallel(
@@ -100,23 +82,20 @@ def data_parallel(
     output_device: DeviceId | None = None,
     dim: int = 0,
     module_kwargs: Mapping[str, Any] | None = None,
-    *,
-    compat: bool = False,
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
     This is the functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel. In addition, a
     list such as ["cpu", "cpu"] as `device_ids` means logical CPU devices. If `device_ids` is None, all GPUs are used;
     without a GPU the module is called directly. If `inputs` is not a tuple, it is passed as a single argument; None
-    means no positional arguments. Returns the output, gathered on `output_device` (default: the first device). `compat`
-    has the same effect as in `DataParallel`.
+    means no positional arguments. Returns the output, gathered on `output_device` (default: the first device).
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
     if not devices:
         return module(*arguments, **(module_kwargs or {}))
-    pieces = scatter_arguments(arguments, module_kwargs or {}, devices, dim, compat=compat)
-    return run_pieces(module, pieces, devices, output_of(devices, output_device), dim, compat=compat)
+    pieces = scatter_arguments(arguments, module_kwargs or {}, devices, dim)
+    return run_pieces(module, pieces, devices, output_of(devices, output_device), dim)
 
 
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
@@ -139,15 +118,12 @@ def id_of(device: Device) -> DeviceId:
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
-def _schedule(schedule: str | Schedule, devices: Sequence[Device]) -> Schedule:
+def _schedule(schedule: str | Schedule) -> Schedule:
     """Return the schedule to use; for "copying" and "fastest" it is `legal.CACHED`.
 
-    Raises ValueError for a schedule that needs TrainStep, or that needs CUDA if the devices are not GPUs.
+    Raises ValueError for a schedule that needs TrainStep.
     """
-    if schedule in SELECTED:
-        return legal.CACHED
-    cuda = [CUDA] if devices and devices[0].torch_device.type == "cuda" else []
-    return parse(schedule).check(*cuda)
+    return legal.CACHED if schedule in SELECTED else parse(schedule).check(train_step=False)
 
 
 class DataParallel(nn.Module):
@@ -160,8 +136,8 @@ class DataParallel(nn.Module):
     zeros. Names in `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`,
     `parallel_apply` and `gather`, as with torch.
 
-    Where torch silently gives a wrong result, this engine gives the right result or raises an error. `compat` restores
-    torch's behaviour in these cases: see docs/contract.md. `schedule` is a Schedule, the name of one, or its switches
+    Where torch silently gives a wrong result, this engine gives the right result or raises an error: see
+    docs/contract.md. `schedule` is a Schedule, the name of one, or its switches
     as text, such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
     """
 
@@ -173,7 +149,6 @@ class DataParallel(nn.Module):
         dim: int = 0,
         *,
         schedule: str | Schedule = "reference",
-        compat: bool = False,
         mark: Mark = no_mark,
     ) -> None:
         super().__init__()
@@ -181,8 +156,7 @@ class DataParallel(nn.Module):
         self.devices = resolve(None) if device_ids is None else as_devices(device_ids)
         self.device_ids = [id_of(device) for device in self.devices]
         self.dim = dim
-        self.schedule = _schedule(schedule, self.devices)
-        self.compat = compat
+        self.schedule = _schedule(schedule)
         self._mark = mark
         self._workers = choose(self.schedule.workers)
         self._make: Maker | None = None
@@ -215,7 +189,7 @@ class DataParallel(nn.Module):
     def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
         """Split a call's arguments; return the replicas' inputs and the replicas' keyword arguments, as two tuples."""
         devices = self.devices[: len(device_ids)]
-        pieces = scatter_arguments(inputs, kwargs, devices, self.dim, compat=self.compat, mark=self._mark)
+        pieces = scatter_arguments(inputs, kwargs, devices, self.dim, mark=self._mark)
         return tuple(zip(*pieces, strict=True))
 
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
@@ -243,14 +217,12 @@ class DataParallel(nn.Module):
     def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call each replica on its device with its inputs and keyword arguments; return the list of outputs."""
         devices = self.devices[: len(replicas)]
-        return parallel_apply(
-            replicas, inputs, kwargs, devices, workers=self._workers, compat=self.compat, mark=self._mark
-        )
+        return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, mark=self._mark)
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
         """Return the outputs, concatenated along `dim` on `output_device`."""
         target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
-        return gather(outputs, target, self.devices[: len(outputs)], self.dim, compat=self.compat, mark=self._mark)
+        return gather(outputs, target, self.devices[: len(outputs)], self.dim, mark=self._mark)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes to copy or pickle; the two that refer to replicas of the wrapped module become None."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ def gather(
     devices: Devices | None = None,
     dim: int = 0,
     *,
-    compat: bool = False,
     mark: Mark = no_mark,
 ) -> Any:
     """Return the replicas' outputs, concatenated along `dim` on the device `target`.
@@ -66,16 +64,13 @@ def gather(
     yields its parts when iterated, such as a cache of the library transformers, is built again from the gathered parts,
     as in torch: `type(output)(parts)`. A number, a string, a set or an object that cannot be iterated raises TypeError.
     Scalars become a vector, with torch's warning. Raises ValueError when replicas return different structures, and
-    RuntimeError when the shapes of tensors do not match. With `compat`, replica 0 determines the structure, and any
-    iterable is treated as a sequence, as in torch.
+    RuntimeError when the shapes of tensors do not match.
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
     at = target_of(target)
     sources = devices_of(outputs) if devices is None else as_devices(devices)
     with mark(Phase.GATHER, at.index):
-        if compat:
-            return _gather_as_torch(outputs, at, sources, dim)
         return _gather(outputs, at, sources, dim, ())
 
 
@@ -181,28 +176,3 @@ def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], d
 
 def _named(path: tuple[Any, ...]) -> str:
     return "the output" + "".join(f"[{key!r}]" for key in path)
-
-
-def _gather_as_torch(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int) -> Any:
-    """Return the replicas' outputs, or corresponding parts of the outputs, concatenated as in torch.
-
-    Replica 0 determines the structure, and any iterable is treated as a sequence.
-    """
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        if any(
-            one.device.type == "cpu" != device.torch_device.type for one, device in zip(outputs, devices, strict=True)
-        ):
-            raise AssertionError("Gather function not implemented for CPU tensors")
-        _check_tensors(outputs, devices, dim, ())
-        return Gather.apply(target, devices, dim, *outputs)  # type: ignore[no-untyped-call]
-    if first is None:
-        return None
-    if isinstance(first, dict):
-        if any(len(output) != len(first) for output in outputs):
-            raise ValueError("All dicts must have the same number of keys")
-        items = {key: _gather_as_torch([output[key] for output in outputs], target, devices, dim) for key in first}
-        return type(first)(items.items())
-    together = partial(_gather_as_torch, target=target, devices=devices, dim=dim)
-    columns = map(together, zip(*outputs, strict=True))
-    return first._make(columns) if hasattr(first, "_fields") else type(first)(columns)

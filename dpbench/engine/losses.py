@@ -10,11 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,6 @@ from torch.nn.modules import module as module_hooks
 from dpbench.engine.errors import call_on
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
-
-if TYPE_CHECKING:  # cuda_graphs imports this module
-    from dpbench.engine.cuda_graphs import Recorded
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
@@ -213,14 +210,6 @@ class Loss:
             tensors if rule.divisor is _elements else (),
         )
 
-    def key(self) -> Hashable:
-        """Return the settings on which recorded graphs depend, as a key; a tensor is represented by its address."""
-        found = None if self.pair else _settings(self.loss_fn)
-        return tuple(
-            (name, value.data_ptr() if isinstance(value, torch.Tensor) else value)
-            for name, value in (found[1] if found else {}).items()
-        )
-
 
 def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
     """Return the rule and the current settings, by name, of one of torch's losses.
@@ -290,8 +279,7 @@ class LocalLoss:
     With `weight`, the number by which the loss summed over all rows is divided, call `alone` for each replica, then
     `add` once. In both cases the attribute `loss` is then the loss of the batch.
 
-    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. `recorded` are the
-    replicas' CUDA graphs, which are replayed; None means that the replicas run without graphs. If the rows of a
+    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If the rows of a
     replica's output and target do not correspond one to one, `meet` sets `split` to False. The loss must then be
     computed over the gathered `outputs`.
     """
@@ -305,11 +293,10 @@ class LocalLoss:
         mark: Mark,
         *,
         scale: Callable[[torch.Tensor], torch.Tensor],
-        recorded: Sequence[Recorded] | None,
         weight: int | None = None,
     ) -> None:
         self._summed, self._pieces, self._replicas, self._devices = summed, pieces, replicas, devices
-        self._mark, self._scale, self._recorded = mark, scale, recorded
+        self._mark, self._scale = mark, scale
         self.outputs: list[Any] = [None] * len(pieces)
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
@@ -321,14 +308,11 @@ class LocalLoss:
         """Run replica i, and compute the sum of the loss over the replica's rows."""
         (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
         with mark(Phase.FORWARD, device.index):
-            if self._recorded:
-                self.outputs[i], total = self._recorded[i].forward(self._pieces[i])
-            else:
-                self.outputs[i], total = call_on(device, self._replicas[i], inputs, {}), None
+            self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
         if not self._summed.splits(self.outputs[i], target):
             return
         with mark(Phase.LOSS, device.index):
-            self._totals[i] = self._summed.total(self.outputs[i], target) if total is None else total
+            self._totals[i] = self._summed.total(self.outputs[i], target)
             self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
@@ -359,8 +343,6 @@ class LocalLoss:
         if not self.split:
             return
         device, total = self._devices[i], self._totals[i]
-        if self._recorded:
-            total = total.detach().requires_grad_()
         if isinstance(self._weight, torch.Tensor):
             device.wait(self._devices[0])
             device.borrow([self._weight])
@@ -368,8 +350,6 @@ class LocalLoss:
             scaled = self._scale(_divided(total, _here(self._weight, device)))
         with self._mark(Phase.BACKWARD, device.index):
             scaled.backward()
-            if self._recorded:
-                self._recorded[i].backward(total.grad, owned=len(self._pieces) == 1)
 
     def alone(self, i: int) -> None:
         """Run replica i's forward and backward; `weight` must be known."""

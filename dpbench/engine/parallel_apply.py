@@ -35,22 +35,20 @@ def run_on_devices(
     devices: Sequence[Device],
     workers: Workers,
     *,
-    compat: bool = False,
     starting: Context = NOTHING,
 ) -> list[Result]:
     """Call `work(i)` for each device i, with that device current, and return the results in the order of the devices.
 
     The calling thread passes the calls to the workers' threads inside the context `starting`. This can be a mark, which
     then records the time that the host needs for this. If calls fail, the error of the failed device with the lowest
-    index is raised after all calls have ended; `errors.in_replica` describes this error. With `compat`, the workers get
-    only those of the caller's settings that torch forwards.
+    index is raised after all calls have ended; `errors.in_replica` describes this error.
     """
     results: dict[int, Result] = {}
 
     def job(i: int) -> None:
         results[i] = work(i)
 
-    _run([job], None, devices, workers, compat=compat, starting=starting)
+    _run([job], None, devices, workers, starting=starting)
     return [results[i] for i in range(len(devices))]
 
 
@@ -78,7 +76,6 @@ def _run(
     devices: Sequence[Device],
     workers: Workers,
     *,
-    compat: bool = False,
     starting: Context = NOTHING,
 ) -> None:
     """Run the stages one after the other, each on all devices, and call `between` after each stage but the last.
@@ -87,7 +84,7 @@ def _run(
     raised.
     """
     errors: dict[int, BaseException] = {}
-    settings = capture(compat=compat)
+    settings = capture()
     guards = [device.guard() for device in devices]
     caller, flushes = threading.get_ident(), flushes_denormals()
     at_once = workers.concurrent and len(devices) > 1
@@ -181,15 +178,13 @@ def parallel_apply(
     devices: Devices | None = None,
     *,
     workers: Workers = Spawn(),  # noqa: B008  it has no state
-    compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
 
     Without `devices`, each module runs on the device of its input's first tensor. An input that is not a tuple or list
     is passed as a single argument. A single module runs in the calling thread. If modules fail, the error of the failed
-    module with the lowest index is raised after all calls have ended; `errors.in_replica` describes this error. With
-    `compat`, the workers get only those of the caller's settings that torch.nn.parallel.parallel_apply forwards. Raises
+    module with the lowest index is raised after all calls have ended; `errors.in_replica` describes this error. Raises
     ValueError if the lengths of the four sequences differ.
     """
     devices = devices_of(inputs) if devices is None else as_devices(devices)
@@ -205,4 +200,4 @@ def parallel_apply(
         with mark(Phase.FORWARD, devices[i].index):
             return call_on(devices[i], modules[i], arguments, kwargs[i])
 
-    return run_on_devices(call, devices, workers, compat=compat, starting=mark(Phase.FORWARD, HOST))
+    return run_on_devices(call, devices, workers, starting=mark(Phase.FORWARD, HOST))

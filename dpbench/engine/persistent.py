@@ -26,16 +26,11 @@ class ReplicaWeights:
 
     Replica 0's parameters share the memory of the module's parameters; replica 0's buffers are those of the module.
     The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
-    `.grad` and their hooks. The buffers of replicas 1, 2, ... are new tensors in every step; with `fixed`, the tensors
-    stay the same and are written in place. `version` is the number of changes of the module that `notice` has found.
+    `.grad` and their hooks. The buffers of replicas 1, 2, ... are new tensors in every step.
     """
 
-    def __init__(
-        self, module: nn.Module, devices: Sequence[Device], flat: FlatWeights | None, mark: Mark, *, fixed: bool = False
-    ) -> None:
-        self._devices, self._flat, self._mark, self._fixed = devices, flat, mark, fixed
-        self.version = 0
-        self.buffers: list[list[torch.Tensor]] = []
+    def __init__(self, module: nn.Module, devices: Sequence[Device], flat: FlatWeights | None, mark: Mark) -> None:
+        self._devices, self._flat, self._mark = devices, flat, mark
         self._cache = ReplicaCache(module)
         self._cache.check_placed(devices[0])
         self.originals = list(self._cache.parameters)
@@ -60,7 +55,6 @@ class ReplicaWeights:
         """Read the module again if it has changed; return whether the module still has the same parameter objects."""
         if not self._cache.refresh():
             return True
-        self.version += 1
         self._cache.check_placed(self._devices[0])
         return _same(self._cache.parameters, self.originals)
 
@@ -68,24 +62,11 @@ class ReplicaWeights:
         """Return the first `count` replicas, with buffers copied from replica 0. `notice` must be called first."""
         root, cache = self._devices[0], self._cache
         with self._mark(Phase.REPLICATE, root.index):
-            self._copy_buffers(count)
+            buffers = copies_of(cache.buffers, self._devices[:count], self._mark)
             for device in self._devices[1:count]:  # replica 0 must not write its buffers while others copy them
                 root.wait(device)
             order = [*cache.parameters, *cache.buffers]
-            return cache.bind(order, [[*p, *b] for p, b in zip(self.parameters, self.buffers[:count], strict=False)])
-
-    def _copy_buffers(self, count: int) -> None:
-        """Copy replica 0's buffers to each other replica among the first `count` replicas."""
-        originals = self._cache.buffers
-        if not self._fixed:
-            self.buffers = copies_of(originals, self._devices[:count], self._mark)
-        elif not self.buffers or not _same(originals, self.buffers[0]):
-            self.buffers = copies_of(originals, self._devices, self._mark)
-        else:
-            for device, own in zip(self._devices[1:count], self.buffers[1:count], strict=True):
-                with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
-                    device.wait(self._devices[0])
-                    copy_all(own, originals)
+            return cache.bind(order, [[*p, *b] for p, b in zip(self.parameters, buffers, strict=False)])
 
     def refresh(self, i: int, *, flats: bool = True) -> None:
         """Copy replica 0's weights to replica i, with one transfer per flat buffer.

@@ -10,10 +10,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from dpbench.engine.collectives import buckets_of, reduce
-from dpbench.engine.cuda_graphs import Graphs
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.legal import GradientHooks, Identity, Muted
-from dpbench.engine.losses import Loss
 from dpbench.engine.optimizer_state import finish
 from dpbench.engine.parallel_apply import in_stages, run_on_devices
 from dpbench.engine.persistent import Overlap, ReplicaWeights
@@ -45,7 +43,7 @@ class PersistentReplicas:
     ) -> None:
         self._module, self._devices, self._flat, self._mark = module, devices, flat, mark
         self._optimizer = optimizer
-        self._weights = ReplicaWeights(module, devices, flat, mark, fixed=schedule.graphs == "on")
+        self._weights = ReplicaWeights(module, devices, flat, mark)
         self._identity = Identity(self._weights.originals, optimizer)
         self._hooks = GradientHooks(self._weights.originals)
         self._hooked = bool(self._hooks)
@@ -123,10 +121,6 @@ class PersistentReplicas:
         run_on_devices(lambda i: self._weights.refresh(i, flats=not together) if i else None, devices, workers)
         if not self._root_only:
             self._seen = self._weights.versions()
-
-    def graphs(self, loss: Loss) -> Graphs:
-        """Return an object that records the forward, `loss` and backward of these replicas as CUDA graphs."""
-        return Graphs(self._module, self._devices, self._weights, loss)
 
     def clear(self) -> None:
         """Drop the gradients of the parameters that the optimizer steps."""
@@ -209,7 +203,7 @@ class PersistentReplicas:
             found = [n for n, column in enumerate(zip(*each, strict=True)) if any(g is not None for g in column)]
             # a replica that did not use a parameter adds zeros, as in the backward of Broadcast
             filled = [[self._zeros(i, n) if (g := one[n]) is None else g for n in found] for i, one in enumerate(each)]
-            sums = reduce(filled, self._devices[: self._used], comm_dtype=self._update.comm_dtype, mark=self._mark)
+            sums = reduce(filled, self._devices[: self._used], mark=self._mark)
             with self._mark(Phase.REDUCE, root.index), root.guard():
                 self._deliver(dict(zip(found, sums, strict=True)))
         self._weights.clear()

@@ -79,7 +79,6 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
     caches = CachePerThread(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
     overlap = schedule.reduce == "overlap"
-    comm_dtype = torch.bfloat16 if schedule.comm_dtype == "bf16" else None
 
     def make(devices: Sequence[Device], detach: bool, mark: Mark, on_reduce: Callable[[], None]) -> list[nn.Module]:
         return replicate(
@@ -89,7 +88,6 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
             copier=copier,
             cache=caches.cache if caches else None,
             overlap=overlap,
-            comm_dtype=comm_dtype,
             mark=mark,
             # with overlap, the first reduction does not mark the end of backward
             on_reduce=(lambda: None) if overlap else on_reduce,
@@ -170,7 +168,7 @@ def replicas_of(
     With `whole_gradient`, the `.grad` of the module's parameters is the sum over all replicas before the optimizer
     steps.
     """
-    if len(devices) == 1 and schedule.graphs == "off":  # the module itself runs
+    if len(devices) == 1:  # the module itself runs
         return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":

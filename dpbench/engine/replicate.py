@@ -40,7 +40,6 @@ def replicate(
     copier: Copier = copies_of,
     cache: ReplicaCache | None = None,
     overlap: bool = False,
-    comm_dtype: torch.dtype | None = None,
     mark: Mark = no_mark,
     on_reduce: Callable[[], None] = lambda: None,
 ) -> list[nn.Module]:
@@ -49,9 +48,9 @@ def replicate(
     The replicas' weights are non-leaf tensors; backward sums their gradients into the gradients of the original's
     weights. With `detach` the weights are plain copies without gradients. `copier` copies the tensors to the devices.
     `cache` keeps the copied modules between calls. With `overlap`, gradients are reduced bucket by bucket while
-    backward still runs. `comm_dtype` is the dtype to which gradients are rounded for the transfer; None means no
-    rounding. `on_reduce` is called in backward when the reduction begins. Raises RuntimeError for parameters or buffers
-    that are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has wrapped.
+    backward still runs. `on_reduce` is called in backward when the reduction begins. Raises RuntimeError for
+    parameters or buffers that are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has
+    wrapped.
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
@@ -68,9 +67,7 @@ def replicate(
         with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
             copies = copier(sources, devices, mark)
     else:
-        copies = broadcast(
-            sources, devices, copier=copier, overlap=overlap, comm_dtype=comm_dtype, mark=mark, on_reduce=on_reduce
-        )
+        copies = broadcast(sources, devices, copier=copier, overlap=overlap, mark=mark, on_reduce=on_reduce)
     shared = copies_of(plain, devices, mark)
     for device in devices[1:]:  # replica 0 must not write its buffers in place while other devices still copy them
         devices[0].wait(device)

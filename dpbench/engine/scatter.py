@@ -5,134 +5,32 @@ The devices may get different numbers of rows: a device that also does other wor
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
-from dpbench.engine.autotune import WORK
-from dpbench.engine.containers import device_of, first_tensor, keys_of, mapped, parts_of, rebuilt, tensors_in
+from dpbench.engine.containers import device_of, keys_of, mapped, parts_of, rebuilt, tensors_in
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
-from dpbench.records import Mark, Phase, chunk_sizes, no_mark
+from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.words import count
 
-AUTO = "auto"
-SETTLING = 8
-"""The number of steps that are timed to determine the weights for "auto"; the first half of them is warm-up."""
 
+def weights_of(chunk_sizes: Sequence[float] | None, devices: Sequence[Device]) -> tuple[float, ...] | None:
+    """Return the weights by which a batch's rows are divided between devices; None means torch's equal chunks.
 
-@dataclass(frozen=True)
-class _Timed:
-    """The time of one phase on a device: `seconds` of the host's clock, or the timing events at its start and end."""
-
-    device: int
-    seconds: float = 0.0
-    events: tuple[Any, Any] | None = None
-
-    def read(self) -> float:
-        """Return the time of the phase in seconds."""
-        return float(self.events[0].elapsed_time(self.events[1])) / 1e3 if self.events else self.seconds
-
-
-class Shares:
-    """The division of a batch's rows between devices, in proportion to weights.
-
-    `chunk_sizes` are the weights, or "auto" to determine them from the speed measured in the first steps. None means
-    torch's equal chunks. GPUs are timed with events, because the host's calls return before the GPUs have finished.
+    Raises ValueError unless there is one weight above 0 per device.
     """
-
-    def __init__(self, chunk_sizes: Sequence[float] | str | None, devices: Sequence[Device]) -> None:
-        self._devices = devices
-        self._auto = chunk_sizes == AUTO
-        if isinstance(chunk_sizes, str) and not self._auto:
-            raise ValueError(f"chunk_sizes must be one weight per device, or {AUTO!r}; got {chunk_sizes!r}")
-        self.weights: tuple[float, ...] | None = None
-        if chunk_sizes is not None and not isinstance(chunk_sizes, str):
-            self.weights = tuple(chunk_sizes)
-            if len(self.weights) != len(devices) or min(self.weights, default=0) <= 0:
-                raise ValueError(
-                    f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')}; got "
-                    f"{chunk_sizes}"
-                )
-        self._steps: list[tuple[list[int], list[_Timed]]] = []
-        self._rows: list[int] = []
-
-    def sizes(self, value: Any) -> list[int] | None:
-        """Return the number of rows of each device for the batch `value`, or None for torch's equal chunks."""
-        if self.weights is None and not self._auto:
-            return None
-        tensor = first_tensor(value)
-        if tensor is None or not tensor.dim():
-            return None
-        if self.weights is None:
-            pieces = chunk_sizes(tensor.size(0), len(self._devices))
-            self._rows = [*pieces, *[0] * (len(self._devices) - len(pieces))]
-            return None
-        return apportion(tensor.size(0), self.weights)
-
-    @property
-    def settled(self) -> bool:
-        """Return whether the weights are final, so that steps are not timed any more."""
-        return not self._auto or len(self._devices) == 1
-
-    @contextmanager
-    def timed(self, mark: Mark) -> Iterator[Mark]:
-        """Yield the mark to use in this step. Until the weights for "auto" are set, the mark also times the devices."""
-        if self.settled:
-            yield mark
-            return
-        found: list[_Timed] = []
-        devices = {device.index: device for device in self._devices}
-
-        @contextmanager
-        def watching(phase: Phase, index: int) -> Iterator[None]:
-            start = devices[index].event() if index in devices else None
-            start_s = time.perf_counter()
-            with mark(phase, index):
-                yield
-            if start is not None:
-                # other phases are left out, because a GPU waits for other GPUs in them
-                if phase in WORK:
-                    found.append(_Timed(index, events=(start, devices[index].event())))
-            elif index in devices:
-                found.append(_Timed(index, seconds=time.perf_counter() - start_s))
-
-        yield watching
-        self._steps.append((self._rows, found))
-        if len(self._steps) == SETTLING:
-            self._decide()
-
-    def _decide(self) -> None:
-        """Set the devices' weights in inverse proportion to their costs.
-
-        The cost of a device is its measured time per row; this time includes its other work, such as the optimizer. If
-        all devices report their peak memory, time and memory are each divided by their minimum over the devices, and
-        the cost is the higher of the two ratios. The host waits for GPUs here, once, because their events must be
-        complete.
-        """
-        for device in self._devices:
-            device.synchronize()
-        seen = self._steps[SETTLING // 2 :]
-        cost = [
-            statistics.median(
-                sum(one.read() for one in timed if one.device == device.index) / max(rows[i], 1) for rows, timed in seen
-            )
-            for i, device in enumerate(self._devices)
-        ]
-        self._steps.clear()
-        memory = [device.memory() for device in self._devices]
-        if min(cost) > 0 and all(size is not None for size in memory):  # use the higher of the two relative costs
-            peaks = [float(size or 1) for size in memory]
-            cost = [max(c / min(cost), m / min(peaks)) for c, m in zip(cost, peaks, strict=True)]
-        if min(cost) > 0:
-            self.weights = tuple(1 / one for one in cost)
-        self._auto = False
+    if chunk_sizes is None:
+        return None
+    weights = tuple(chunk_sizes)
+    if len(weights) != len(devices) or min(weights, default=0) <= 0:
+        raise ValueError(
+            f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')}; got {chunk_sizes}"
+        )
+    return weights
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
@@ -181,7 +79,6 @@ def scatter(
     dim: int = 0,
     *,
     chunk_sizes: Sequence[int] | None = None,
-    compat: bool = False,
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
@@ -191,14 +88,11 @@ def scatter(
     are shared by all pieces. Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with
     tensors of another length. In all other cases, tensors of different lengths raise ValueError, because torch would
     silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for
-    PackedSequences, sparse tensors, and nested tensors that require gradients. With `compat`, tensors of different
-    lengths are split as in torch, which drops rows, and dataclass instances are shared.
+    PackedSequences, sparse tensors, and nested tensors that require gradients.
     """
     devices = as_devices(devices)
     if not devices:
         raise ValueError("scatter needs at least one device, got none")
-    if compat:
-        return _split_as_torch(value, devices, chunk_sizes, dim, mark)
     lengths = {_length(tensor, dim) for tensor in tensors_in(value)}
     if chunk_sizes is None:
         pieces = _agreed(lengths, len(devices), dim)
@@ -218,25 +112,6 @@ def _split(
         return [value] * pieces
     rows = zip(*(_split(part, devices, pieces, sizes, dim, mark) for part in parts_of(value, keys)), strict=True)
     return [rebuilt(value, row) for row in rows]
-
-
-def _split_as_torch(
-    value: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark
-) -> list[Any]:
-    """Return the pieces that torch would return, one per device, or fewer if one of the parts gives fewer pieces.
-
-    The keys of dicts are split too. Instances of list and tuple subclasses become plain lists and tuples, except for
-    named tuples.
-    """
-    if isinstance(value, torch.Tensor):
-        return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
-    if not isinstance(value, tuple | list | dict) or not value:
-        return [value] * len(devices)
-    parts = value.items() if isinstance(value, dict) else value
-    rows = list(zip(*(_split_as_torch(part, devices, sizes, dim, mark) for part in parts), strict=False))
-    if isinstance(value, tuple):
-        return [type(value)(*row) for row in rows] if hasattr(value, "_fields") else rows
-    return [type(value)(row) if isinstance(value, dict) else list(row) for row in rows]
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from dpbench.engine import legal, losses
-from dpbench.engine.autotune import Autotuner
-from dpbench.engine.containers import device_of, mapped, tensors_in
+from dpbench.engine.containers import device_of, first_tensor, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.errors import Refused
 from dpbench.engine.gather import gather
@@ -21,24 +20,14 @@ from dpbench.engine.losses import LocalLoss, Loss, Summed
 from dpbench.engine.parallel_apply import in_stages, parallel_apply, run_on_devices
 from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replicas import replicas_of
-from dpbench.engine.scatter import Shares, checked_target, place_target, same_rows, scatter
+from dpbench.engine.scatter import apportion, checked_target, place_target, same_rows, scatter, weights_of
 from dpbench.engine.workers import IntraOp, Workers, check_uncached, choose, keep_memory, without_cast_cache
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, Phase, no_mark
-from dpbench.records.schedule import COPYING, CUDA, FASTEST, SELECTED, TRAIN_STEP, Schedule, parse
+from dpbench.records.schedule import COPYING, SELECTED, Schedule, parse
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-class _Marking:
-    """A mark that calls `self.mark`, which TrainStep replaces while the autotuner or `Shares` times the steps."""
-
-    def __init__(self, mark: Mark) -> None:
-        self.mark = mark
-
-    def __call__(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        return self.mark(phase, device)
 
 
 class TrainStep:
@@ -52,14 +41,11 @@ class TrainStep:
     device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or "copying" or
     "fastest". For these two, TrainStep selects a schedule whose results are bitwise equal to those of "reference" (on
     distinct GPUs: equal within rounding); see `step.schedule`. "copying", the default, copies the first device's
-    weights to the other devices in every step. Under "fastest", each device may update its own weights; the selection
-    ends within the first steps. With `graphs=on`, the first four batch
-    shapes are recorded as CUDA graphs. Other shapes, inputs that require gradients, and inputs with objects other than
-    tensors, numbers and strings run without graphs.
+    weights to the other devices in every step. Under "fastest", each device may update its own weights.
 
     The optimizer steps once in every `accumulate` calls, with the gradient of the average of their losses. `clip_norm`
     limits the gradient's total norm. `scaler` is a torch.amp.GradScaler. `chunk_sizes` has one weight per device; the
-    rows of a batch are divided in proportion to the weights. With "auto", the weights are measured in the first steps.
+    rows of a batch are divided in proportion to the weights; None means torch's equal chunks.
 
     A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
     the output's device; a target on another accelerator raises RuntimeError.
@@ -87,7 +73,7 @@ class TrainStep:
         accumulate: int = 1,
         clip_norm: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
-        chunk_sizes: Sequence[float] | str | None = None,
+        chunk_sizes: Sequence[float] | None = None,
         debug: bool = False,
         mark: Mark = no_mark,
     ) -> None:
@@ -99,16 +85,14 @@ class TrainStep:
         self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
         self.note = ""
         self._accumulate, self._clip_norm, self._scaler, self._mark = accumulate, clip_norm, scaler, mark
-        self._shares = Shares(chunk_sizes, self.devices)
+        self.chunk_sizes = weights_of(chunk_sizes, self.devices)
         self._debug = debug
         self._calls, self._failed, self._closed = 0, False, False
-        self._marking, self._hired = _Marking(mark), dict[str, Workers]()
+        self._hired: dict[str, Workers] = {}
         self._threads = IntraOp(self.devices)
         keep_memory(self.devices)
-        conditions = [TRAIN_STEP, *([CUDA] if self.devices[0].torch_device.type == "cuda" else [])]
         self._selected = str(schedule) if schedule in SELECTED else ""
-        self._wanted = None if self._selected else parse(schedule).check(*conditions)
-        self._autotuner: Autotuner | None = None
+        self._wanted = None if self._selected else parse(schedule).check()
         self._unfit = ""
         self._build()
 
@@ -125,16 +109,11 @@ class TrainStep:
             schedule, notes = legal.best_legal(setup, SELECTED[self._selected])
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
-            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._marking
+            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._mark
         )
         self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
         self._best, self._why = schedule, "; ".join(notes)
-        if self._selected == FASTEST and (self._autotuner is None or self._autotuner.schedule != schedule):
-            self._autotuner = Autotuner(schedule, self.devices)
         self.schedule, self.note = schedule, self._why
-        self._graphs = None
-        if schedule.graphs == "on" and isinstance(self._replicas, PersistentReplicas):
-            self._graphs = self._replicas.graphs(self._loss)
 
     @property
     def _workers(self) -> Workers:
@@ -177,14 +156,7 @@ class TrainStep:
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
             with self._threads, holding(self.devices):
-                if self.settled:
-                    self._marking.mark = self._mark
-                    return self._step(arguments, target)
-                with (
-                    self._autotuner.timed(self._mark) if self._autotuner else nullcontext(self._mark) as mark,
-                    self._shares.timed(mark) as self._marking.mark,
-                ):
-                    return self._step(arguments, target)
+                return self._step(arguments, target)
         except BaseException:
             self._failed = True
             self._replicas.abandon()
@@ -210,8 +182,6 @@ class TrainStep:
             or self._replicas.changed()
         ):
             self._rebuild()
-        if self._autotuner is not None and self._calls % self._accumulate == 0:
-            self._best = self._autotuner.next()
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
@@ -231,7 +201,7 @@ class TrainStep:
         self._failed = False
 
     def _step(self, arguments: tuple[Any, ...], target: Any) -> torch.Tensor:
-        mark = self._marking.mark
+        mark = self._mark
         self.schedule, self.note = self._best, self._why
         summed = self._summed(arguments, target) if self._best.loss == "local" else None
         if self._calls % self._accumulate == 0:
@@ -266,7 +236,7 @@ class TrainStep:
         """
         root = self.devices[0]
         output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
-        placed = place_target(target, device_of(output), root, self._marking)
+        placed = place_target(target, device_of(output), root, self._mark)
         with mark(Phase.LOSS, root.index):
             loss = self._loss.whole(output, placed)
             scaled = self._scaled(loss)
@@ -327,10 +297,9 @@ class TrainStep:
         pieces = self._scatter((arguments, checked_target(target, root)), mark)
         devices = self.devices[: len(pieces)]
         replicas = self._replicas.modules(len(pieces), self._workers)
-        recorded = self._graphs.prepare(pieces, replicas) if self._graphs else None
-        alone = self.schedule.backward == "local" and recorded is None and root.torch_device.type == "cpu"
+        alone = self.schedule.backward == "local" and root.torch_device.type == "cpu"
         weight = summed.weight_of(target) if alone else None
-        parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, recorded=recorded, weight=weight)
+        parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, weight=weight)
         if weight is not None:
             run_on_devices(parts.alone, devices, self._workers)
             parts.add()
@@ -340,7 +309,7 @@ class TrainStep:
             parts.meet()
             if parts.split and summed.rule is None and not self._checked:
                 whole = gather([mapped(output, torch.Tensor.detach) for output in parts.outputs], root, devices)
-                placed = place_target(target, device_of(whole), root, self._marking)
+                placed = place_target(target, device_of(whole), root, self._mark)
                 self._checked = losses.check(self._loss, parts.loss, whole, placed)
             if parts.split:
                 parts.outputs = []  # free their memory for backward
@@ -363,30 +332,16 @@ class TrainStep:
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
         """Split a structure over the devices, in proportion to their weights, or equally if the devices have none."""
-        if sizes := self._shares.sizes(value):
-            return scatter(value, self.devices, chunk_sizes=sizes, mark=mark)
-        return scatter(value, self.devices, mark=mark)
+        sizes: list[int] = []
+        if self.chunk_sizes is not None and (tensor := first_tensor(value)) is not None and tensor.dim():
+            sizes = apportion(tensor.size(0), self.chunk_sizes)
+        return scatter(value, self.devices, chunk_sizes=sizes or None, mark=mark)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss, divided by `accumulate`, and multiplied by the scale of the grad scaler if there is one."""
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
-
-    @property
-    def settled(self) -> bool:
-        """Return whether all timed choices are made: workers for "fastest", and weights for chunk_sizes="auto"."""
-        return self._shares.settled and (self._autotuner is None or self._autotuner.settled)
-
-    @property
-    def advice(self) -> str:
-        """Return a message if `fastest` has found that one device is likely to be faster than several; otherwise ""."""
-        return self._autotuner.advice if self._autotuner else ""
-
-    @property
-    def chunk_sizes(self) -> tuple[float, ...] | None:
-        """Return the devices' weights, by which the rows of a batch are divided, or None for torch's equal chunks."""
-        return self._shares.weights
 
     def state_dict(self) -> dict[str, Any]:
         """Return a dict with the state dicts of the module, the optimizer and, if there is one, the grad scaler.

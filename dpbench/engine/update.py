@@ -53,7 +53,6 @@ class Update:
         mark: Mark,
     ) -> None:
         self.optimizer, self._replicas, self._devices, self._mark = optimizer, replicas, devices, mark
-        self.comm_dtype = torch.bfloat16 if schedule.comm_dtype == "bf16" else None
         self._groups = groups_of(optimizer, replicas.originals)
         # the optimizer steps the module's own parameters, whose memory replica 0 shares
         self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
@@ -132,7 +131,7 @@ class Update:
         """
         parameters, count = self._replicas.parameters, len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
-        collectives = choose(self._devices, schedule, stepped)
+        collectives = choose(self._devices, stepped)
         if collectives is None:
             return None
         groups = [group.parameters for group in self._groups]
@@ -205,7 +204,7 @@ class Update:
             single = self._sum_small(i, sources) if wanted is None else self._sums[i]
             for one in single:
                 if wanted is None or one.segment.parameter in wanted:
-                    self._sum(device, one, [(other, gradients[one.segment.parameter]) for other, gradients in sources])
+                    self._sum(device, one, [gradients[one.segment.parameter] for _, gradients in sources])
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
         """Sum the small gradients of device i's shards in one call; return the sums that are still to be computed.
@@ -217,20 +216,18 @@ class Update:
             return self._sums[i]
         parts = [[gradients[one.segment.parameter] for one in small] for _, gradients in sources]
         home = self._devices[i].torch_device
-        if self.comm_dtype or any(part is None or part.device != home for one in parts for part in one):
+        if any(part is None or part.device != home for one in parts for part in one):
             return self._sums[i]
         sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
         return self._large[i]
 
-    def _sum(self, device: Device, one: Sum, found: Sequence[tuple[Device, torch.Tensor | None]]) -> None:
+    def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
         """Write the sum of one segment's gradients to the segment's target on `device`.
 
-        `found` has each replica's device and gradient, which is None if the replica did not use the parameter.
+        `found` has each replica's gradient, which is None if the replica did not use the parameter.
         """
-        comm = self.comm_dtype if len(found) > 1 else None
-        own = [(other, one.of(part)) for other, part in found if part is not None]
-        summing = comm is not None or not self._on_host
-        parts = [arrive(part, other, device, comm) if summing else part for other, part in own]
+        own = [one.of(part) for part in found if part is not None]
+        parts = own if self._on_host else [arrive(part, device) for part in own]
         if not parts:
             one.target.zero_()
         elif len(parts) == 1:

@@ -30,15 +30,13 @@ from dpbench.hardware.processes import keep
 Enter = Callable[[], AbstractContextManager[Any]]
 
 
-def capture(*, compat: bool = False) -> Enter:
+def capture() -> Enter:
     """Return a factory of context managers that apply the calling thread's torch settings in any thread.
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
-    saved-tensor hooks, function and dispatch modes, and the multithreading of backward. With `compat` they are only
-    those that torch.nn.DataParallel forwards: grad mode, and which autocasts are on. The receiving thread then
-    determines the dtypes of these autocasts.
+    saved-tensor hooks, function and dispatch modes, and the multithreading of backward.
     """
-    settings = [*_autocasts(compat), *([] if compat else [*_modes(), *_autograd()])]
+    settings = [*_autocasts(), *_modes(), *_autograd()]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
     return partial(_applied, [*settings, grad]) if settings else grad
 
@@ -71,16 +69,11 @@ def _applied(settings: Sequence[Enter]) -> Iterator[None]:
         yield
 
 
-def _autocasts(compat: bool) -> list[Enter]:
-    """Return a factory of context managers for each autocast that is on in the calling thread.
-
-    With `compat`, the context managers do not set the autocast's dtype and cache setting.
-    """
+def _autocasts() -> list[Enter]:
+    """Return a factory of context managers for each autocast that is on in the calling thread."""
     if not torch._C._is_any_autocast_enabled():
         return []
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
-    if compat:
-        return [partial(torch.autocast, kind) for kind in kinds]
     cache = torch.is_autocast_cache_enabled()
     return [partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cache) for kind in kinds]
 

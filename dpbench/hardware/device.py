@@ -6,14 +6,12 @@ tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:  # for annotations only: this module does not load torch
     import torch
-
-Result = TypeVar("Result")
 
 
 class Collectives(Protocol):
@@ -49,22 +47,6 @@ class Collectives(Protocol):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
         """Copy the values of `tensors[root]` to all other tensors."""
-
-
-class WorkRecorder(Protocol):
-    """An object that records the work that a function submits to a device, and replays this work without Python.
-
-    A replay reads and writes the same memory as the recorded work.
-    """
-
-    def warm_up(self, work: Callable[[], object]) -> None:
-        """Call `work` a few times, so that libraries are initialised before `record`; then restore the random state."""
-
-    def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Record the operations that `work` submits; return its results, and a function that replays the operations.
-
-        Each replay overwrites the tensors in the results, which have no valid values before the first replay.
-        """
 
 
 @runtime_checkable
@@ -117,9 +99,6 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Block the host until this device has finished all queued work."""
 
-    def memory(self) -> int | None:
-        """Return the peak of allocated bytes since the last reset; None if the device does not report its memory."""
-
     def take_peaks(self) -> dict[str, int]:
         """Return the memory peaks since the last reset, in bytes by kind (`allocated`, `reserved`), and reset them.
 
@@ -147,6 +126,3 @@ class Device(Protocol):
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
         """Return the in-place collectives over `devices`, of which this device is the first; None if there are none."""
-
-    def recorder(self) -> WorkRecorder | None:
-        """Return a recorder of the work of one replica on this device; None if the work cannot be recorded."""

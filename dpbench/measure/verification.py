@@ -45,7 +45,6 @@ from dpbench.measure.reference import (
 )
 from dpbench.models import Model, compile_forward, load, positional, with_forward
 from dpbench.records import Case, Verified, no_mark
-from dpbench.records.schedule import SELECTED, parse
 from dpbench.strategies import Split
 
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
@@ -144,8 +143,7 @@ def check(
         given = replace(model, module=pristine)
         return _reference(given, small, inputs, target, parts, devices[0], precision, steps, compute)
 
-    rounds = case.traits.rounds_gradients or (case.schedule not in ("", *SELECTED) and not parse(case.schedule).exact)
-    first, tolerance = reference(), TOLERANCE["bf16" if rounds else case.precision]
+    first, tolerance = reference(), TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision]
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:
@@ -391,10 +389,9 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
 def _replays(case: Case, parts: Split) -> bool:
     """Return whether each forward pass of a step can draw random numbers from a seed that is computed from its inputs.
 
-    This is impossible in compiled code and in CUDA graphs, which draw their own numbers.
+    This is impossible in compiled code, which draws its own numbers.
     """
-    graphs = case.schedule not in ("", *SELECTED) and parse(case.schedule).graphs == "on"
-    return parts.replays and not (case.compile or graphs)
+    return parts.replays and not case.compile
 
 
 def replay(module: nn.Module, *, alone: bool) -> bool:

@@ -76,7 +76,7 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
 
     yield what_if("unchanged: the schedule of torch.nn.DataParallel", now)
     yield what_if("DistributedDataParallel", replace(now, strategy=registry.of_role(Role.CONTROL), schedule=""))
-    for name in schedule.climb(schedule.TRAIN_STEP)[1:]:
+    for name in schedule.LADDER:
         yield what_if(f"dpbench's schedule {name}", replace(now, schedule=name), name)
     faster = replace(predictor, constants=predictor.constants.changed(bus_scale=FASTER))
     yield what_if(f"links {FASTER:g} times as fast", now, changed=faster)

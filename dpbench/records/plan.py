@@ -52,7 +52,7 @@ def sweep(
         known = ", ".join(HABITS)
         raise TypeError(f"a sweep has no axis {', '.join(habits)}; its axes for the training loop are {known}")
     options.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
-    schedules = [_schedule(text, device_kind) for text in schedules]
+    schedules = [_schedule(text) for text in schedules]
     options.check_placement(devices, device_kind, device_ids, placement)
     options.check_memory(device_kind, device_memory_bytes)
     options.one_of("size", size, options.SIZES)
@@ -75,7 +75,7 @@ def sweep(
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
     """Return the cases of a ladder: every rung, ablations of the best rung, default strategies, and those of `limit`.
 
-    Rungs that cannot run on `device_kind` are left out. `axes` are further axes of `sweep`. Raises ValueError if no
+    `axes` are further axes of `sweep`. Raises ValueError if no
     number of devices is above one, and for a mode other than training, because rungs are schedules of training steps.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
@@ -83,9 +83,8 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     several = [count for count in devices if count != 1]
     if not several:
         raise ValueError("--ladder needs at least two devices; give --devices 2 or more")
-    here = conditions(device_kind)
-    best = schedule.best(*here)
-    schedules = [*schedule.climb(*here), str(best), *map(str, schedule.ablations(best, *here).values())]
+    ablations = schedule.ablations(schedule.RUNGS[schedule.BEST])
+    schedules = [*schedule.RUNGS, *map(str, ablations.values())]
     rivals = default_strategies(device_kind)
     cases = sweep(strategies=rivals, schedules=schedules, devices=several, device_kind=device_kind, **axes)
     limits = [found for case in cases if case.traits.scheduled and (found := limit(case))]
@@ -284,14 +283,9 @@ def _together(switches: Sequence[str]) -> str:
     return ",".join(switches)
 
 
-def conditions(device_kind: str) -> tuple[str, ...]:
-    """Return the `conditions` to give to `Schedule.needs` for a kind of device: TRAIN_STEP, and on GPUs also CUDA."""
-    return (schedule.TRAIN_STEP, schedule.CUDA) if device_kind == "cuda" else (schedule.TRAIN_STEP,)
-
-
-def _schedule(text: str, device_kind: str) -> str:
-    """Return the canonical text of a schedule. Raises ValueError if the schedule cannot run on this kind of device."""
-    return text if text in schedule.SELECTED else str(schedule.parse(text).check(*conditions(device_kind)))
+def _schedule(text: str) -> str:
+    """Return the canonical text of a schedule. Raises ValueError if its needs are not met."""
+    return text if text in schedule.SELECTED else str(schedule.parse(text).check())
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Schedules: the ways in which the engine can run a step; a schedule is a combination of positions of ten switches.
+"""Schedules: the ways in which the engine can run a step; a schedule is a combination of positions of eight switches.
 
 The ladder is a series of named schedules, which are its rungs: each rung changes one more switch than the rung below. A
 schedule is written as the name of a rung (`"cached"`) or as switches with positions (`"workers=pool,replicas=cached"`).
@@ -18,8 +18,6 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "reduce": ("after", "overlap"),
     "update": ("root", "each", "sharded"),
     "optimizer": ("per_parameter", "flat"),
-    "graphs": ("off", "on"),
-    "comm_dtype": ("none", "bf16"),
 }
 """The positions of each switch. The first positions form the rung `reference`, which works as torch's DataParallel."""
 
@@ -34,8 +32,6 @@ LADDER: dict[str, tuple[str, str]] = {
     "allreduce": ("update", "each"),
     "flat_optimizer": ("optimizer", "flat"),
     "zero1": ("update", "sharded"),
-    "graphs": ("graphs", "on"),
-    "bf16_comm": ("comm_dtype", "bf16"),
 }
 """The switch that each rung above `reference` changes, and the new position of this switch, in ladder order."""
 EFFECTS: dict[str, str] = {
@@ -49,15 +45,13 @@ EFFECTS: dict[str, str] = {
     "allreduce": "every device updates its own weights, and must notice all other writes to weights",
     "flat_optimizer": "the optimizer updates one buffer",
     "zero1": "each device updates a part of the weights, and must notice all other writes to weights",
-    "graphs": "a CUDA graph replays the kernels",
-    "bf16_comm": "gradients move in bf16",
 }
 """The effect of the switch position that each rung sets, as a clause."""
 
 REFERENCE = "reference"
 COPYING, FASTEST = "copying", "fastest"
 
-TRAIN_STEP, CUDA = "TrainStep", "cuda"
+TRAIN_STEP = "TrainStep"
 RULES: tuple[tuple[str, str, str], ...] = (
     ("replicas", "persistent", TRAIN_STEP),
     ("loss", "local", TRAIN_STEP),
@@ -67,19 +61,13 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("update", "sharded", "replicas=persistent"),
     ("optimizer", "flat", TRAIN_STEP),
     ("optimizer", "flat", "storage=flat"),
-    ("graphs", "on", CUDA),
-    ("graphs", "on", "backward=local"),
-    ("graphs", "on", "reduce=after"),
 )
 """Rules as (switch, position, need): the switch may have this position only if the need is met.
 
-A need is a position of another switch, the use of TrainStep, or CUDA devices. Persistent replicas need TrainStep,
+A need is a position of another switch, or the use of TrainStep. Persistent replicas need TrainStep,
 because DataParallel cannot detect the optimizer's step: the weights of the replicas would be outdated, or would be
 overwritten between a forward and its backward.
 """
-
-TOLERANCE = (("comm_dtype", "bf16"),)
-"""The (switch, position) pairs with which results equal those of `reference` only within a tolerance."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +82,6 @@ class Schedule:
     reduce: str = "after"
     update: str = "root"
     optimizer: str = "per_parameter"
-    graphs: str = "off"
-    comm_dtype: str = "none"
 
     def __post_init__(self) -> None:
         for switch, positions in SWITCHES.items():
@@ -112,62 +98,45 @@ class Schedule:
         """Return, by switch, the positions that differ from those of `reference`."""
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
-    @property
-    def exact(self) -> bool:
-        """Return whether weights stay bitwise equal to those under `reference` if gradients are added in replica order.
+    def missing(self, *, train_step: bool = True) -> list[str]:
+        """Return a text for each need of this schedule that is not met.
 
-        Gradients are added in replica order except on several distinct GPUs, where NCCL chooses the order. There,
-        `reference` uses torch's coalesced reduction, as torch.nn.DataParallel does, but schedules that keep replicas
-        between steps use another collective. The results of the two agree only within rounding errors of the dtype.
+        `train_step` says whether TrainStep runs the schedule.
         """
-        return not any(getattr(self, switch) == position for switch, position in TOLERANCE)
+        return [
+            f"{switch}={position} needs {need}"
+            for switch, position, need in RULES
+            if getattr(self, switch) == position and not self._meets(need, train_step=train_step)
+        ]
 
-    def needs(self, *conditions: str) -> list[tuple[str, str]]:
-        """Return the unmet needs of this schedule, as pairs of (`switch=position`, need).
+    def _meets(self, need: str, *, train_step: bool) -> bool:
+        switch, _, position = need.partition("=")
+        return getattr(self, switch) == position if position else train_step
 
-        A need is met by another switch of the schedule or by `conditions`, which may include TRAIN_STEP and CUDA.
+    def check(self, *, train_step: bool = True) -> Schedule:
+        """Return the schedule unchanged.
+
+        Raises ValueError if one of its needs is not met; `train_step` is that of `missing`.
         """
-        found = []
-        for switch, position, need in RULES:
-            other, _, wanted = need.partition("=")
-            if getattr(self, switch) == position and not (
-                getattr(self, other) == wanted if wanted else need in conditions
-            ):
-                found.append((f"{switch}={position}", need))
-        return found
-
-    def missing(self, *conditions: str) -> list[str]:
-        """Return a text for each need of this schedule that is not met under `conditions`."""
-        return [f"{turned} needs {need}" for turned, need in self.needs(*conditions)]
-
-    def check(self, *conditions: str) -> Schedule:
-        """Return the schedule unchanged. Raises ValueError if one of its needs is not met under `conditions`."""
-        if missing := self.missing(*conditions):
+        if missing := self.missing(train_step=train_step):
             raise ValueError(f"the schedule {str(self)!r} cannot run, because needs are not met: {'; '.join(missing)}")
         return self
 
 
 def _climb() -> dict[str, Schedule]:
-    """Return the schedule of every rung, by name; each rung changes one more switch than the rung below.
-
-    The rung `graphs` is an exception in two ways. It also sets reduce=after: a CUDA graph contains a whole backward, so
-    no reduction can overlap with a part of backward. The next rung starts from the rung below `graphs`, not from
-    `graphs`, which most machines cannot run.
-    """
-    below = Schedule()
-    rungs = {REFERENCE: below}
+    """Return the schedule of every rung, by name, in ladder order."""
+    rungs = {REFERENCE: Schedule()}
+    below = REFERENCE
     for name, (switch, position) in LADDER.items():
-        rungs[name] = replace(below, **{switch: position})
-        if switch == "graphs":
-            rungs[name] = replace(rungs[name], reduce="after")
-        else:
-            below = rungs[name]
+        rungs[name] = replace(rungs[below], **{switch: position})
+        below = name
     return rungs
 
 
 RUNGS: dict[str, Schedule] = {}
 RUNGS.update(_climb())
-
+BEST = [*RUNGS][-1]
+"""The name of the highest rung."""
 
 SELECTED: dict[str, Schedule] = {
     COPYING: Schedule(workers="pool", replicas="persistent", loss="local", backward="local"),
@@ -228,20 +197,10 @@ def known(text: str | Schedule) -> Schedule | None:
         return None
 
 
-def climb(*conditions: str) -> list[str]:
-    """Return the names of the rungs whose needs are met under `conditions` (TRAIN_STEP, CUDA), in ladder order."""
-    return [name for name, schedule in RUNGS.items() if not schedule.missing(*conditions)]
-
-
-def best(*conditions: str) -> Schedule:
-    """Return the highest exact rung without CUDA graphs that can run under `conditions` (TRAIN_STEP, CUDA)."""
-    return [RUNGS[name] for name in climb(*conditions) if RUNGS[name].exact and RUNGS[name].graphs == "off"][-1]
-
-
-def ablations(best: Schedule, *conditions: str) -> dict[str, Schedule]:
+def ablations(best: Schedule) -> dict[str, Schedule]:
     """Return, by switch, the schedule that equals `best` except that this switch is set back to its first position.
 
-    Schedules that cannot run under `conditions` are left out.
+    Schedules whose needs are not met are left out.
     """
     back = {switch: replace(best, **{switch: SWITCHES[switch][0]}) for switch in best.turned()}
-    return {switch: schedule for switch, schedule in back.items() if not schedule.missing(*conditions)}
+    return {switch: schedule for switch, schedule in back.items() if not schedule.missing()}

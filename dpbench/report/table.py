@@ -251,9 +251,8 @@ def climb(ladder: Ladder) -> Table:
 def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
     change, row = rung.change, rung.row
     turned = "=".join(schedule.LADDER[rung.name]) if rung.name in schedule.LADDER else "no switch"
-    tolerance = "" if schedule.RUNGS[rung.name].exact else ", tolerance"
     return (
-        Cell(f"{rung.name}{' (best)' if best else ''}", turned + tolerance),
+        Cell(f"{rung.name}{' (best)' if best else ''}", turned),
         Cell(VERDICTS[change.verdict], f"over {change.over}") if change else Cell("", "the start"),
         _rung_estimate(rung.step, 1e3),
         _rung_estimate(change.ratio, unit="×") if change else Cell(""),

@@ -34,8 +34,7 @@ Step = Callable[[Any, Any], "torch.Tensor"]
 
 If the function is an object with a method `observe()`, the timer calls this method after each step, outside the timed
 region. `observe()` returns the spans that only a library's internal timers record, as a list of
-(phase, device, start_s, end_s). If the object has a method `settled()`, all steps until this method returns True belong
-to the warm-up: a strategy may compare alternatives in its first steps, and only the chosen one is to be measured.
+(phase, device, start_s, end_s).
 """
 
 Forward = Callable[..., "torch.Tensor"]

@@ -68,13 +68,12 @@ def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]
     """Yield the transfers of the gradients between devices, to the devices that update weights.
 
     With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on GPUs by a ring
-    all-reduce, unless the gradients are rounded for the transfer. With `update=sharded`, every device receives only its
+    all-reduce. With `update=sharded`, every device receives only its
     shard. With `update=each` or `update=sharded`, devices without rows of the batch also receive gradients, but they
     send gradients only in the collectives of GPUs.
     """
-    collective = case.device_kind == "cuda" and schedule.comm_dtype == "none"
-    count, devices = len(case.rows), case.devices
-    each = shapes.trainable_bytes / (2 if schedule.comm_dtype == "bf16" else 1)  # bf16 halves fp32 gradients
+    collective = case.device_kind == "cuda"
+    count, devices, each = len(case.rows), case.devices, shapes.trainable_bytes
     if schedule.update == "root":
         for device in range(1, count):
             yield Move(Phase.REDUCE, device, 0, each)
@@ -190,7 +189,7 @@ class Chain:
         # a device without rows still takes part in updates by every device
         self._owners = range(1 if self._schedule.update == "root" else case.devices)
         self._graph = Graph()
-        self._bytes = profile.parameter_bytes // (2 if self._schedule.comm_dtype == "bf16" else 1)
+        self._bytes = profile.parameter_bytes
         self._collectives = 0
 
     def tasks(self) -> list[Task]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
-from dpbench.records.schedule import CUDA, FASTEST, REFERENCE, SELECTED, TRAIN_STEP, Schedule, best, parse
+from dpbench.records.schedule import REFERENCE, SELECTED, Schedule, parse
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import (
     Forward,
@@ -46,12 +46,11 @@ class Engine(Strategy):
         """
         if case.zero_grad == "zero":
             return f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run: leave out --zero-grad"
-        trains_only = "" if case.trains or case.schedule in ("", *SELECTED) else parse(case.schedule).missing(CUDA)
-        if trains_only:
-            unmet = "; ".join(trains_only)
+        named = case.schedule not in ("", *SELECTED)
+        if named and not case.trains and (missing := parse(case.schedule).missing(train_step=False)):
+            unmet = "; ".join(missing)
             return f"the forward alone runs in dpbench.DataParallel, and {unmet}: give another schedule in --schedules"
-        flat = case.schedule not in ("", *SELECTED) and parse(case.schedule).storage == "flat"
-        if case.device_kind == "emulated" and flat:
+        if named and case.device_kind == "emulated" and parse(case.schedule).storage == "flat":
             return (
                 "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be views of one buffer"
             )
@@ -111,19 +110,9 @@ class _Training:
             self._scheduler.step()
         return loss
 
-    def settled(self) -> bool:
-        """Return whether the engine has chosen all settings; until then it times its steps to compare alternatives."""
-        return self._train_step.settled
-
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the schedule of a case.
-
-    For `fastest`, it is the highest rung without CUDA graphs under which the weights stay bitwise
-    equal to those under `reference`. For `copying`, it is the one that TrainStep prefers.
-    """
-    if case.schedule == FASTEST:
-        return best(TRAIN_STEP)
+    """Return the schedule of a case; for `copying` and `fastest`, the one that TrainStep prefers."""
     return SELECTED.get(case.schedule) or parse(case.schedule or REFERENCE)
 
 

@@ -3,8 +3,8 @@
 Inside the context, ordinary tensors of the host pretend to be on GPUs: `tensor.device`, `.to("cuda:1")`, factories with
 `device=`, `record_stream` and `torch.cuda`'s streams and events work as on a machine with GPUs, in all threads that get
 the caller's modes. Each operator is an access of the memory that it reads and writes, by the stream that is current on
-its tensors' device; an operator with tensors of several devices is an error. `clocks`, `recorder`, `backward` and
-`graphs` describe the rules for streams, memory, autograd and CUDA graphs. The rules for copies and collectives are:
+its tensors' device; an operator with tensors of several devices is an error. `clocks`, `recorder` and
+`backward` describe the rules for streams, memory and autograd. The rules for copies and collectives are:
 
 - A copy between two GPUs runs on the current stream of the source's device. Before it, this stream waits for the
   current stream of the target's device; afterwards the latter waits for the former (`copy_device_to_device` in
@@ -39,10 +39,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tests.races import graphs
 from tests.races.backward import Backward, annotate
 from tests.races.clocks import HOST, Event, Machine, Stream
-from tests.races.graphs import Capture, Operation
 from tests.races.nccl import coalesced_broadcast, collectives
 from tests.races.recorder import Race, Recorder
 
@@ -56,18 +54,12 @@ UNMARKED = ("running_mean", "running_var")
 
 
 class Detector:
-    """The simulated machine with its recorder; `races` are the races that were found.
-
-    `capture` is the capture of a CUDA graph that is under way, and `recording_waits` counts the waits of the host that
-    recordings of graphs have needed.
-    """
+    """The simulated machine with its recorder; `races` are the races that were found."""
 
     def __init__(self, *, has_nccl: bool = True) -> None:
         self.machine = Machine()
         self.recorder = Recorder(self.machine)
         self.has_nccl = has_nccl
-        self.capture: Capture | None = None
-        self.recording_waits = 0
         self.local = threading.local()
 
     @property
@@ -78,10 +70,7 @@ class Detector:
     def kernel(
         self, stream: Stream, work: str, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Queue an operation on `stream` that reads and writes these tensors; the stream of a capture keeps it."""
-        if self.capture is not None and self.capture.stream is stream:
-            self.capture.graph.operations.append(Operation(stream.ordinal, work, list(reads), list(writes)))
-            return
+        """Queue an operation on `stream` that reads and writes these tensors."""
         stream.tick()
         for tensor in reads:
             self.recorder.access(tensor, stream, writes=False, work=work)
@@ -351,7 +340,7 @@ def detect(*, has_nccl: bool = True) -> Iterator[Detector]:
     detector = Detector(has_nccl=has_nccl)
     machine = detector.machine
     with ExitStack() as stack:
-        for name, part in {**_cuda(machine), **graphs.cuda(detector)}.items():
+        for name, part in _cuda(machine).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, part))
         for name, part in collectives(detector).items():
             stack.enter_context(mock.patch.object(nccl, name, part))

@@ -384,8 +384,7 @@ def remedial(case: Case, switches: Mapping[str, tuple[str, ...]], roles: Sequenc
     They are the rungs that set one of the `switches` to one of its positions, and the strategies with these `roles`.
     """
     wanted = [(switch, position) for switch, several in switches.items() for position in several]
-    turned = [name for name, switched in schedule.LADDER.items() if switched in wanted]
-    rungs = [name for name in turned if not schedule.RUNGS[name].missing(*plan.conditions(case.device_kind))]
+    rungs = [name for name, switched in schedule.LADDER.items() if switched in wanted]
     found = [replace(case, strategy=registry.of_role(Role.ENGINE), schedule=rung) for rung in rungs]
     found += [plan.normalise(replace(case, strategy=registry.of_role(role), schedule="")) for role in roles]
     # emulated devices belong to one process

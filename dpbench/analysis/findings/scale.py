@@ -19,7 +19,7 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.findings.text import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
-from dpbench.records import Case, Phase, schedule
+from dpbench.records import Case, Phase
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import (
@@ -212,25 +212,18 @@ def _ddp(context: CaseContext) -> Judgement:
 
 
 def _schedules(context: CaseContext) -> Judgement:
-    """Return the gain of the fastest measured schedule that is verified without a tolerance, as evidence.
+    """Return the gain of the fastest measured schedule, as evidence.
 
     Return `Missing` if this gain was not measured well enough, and None for strategies with one process per device.
     """
     if not context.engine:
         return None
-    rivals = [row for row in context.rivals if row.case.traits.scheduled and _exact(row.case.schedule)]
+    rivals = [row for row in context.rivals if row.case.traits.scheduled]
     if not rivals:
         return Missing("whether another schedule is faster (measure with --schedules fastest, or --ladder)")
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
     found = _against(context, best, f"the schedule {strategy(best.case)}")
     return replace(found, schedule=best.case.schedule) if isinstance(found, Evidence) else found
-
-
-def _exact(text: str) -> bool:
-    if text in ("", *schedule.SELECTED):
-        return True
-    found = schedule.known(text)
-    return found is not None and found.exact
 
 
 def _small(context: CaseContext) -> Judgement:

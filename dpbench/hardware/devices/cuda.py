@@ -7,14 +7,14 @@ share one GPU and by default have separate streams, so that their kernels may ov
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch.cuda import comm, nccl
 
-from dpbench.hardware.device import Collectives, Device, Result, WorkRecorder
+from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._many import copy_all
 
 
@@ -128,10 +128,6 @@ class CudaDevice:
         """Block the host until this GPU has finished the work on all its streams."""
         torch.cuda.synchronize(self.ordinal)
 
-    def memory(self) -> int | None:
-        """Return the peak of allocated bytes, or None if another replica already reports this GPU's memory."""
-        return None if self._shares_memory else torch.cuda.max_memory_allocated(self.ordinal)
-
     def take_peaks(self) -> dict[str, int]:
         """Return the peaks of allocated and reserved bytes since the last reset, and reset them.
 
@@ -190,10 +186,6 @@ class CudaDevice:
             probe = [torch.empty(1, device=device.torch_device) for device in devices]
             return Nccl(devices) if nccl.is_available(probe) else None
 
-    def recorder(self) -> WorkRecorder | None:
-        """Return a new recorder that records work as CUDA graphs and has a separate memory pool."""
-        return GraphRecorder(self)
-
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make this device's stream wait for the current streams of the GPUs that `tensors` are on."""
         for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
@@ -251,57 +243,6 @@ class Nccl:
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.view(len(tensors), -1)[i] for i, tensor in enumerate(tensors)]
-
-
-class GraphRecorder:
-    """A recorder that captures the work of one replica as CUDA graphs, on a side stream.
-
-    The graphs of the replica share one memory pool. All graphs are replayed on the current stream, never two at the
-    same time; they may therefore reuse the same memory.
-    """
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._ordinal = device.ordinal
-        self._stream = torch.cuda.Stream(device.ordinal)
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def warm_up(self, work: Callable[[], object]) -> None:
-        """Call `work` three times on the side stream, as torch's documentation of CUDA graphs requires.
-
-        The state of the GPU's random generator is restored afterwards.
-        """
-        current, random = torch.cuda.current_stream(self._ordinal), torch.cuda.get_rng_state(self._ordinal)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            for _ in range(3):
-                torch.clear_autocast_cache()  # the graph must contain the casts of weights
-                work()
-        torch.clear_autocast_cache()
-        torch.cuda.synchronize(self._ordinal)
-        torch.cuda.set_rng_state(random, self._ordinal)
-
-    def record(self, work: Callable[[], Result]) -> tuple[Result, Callable[[], None]]:
-        """Capture `work` in a CUDA graph; return the results of `work`, and the function that replays the graph.
-
-        Calls in other threads do not invalidate the capture, so the threads of other replicas can continue.
-        """
-        graph, first = torch.cuda.CUDAGraph(), None
-        try:
-            # a capture that fails leaves its stream current
-            with (
-                torch.cuda.stream(torch.cuda.current_stream(self._ordinal)),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                try:
-                    result = work()
-                except BaseException as error:
-                    first = error
-                    raise
-        except RuntimeError as error:  # torch's error on ending a failed capture hides the cause
-            raise first or error from None
-        finally:
-            torch.clear_autocast_cache()
-        return result, graph.replay
 
 
 class _Entered:

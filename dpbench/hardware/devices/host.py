@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dpbench.hardware.device import Collectives, Device, WorkRecorder
+from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._ledger import ledger
 from dpbench.hardware.devices._wrapper import LAZY, counting, install, load_operators, set_home
 from dpbench.hardware.processes import stay
@@ -86,10 +86,6 @@ class HostDevice:
         """Return None: the host has no collectives within a process."""
         return None
 
-    def recorder(self) -> WorkRecorder | None:
-        """Return None: work on the host cannot be replayed without Python."""
-        return None
-
 
 class CpuDevice(HostDevice):
     """A logical device on the host, with separate tensors and, optionally, an assigned core.
@@ -107,10 +103,6 @@ class CpuDevice(HostDevice):
         """Bind the calling thread to the device's core, if a core is assigned."""
         if self._core is not None:
             stay(self._core)
-
-    def memory(self) -> int | None:
-        """Return None: the host's memory cannot be attributed to a logical device."""
-        return None
 
     def take_peaks(self) -> dict[str, int]:
         """Return an empty dict: the host's memory cannot be attributed to a logical device."""
@@ -139,10 +131,6 @@ class EmulatedDevice(HostDevice):
         self.name = f"emulated:{self.ordinal}" + (f"/{index}" if shares_memory else "")
         self.torch_device = torch.device(LAZY, self.ordinal)
         self._shares_memory = shares_memory
-
-    def memory(self) -> int | None:
-        """Return the peak of allocated bytes, or None if another replica already reports this device's memory."""
-        return None if self._shares_memory else ledger.peak(self.torch_device)
 
     def take_peaks(self) -> dict[str, int]:
         """Return the peak of allocated bytes since the last reset, under the key `allocated`, and reset it.

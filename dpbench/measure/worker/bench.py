@@ -206,7 +206,7 @@ class CaseTimer:
     ) -> None:
         self._prepared, self._effort = prepared, effort
         self._step, self._listener = step, listener
-        self._observe, self._settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
+        self._observe = getattr(step, "observe", list)
         self._block_steps, self._steps_s, self._taken = effort.block_steps, 0.0, 0
         self._profiled_steps = PROFILED_STEPS
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
@@ -234,7 +234,7 @@ class CaseTimer:
 
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last step in seconds."""
-        case, batches, settled, results = self._prepared.case, self._prepared.batches, self._settled(), list[Any]()
+        case, batches, results = self._prepared.case, self._prepared.batches, list[Any]()
         every, graphs, at = case.read_loss, compilations() if case.compile else None, time.perf_counter()
         with self._listener.block():
             for i in range(steps):
@@ -260,8 +260,6 @@ class CaseTimer:
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is done
         for one in self._listener.steps()[-steps:]:
             self._stopping.add(one.seconds)
-        if not settled:
-            self._stopping.least_warmup = max(self._stopping.least_warmup, self._taken)
         self._steps_s += time.perf_counter() - at
         return self._listener.steps()[-1].seconds
 

@@ -343,7 +343,7 @@ class _Feed:
     def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
         self._step, self._mark, self._taken = step, mark, 0
         self._flat = [tree_flatten(batch) for batch in batches]
-        self.observe, self.settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
+        self.observe = getattr(step, "observe", list)
         with warnings.catch_warnings():
             # torch warns if workers outnumber this thread's cores; the thread may be bound to one, the workers are not
             warnings.simplefilter("ignore", UserWarning)
