@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from dpbench.strategies._layers import assign
+from dpbench.strategies.data_parallel_block import largest
 
 import dpbench
 from dpbench import models
@@ -24,8 +26,6 @@ from dpbench.predict import cases
 from dpbench.records import HOST, Case, Effort, Phase, Source, Trial, Verified, machine, no_mark, registry
 from dpbench.records.registry import Reduction, Role
 from dpbench.strategies import load
-from dpbench.strategies._layers import assign
-from dpbench.strategies.data_parallel_block import largest
 
 SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_steps=1)
 DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)

@@ -256,7 +256,7 @@ def _alone(layers: int, devices: Sequence[Device], ranks: int, before: Callable[
     `before` is called before each step; it may be a barrier that all ranks enter.
     """
     case, clock = plan.baseline(model="chain", batch_size=engine.ROWS // ranks), HostClock()
-    with single.SINGLE.start(case, engine.chain(layers), devices, clock.mark) as step:
+    with single.strategy.start(case, engine.chain(layers), devices, clock.mark) as step:
 
         def synchronised(*batch: Any) -> None:
             before()
@@ -274,7 +274,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
         Case(model="chain", strategy=registry.of_role(Role.CONTROL), devices=ranks, batch_size=engine.ROWS),
         HostClock(),
     )
-    with ddp.DDP.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
+    with ddp.strategy.start(case, engine.chain(layers, swept), devices, clock.mark) as step:
         return engine.trial_of(step, clock, case.batch_size, step.observe)
 
 
