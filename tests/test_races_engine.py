@@ -111,7 +111,10 @@ def races_of(run: Run) -> list[Race]:
     return run().races
 
 
-@pytest.mark.parametrize("strategy", ["single", "model_parallel", "data_parallel_block"])
+STRATEGIES = ["single", *(f"benchmarks/strategies/{name}.py:strategy" for name in ("model_parallel", "pipelined"))]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ordinals", [PAIR, SHARED, FOUR], ids=str)
 def test_no_strategy_within_one_process_has_a_race(strategy: str, ordinals: tuple[int, ...]) -> None:
     """`dp` is TrainStep, as above; torch_dp copies in torch's C++ code, which the simulated machine does not see."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_map_only
 
 from dpbench.engine.containers import mapped
 from dpbench.hardware.device import Device
@@ -109,6 +111,10 @@ def _has_state(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
+def _is_packed(value: Any) -> bool:
+    return isinstance(value, PackedSequence)
+
+
 def _place(layer: nn.Module, device: Device, flow: Flow) -> Any:
     """Move a layer to a device, and return the handle of the hook that moves the layer's inputs there.
 
@@ -122,12 +128,13 @@ def _place(layer: nn.Module, device: Device, flow: Flow) -> Any:
         if source is not device:
             flow.enter(Phase.FORWARD, device)
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            copy = tensor.to(device.torch_device)
-            if source is not device and copy.requires_grad:
-                copy.register_hook(lambda gradient: flow.enter(Phase.BACKWARD, source))
+        def moved(value: Any) -> Any:
+            copy = value.to(device.torch_device)
+            tensor = copy.data if isinstance(copy, PackedSequence) else copy
+            if source is not device and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: flow.enter(Phase.BACKWARD, source))
             return copy
 
-        return mapped((args, kwargs), moved)
+        return tree_map_only((torch.Tensor, PackedSequence), moved, (args, kwargs), is_leaf=_is_packed)
 
     return layer.register_forward_pre_hook(enter, with_kwargs=True)
