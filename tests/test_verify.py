@@ -317,7 +317,9 @@ def test_outputs_that_are_nan_are_named() -> None:
     nn.init.constant_(model.module.bias, float("nan"))
     devices = resolve(["cpu"] * 2)
     with pytest.raises(ValueError, match="output contains NaN, also without data parallelism"):
-        verification.check_outputs(partial(begin, dp.strategy), case, model, devices, precision_of, split=dp.strategy.split)
+        verification.check_outputs(
+            partial(begin, dp.strategy), case, model, devices, precision_of, split=dp.strategy.split
+        )
 
 
 def test_a_model_that_draws_random_numbers_is_told_so() -> None:
