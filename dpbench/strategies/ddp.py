@@ -1,10 +1,11 @@
 """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
 
-Outside a launch, the ranks are forked processes on this machine, which connect over the loopback interface only. No
-communication hook is installed, because a hook would change the measurement. The exposed part of the
-reduction, which no compute hides, lasts from the end of backward's compute until backward returns. torch's private DDP
-logger reports the end of backward's compute. Only this file uses this logger (`_set_ddp_runtime_logging_sample_rate`,
-`_get_ddp_logging_data`, `logger.set_runtime_stats_and_log`).
+Outside a launch, the ranks are forked processes on this machine, which connect over the loopback
+interface only. No communication hook is installed, because a hook would change the measurement. The
+exposed part of the reduction, which no compute hides, lasts from the end of backward's compute until
+backward returns. torch's private DDP logger reports the end of backward's compute. Only this file uses
+this logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
+`logger.set_runtime_stats_and_log`).
 
 DDP synchronises buffers inside its forward; the `forward` phase therefore includes the time of this synchronisation.
 """
