@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("dpbench", "tests", "pyproject.toml")
+COPIED = ("dpbench", "benchmarks", "tests", "pyproject.toml")
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest; every other one means that tests did not run to their end."""
 
@@ -1337,6 +1337,23 @@ FAULTS = (
         ("tests/test_signals.py::test_no_reader_finds_a_part_of_a_file",),
     ),
     # -- faults from outside
+    Fault(
+        "unknown-strategy",
+        "the devices of a strategy that is unknown here are not taken for replicas",
+        "        return Traits(parallelism=Parallelism.OTHER, strategy=name)\n",
+        "        return Traits(strategy=name)\n",
+        (
+            "tests/test_outside.py::test_how_a_strategy_that_is_nowhere_uses_its_devices_is_unknown",
+            "tests/test_findings.py::test_devices_that_are_not_known_to_be_replicas_are_not_compared",
+        ),
+    ),
+    Fault(
+        "neighbours",
+        "a user's file imports the files of its own folder",
+        "hashlib.sha256(folder.encode())",
+        "hashlib.sha256()",
+        ("tests/test_outside.py::test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours",),
+    ),
 )
 
 

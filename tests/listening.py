@@ -24,7 +24,6 @@ import psutil
 
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, registry
-from dpbench.records.registry import Parallelism
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 Address = tuple[str, int]
@@ -125,7 +124,7 @@ def strategies() -> str:
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         for name in registry.names("strategies"):
             traits = registry.traits(name)
-            devices = 1 if traits.parallelism is Parallelism.NONE else 2 * traits.devices_per_replica
+            devices = 1 if traits.one_device else 2
             case = Case(model="mlp", strategy=name, devices=devices, batch_size=8)
             done = server.run(replace(case, schedule="reference" if traits.scheduled else ""), effort, 0, 120)
             if done.status not in (Status.OK, Status.SKIPPED):

@@ -175,23 +175,10 @@ def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytes
 @pytest.mark.skipif(
     bool(torch.version.cuda), reason="with a CUDA build of torch, no rank may be forked after a backward"
 )
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("ddp_no_sync", 2), ("ddp_model_parallel", 4)])
-def test_ranks_compile(strategy: str, devices: int, tmp_path: Path) -> None:
-    done = trial.run(replace(CASE, strategy=strategy, devices=devices, schedule=""), FEW, tmp_path)
+def test_ranks_compile(tmp_path: Path) -> None:
+    done = trial.run(replace(CASE, strategy="ddp", devices=2, schedule=""), FEW, tmp_path)
     assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), done.reason
-    graphs = done.provenance["compiled"]["graphs"]
-    assert graphs > 1 if strategy == "ddp_model_parallel" else graphs == 1
-
-
-@pytest.mark.usefixtures("backend")
-@pytest.mark.slow
-def test_layers_over_devices_compile_and_are_timed_as_without_compilation() -> None:
-    case = replace(CASE, strategy="model_parallel", schedule="")
-    trials = [measured(replace(case, compile=compile)) for compile in (True, False)]
-    assert [done.verified for done in trials] == [Verified.BITWISE] * 2
-    spans = [Counter((span.phase, span.device) for span in done.spans if span.step == 2) for done in trials]
-    assert spans[0] == spans[1]
-    assert spans[0]
+    assert done.provenance["compiled"]["graphs"] == 1
 
 
 @pytest.mark.usefixtures("backend")

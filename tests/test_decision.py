@@ -105,7 +105,7 @@ SITUATIONS = {
         [SINGLE, row("ddp", 2, 1.28), row("ddp", 4, 1.30), row("ddp", 8, 1.33)], USE, ("ddp", 2), ["on 2 GPUs"]
     ),
     "ddp is as good as a rare strategy": Situation(
-        [SINGLE, row("ddp", 2, 1.60), row("ddp_static_graph", 2, 1.63)], USE, ("ddp", 2)
+        [SINGLE, row("ddp", 2, 1.60), row("fsdp", 2, 1.63)], USE, ("ddp", 2)
     ),
     "the faster one of two schedules": Situation(
         [SINGLE, row("dp", 2, 1.60, schedule="overlap"), row("dp", 2, 1.62, schedule="allreduce"), row("ddp", 4, 1.61)],

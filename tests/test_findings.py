@@ -211,9 +211,10 @@ def test_a_device_that_updates_more_weights_is_not_slow(schedule: str) -> None:
     assert "slow device" not in found(one(), measured(case(devices=3, schedule=schedule), LEVEL, busy=busy))
 
 
-@pytest.mark.parametrize("strategy", ["model_parallel", "model_parallel_pipelined"])
-def test_a_device_with_more_layers_is_not_slow(strategy: str) -> None:
-    assert "slow device" not in found(one(), measured(case(strategy), LEVEL, busy={0: 0.010, 1: 0.030}))
+def test_devices_that_are_not_known_to_be_replicas_are_not_compared() -> None:
+    """A stored strategy of another version may have other layers on each device."""
+    rules = found(one(), measured(case("model_parallel", batch=3), LEVEL, busy={0: 0.010, 1: 0.030}))
+    assert not {"slow device", "uneven"} & {*rules}
 
 
 def test_a_device_without_rows_is_not_one_of_the_others() -> None:

@@ -335,7 +335,7 @@ def test_checkpoints_without_random_numbers_and_dropout_without_checkpoints_trai
 def test_replicas_that_draw_numbers_one_after_the_other_are_not_refused(use_reentrant: bool | None) -> None:
     """The verification of a strategy runs one forward at a time, from a seed."""
     module = Dropping(use_reentrant=use_reentrant)
-    assert verification.replay(module, alone=True)
+    assert verification.replay(module)
     wrapped = DataParallel(module, ["cpu"] * 3)
     for _ in range(20):  # some replica draws while another one ends
         wrapped(drawn(6, 4).requires_grad_())

@@ -104,7 +104,7 @@ def measured(case: Case, steps: int = 3) -> list[int]:
     for device in devices:
         device.reset_memory()
     engine = TrainStep(model.module, model.loss, optimizer_of(case), devices, case.schedule or "reference")
-    with single.SINGLE.start(case, model, devices, no_mark) if case.strategy == "single" else engine as step:
+    with single.strategy.start(case, model, devices, no_mark) if case.strategy == "single" else engine as step:
         for seed in range(steps):
             step(*model.batch(case.batch_size, seed))
         return [(device.memory() or 0) - held for device, held in zip(devices, before, strict=True)]
@@ -344,7 +344,7 @@ def test_a_gpus_allocator_is_replayed(model: str) -> None:
     torch.cuda.reset_peak_memory_stats()
     before, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     loaded = models.load(model, "small", 0)
-    with single.SINGLE.start(case, loaded, devices, no_mark) as step:
+    with single.strategy.start(case, loaded, devices, no_mark) as step:
         for seed in range(3):
             step(*loaded.batch(256, seed))
         torch.cuda.synchronize()

@@ -181,12 +181,14 @@ def test_a_file_that_cannot_be_executed_is_refused_with_its_error(code: str, err
         registry.check("strategies", f"{tmp_path / 'broken.py'}:chunks")
 
 
-def test_files_of_the_same_name_are_different_modules(tmp_path: Path) -> None:
+def test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours(tmp_path: Path) -> None:
     modules = set()
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
+        (tmp_path / folder / "shared.py").write_text(f"HERE = {folder!r}")
+        (tmp_path / folder / "mine.py").write_text(f"{MINE.replace('FACTOR', '1.0')}\nfrom .shared import HERE\n")
         modules.add(type(registry.strategy(f"{tmp_path / folder / 'mine.py'}:chunks")).__module__)
+        assert registry.outside("model", f"{tmp_path / folder / 'mine.py'}:HERE") == folder
     assert len(modules) == 2
 
 
@@ -200,7 +202,15 @@ def test_each_role_has_one_strategy_of_dpbench() -> None:
     assert all(registry.traits(registry.of_role(role)).role is role for role in roles)
 
 
-def test_a_strategy_that_is_nowhere_has_the_usual_traits() -> None:
-    unknown = Case(model="mlp", strategy="of another time", batch_size=1)
+def test_how_a_strategy_that_is_nowhere_uses_its_devices_is_unknown() -> None:
+    unknown = Case(model="mlp", strategy="of another time", devices=4, batch_size=2)
     assert unknown.traits.role is Role.OTHER
-    assert unknown.traits.parallelism is Parallelism.THREADS
+    assert unknown.traits.parallelism is Parallelism.OTHER
+    assert unknown.working == 4
+
+
+def test_traits_that_another_version_has_stored_are_read() -> None:
+    declared = {"strategy": "mine.py:layers", "parallelism": "layers", "stages": True, "needs_accelerator": False}
+    case = Case.from_dict({"model": "mlp", "strategy": "mine.py:layers", "batch_size": 8, "declared": declared})
+    assert case.traits.strategy == "mine.py:layers"
+    assert case.traits.parallelism is Parallelism.OTHER

@@ -18,7 +18,6 @@ from dpbench.predict.constants import DEFAULT, drawn, interval
 from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
 from dpbench.records.machine import Link, UnknownMachine
 from dpbench.records.schedule import RUNGS
-from dpbench.strategies import Unpredictable
 
 # ---------------------------------------------------------------- the simulation
 
@@ -77,10 +76,6 @@ def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
     assert abs(statistics.median(found.draws)) < 0.05, "both ends come from the same costs as the step"
 
 
-UNPREDICTED = {"data_parallel_block", "ddp_model_parallel", "half_cpu"}
-"""Strategies that do not describe their steps as tasks."""
-
-
 @pytest.mark.parametrize("strategy", [name for name in registry.names("strategies") if name != "single_all_cores"])
 @pytest.mark.parametrize("schedule", RUNGS)
 def test_every_strategy_and_rung_gives_a_step_with_its_phases(strategy: str, schedule: str) -> None:
@@ -88,10 +83,6 @@ def test_every_strategy_and_rung_gives_a_step_with_its_phases(strategy: str, sch
         return
     profile, on = known("rtx-3090-x8")
     case = case_of(strategy, 1 if strategy == "single" else 4, schedule=schedule if strategy == "dp" else "")
-    if strategy in UNPREDICTED:
-        with pytest.raises(Unpredictable, match=f"the strategy {strategy} cannot be predicted"):
-            simulation.step(case, profile, on)
-        return
     line = simulation.step(case, profile, on)
     assert line.seconds >= 0.05 * (1 - 1e-9)
     charged = ledger.phases(Step(line.seconds, False, line.seconds), line.spans())

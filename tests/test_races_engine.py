@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -110,7 +111,12 @@ def races_of(run: Run) -> list[Race]:
     return run().races
 
 
-@pytest.mark.parametrize("strategy", ["single", "model_parallel", "data_parallel_block"])
+FILES = Path(__file__).parents[1] / "benchmarks" / "strategies"
+IN_ONE_PROCESS = ("data_parallel_block", "model_parallel", "pipelined")
+STRATEGIES = ["single", *(f"{FILES / name}.py:strategy" for name in IN_ONE_PROCESS)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["single", *IN_ONE_PROCESS])
 @pytest.mark.parametrize("ordinals", [PAIR, SHARED, FOUR], ids=str)
 def test_no_strategy_within_one_process_has_a_race(strategy: str, ordinals: tuple[int, ...]) -> None:
     """`dp` is TrainStep, as above; torch_dp copies in torch's C++ code, which the simulated machine does not see."""

@@ -99,9 +99,7 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 
     for name in registry.names("strategies"):
         traits = registry.traits(name)
-        assert traits.alone == (
-            name.startswith("ddp") or name in ("fsdp", "model_parallel_pipelined", "single_all_cores")
-        ), name
+        assert traits.alone == (name in ("ddp", "fsdp", "single_all_cores")), name
 
 
 @pytest.mark.slow

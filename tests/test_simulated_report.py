@@ -105,7 +105,6 @@ SHARDED = "workers=pool,replicas=persistent,loss=local,backward=local,reduce=ove
     ("count", "changed"),
     [
         (1, {"strategy": "single"}),
-        (4, {"strategy": "data_parallel_block"}),
         (4, {"schedule": SHARDED.replace("sharded", "each")}),
         (8, {"schedule": SHARDED}),
     ],

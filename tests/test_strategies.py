@@ -18,15 +18,10 @@ from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark, registry
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import LADDER
-from dpbench.strategies import OPTIMIZERS, Strategy, Unpredictable, load, optimizer_of, precision_of
-from dpbench.strategies.ddp import DistributedDataParallel
+from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of, precision_of
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
-VARIANTS = [name for name in NAMES if name != "ddp" and isinstance(load(name), DistributedDataParallel)]
-"""Strategies that set one option of ddp, whose code they share."""
-UNPREDICTED = {"data_parallel_block", "ddp_model_parallel", "half_cpu"}
-"""Strategies that do not describe their steps as tasks."""
 LAUNCHED = [name for name in NAMES if registry.traits(name).ranks]
 SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
 """Six steps, whatever they take: a budget that they could exceed would cut their warm-up."""
@@ -78,11 +73,6 @@ def collapsed(tasks: Sequence[Task], *, overlap: bool) -> set[tuple[DevicePhase,
 def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
     case = case_of(name, devices=devices, batch_size=rows)
     plug = load(name)
-    assert callable(plug.start)
-    if name in UNPREDICTED:
-        with pytest.raises(Unpredictable, match=rf"the strategy {name} cannot be predicted.*measure the strategy"):
-            plug.tasks(case, PROFILE)
-        return
     tasks = plug.tasks(case, PROFILE)
     assert tasks
     for index, task in enumerate(tasks):
@@ -100,15 +90,8 @@ def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
 # ---------------------------------------------------------------- the trace contract
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "rows"),
-    [
-        *((name, *case) for name in NAMES if name not in {*VARIANTS, *UNPREDICTED}
-          for case in ((1, 6), (2, 7), (2, 1), (3, 2))),
-        ("ddp_no_sync", 2, 7),
-        ("model_parallel_pipelined", 2, 8),
-    ],
-)  # fmt: skip
+@every_strategy
+@pytest.mark.parametrize(("devices", "rows"), [(1, 6), (2, 7), (2, 1), (3, 2)])
 def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows: int) -> None:
     case = case_of(name, devices=devices, batch_size=rows)
     plug = runnable(case)
@@ -165,13 +148,13 @@ def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
     assert done.verified is not Verified.NO
     assert done.verified is not Verified.NOT_APPLICABLE
     assert [step.warmup for step in done.steps][:3] == [True, True, False]
-    assert {s.device for s in done.samples} == set(range(len(case.rows) * case.traits.devices_per_replica))
+    assert {s.device for s in done.samples} == set(range(len(case.rows)))
     assert all(value > 0 for value in done.setup.values())
     assert any(m.device == -1 and m.peak_bytes > 1e7 for m in done.memory)
     assert done.reason
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in VARIANTS])
+@every_strategy
 def test_at_most_max_steps_are_timed(server: Server, name: str) -> None:
     case = case_of(name)
     runnable(case)
@@ -201,20 +184,7 @@ IN_PROCESS = [n for n in NAMES if n not in LAUNCHED]
 @pytest.mark.parametrize("model", MODELS)
 def test_strategies_of_one_process_are_bitwise_on_every_model(strategy: str, model: str, devices: int) -> None:
     plug = runnable(case_of(strategy, devices=devices))
-    if (strategy, model, devices) == ("model_parallel", "embedding", 3):
-        pytest.skip("embedding has 2 layers, and model_parallel needs one per device")
-    if (strategy, model) == ("data_parallel_block", "lstm"):
-        with pytest.raises(AttributeError, match=r"no attribute 'flatten_parameters'.*\.module\.flatten_parameters"):
-            verdict(plug, model, devices, strategy=strategy)  # the model uses a method of the block
-        return
     found = verdict(plug, model, devices, strategy=strategy)
-    assert found.verified is Verified.BITWISE, str(found)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_layers_on_host_and_device_are_bitwise_on_every_model(model: str) -> None:
-    case = case_of("half_cpu", device_kind="emulated")
-    found = verdict(runnable(case), model, 1, strategy="half_cpu", device_kind="emulated")
     assert found.verified is Verified.BITWISE, str(found)
 
 
@@ -226,7 +196,7 @@ def test_bf16_stays_within_tolerance_with_every_optimizer(strategy: str, optimiz
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), str(found)
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHED if name not in VARIANTS])
+@pytest.mark.parametrize("name", LAUNCHED)
 @pytest.mark.parametrize(
     ("model", "devices", "rows"),
     [

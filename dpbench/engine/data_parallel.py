@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,13 +54,11 @@ def run_pieces(
     dim: int = 0,
     *,
     mark: Mark = no_mark,
-    on_reduce: Callable[[], None] = lambda: None,
 ) -> Any:
     """Replicate the module, apply the replicas to the scattered arguments, and return the gathered output.
 
     `pieces` are the (inputs, kwargs) pairs of the replicas. There is one replica per piece, even if there are more
-    devices. If `devices` has only one device, the module itself runs. `output` is the device of the output. `on_reduce`
-    is called in backward when the replicas' backward ends and the reduction begins.
+    devices. If `devices` has only one device, the module itself runs. `output` is the device of the output.
     """
     used = devices[: len(pieces)]
     arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
@@ -69,8 +67,7 @@ def run_pieces(
         with devices[0].guard(), mark(Phase.FORWARD, devices[0].index):
             return call_on(devices[0], module, arguments[0], keywords[0])
     check_uncached(module)
-    detach = not torch.is_grad_enabled()
-    replicas = replicate(module, used, detach=detach, mark=mark, on_reduce=on_reduce)
+    replicas = replicate(module, used, detach=not torch.is_grad_enabled(), mark=mark)
     outputs = parallel_apply(replicas, arguments, keywords, used, mark=mark)
     return gather(outputs, output, used, dim, mark=mark)
 

@@ -130,43 +130,6 @@ def averaged(
     return module
 
 
-def block_chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
-    *, scale: float = 1.0,
-) -> nn.Module:  # fmt: skip
-    """Return `module` with the reference's gradients and buffers, for a step that splits only one block's inputs.
-
-    The block is a submodule. `split` has its name, and the number of samples of each chunk. The other arguments are
-    those of `chunked`.
-    """
-    block = module.get_submodule(split.block)
-    block.to(device)
-    copies = [copy.deepcopy(block) for _ in split.rows]
-    module.set_submodule(split.block, _Chunked(copies, split.rows, device))
-    module = chunked(module, loss, inputs, target, Split((sum(split.rows),)), device, scale=scale)
-    module.set_submodule(split.block, block)
-    _collect(block, copies)
-    return module
-
-
-class _Chunked(nn.Module):
-    """A replacement of a submodule: it runs one copy on each chunk of the inputs, and concatenates the outputs."""
-
-    def __init__(self, copies: Sequence[nn.Module], rows: Sequence[int], device: torch.device) -> None:
-        super().__init__()
-        self.copies, self._rows, self._device = nn.ModuleList(copies), rows, device
-
-    def forward(self, *inputs: Any, **named: Any) -> torch.Tensor:
-        columns = zip(
-            *(in_chunks(value, self._rows, self._device) for value in (*inputs, *named.values())), strict=True
-        )
-        count = len(inputs)
-        return torch.cat([
-            one(*column[:count], **dict(zip(named, column[count:], strict=True)))
-            for one, column in zip(self.copies, columns, strict=True)
-        ])  # fmt: skip
-
-
 def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
     """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the first copy."""
     for name, parameter in module.named_parameters():

@@ -8,8 +8,7 @@ If the steps of a case do not train, the outputs of a forward are compared inste
 
 The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
 pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
-computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks. If the
-strategy splits only the inputs of one submodule, called the block, the copies are those of the block.
+computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks.
 
 Replicas of one process draw random numbers from one generator, in an order that depends on the threads. Verification
 therefore seeds the generator before each forward with a number that it computes from the inputs of the forward. The
@@ -25,7 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +36,6 @@ from dpbench.hardware.device import Device
 from dpbench.measure.reference import (
     all_tensors,
     averaged,
-    block_chunked,
     chunked,
     in_chunks,
     joined,
@@ -133,7 +131,7 @@ def check(
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
     model = replace(model, loop=replace(model.loop, clip_norm=None))  # clipped gradients are not those of the reference
-    if not (_replays(case, parts) and _replay(model.module, parts)):
+    if not (_replays(case, parts) and replay(model.module)):
         _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
@@ -172,7 +170,7 @@ def averaging(
     parts = Split(case.rows)
     if model.owns_loss:
         return None
-    if not _replay(model.module, parts):
+    if not replay(model.module):
         _without_dropout(model.module)
     inputs, target = model.batch(case.batch_size, case.seed + 1)
     whole, again, mean = (
@@ -357,7 +355,6 @@ def _reference(
     weights, but every forward changes buffers. Raises ValueError if the gradients overflow fp16 at every scale of the
     loss.
     """
-    compute = block_chunked if parts.block else compute
     # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
         module = copy.deepcopy(model.module)
@@ -394,24 +391,23 @@ def _replays(case: Case, parts: Split) -> bool:
     return parts.replays and not case.compile
 
 
-def replay(module: nn.Module, *, alone: bool) -> bool:
+def replay(module: nn.Module) -> bool:
     """Let each forward of `module` seed the random generators from its inputs, and restore the generators at its end.
 
-    With `alone`, only one thread at a time runs a forward, because all threads share the generator of the host. The
-    copies and replicas of the module replay too. Return whether the module can replay; see `with_forward`.
+    Only one thread at a time runs a forward, because all threads share the generator of the host. The copies and
+    replicas of the module replay too. Return whether the module can replay; see `with_forward`.
     """
 
     def replaying(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
             tensors = all_tensors((inputs, named))
             gpus = sorted({one.device.index for one in tensors if one.device.type == "cuda"})
-            with _ALONE if alone else nullcontext(), torch.random.fork_rng(devices=gpus):
+            with _ALONE, torch.random.fork_rng(devices=gpus):
                 torch.default_generator.manual_seed(seed := _seed(tensors))
                 for index in gpus:
                     torch.cuda.default_generators[index].manual_seed(seed)
                 output = original(self, *inputs, **named)
-                if alone:
-                    SAVED_RANDOM_STATES.forget()
+                SAVED_RANDOM_STATES.forget()
                 return output
 
         return forward
@@ -426,17 +422,6 @@ def _seed(tensors: list[torch.Tensor]) -> int:
         values = tensor.detach().cpu().contiguous().reshape(-1)
         seed = zlib.crc32(values.view(torch.uint8).numpy().tobytes(), seed)
     return seed
-
-
-def _replay(module: nn.Module, parts: Split) -> bool:
-    """Apply `replay` to `module` and, if a step splits the inputs of one block only, also to this block.
-
-    The module's forward waits for the block's replicas, so it must not hold the lock for which their forwards wait.
-    Return whether `replay` was possible for both.
-    """
-    if parts.block and not replay(module.get_submodule(parts.block), alone=True):
-        return False
-    return replay(module, alone=not parts.block)
 
 
 def _without_dropout(module: nn.Module) -> None:

@@ -183,7 +183,7 @@ APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),
     Parallelism.NONE: (),
-    Parallelism.LAYERS: (),
+    Parallelism.OTHER: (),
 }
 """For each kind of parallelism, the names of the priors that are ignored, because they have little or no effect on the
 duration of a step."""

@@ -12,7 +12,7 @@ torch joins gradients into buffers on every device before they are summed, with 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -37,11 +37,10 @@ from dpbench.predict.allocator import (
 from dpbench.predict.recorder import AsOnGpus
 from dpbench.predict.strategy_memory import EngineMemory
 from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, trace, trace_optimizer
-from dpbench.records import Case, chunk_sizes, registry
+from dpbench.records import Case, registry
 from dpbench.records.registry import Role
 from dpbench.records.work import COALESCED_BYTES, chunks
-from dpbench.strategies import OWN, load, optimizer_of, precision_of
-from dpbench.strategies.ddp import DistributedDataParallel
+from dpbench.strategies import OWN, optimizer_of, precision_of
 from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
@@ -260,25 +259,13 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(replicas) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
         kind(tape, shards, schedule, collective=collective, keeps=keeps).run(steps)
-    else:
-        strategy = _ddp_of(case)
+    elif role is Role.CONTROL:
         for device, rows in enumerate(case.rows):
-            parts = [traces.of(part) for part in chunk_sizes(rows, strategy.parts)]
-            strategy_memory.ddp(tape, parts, steps, device, keeps=keeps, views=strategy.views)
+            strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
+    else:
+        known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
+        raise ValueError(f"the memory of the strategy {case.strategy!r} is not known; use one of {known}")
     return tape
-
-
-def _ddp_of(case: Case) -> DistributedDataParallel:
-    """Return the strategy of a case. Raises ValueError unless it is a variant of ddp without a communication hook."""
-    with suppress(LookupError):
-        strategy = load(case.strategy)
-        if isinstance(strategy, DistributedDataParallel) and not strategy.traits.rounds_gradients:
-            return strategy
-    known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
-    raise ValueError(
-        f"the memory of the strategy {case.strategy!r} is not known; use one of {known}, or a variant of ddp without a "
-        "communication hook"
-    )
 
 
 def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:

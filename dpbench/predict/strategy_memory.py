@@ -83,15 +83,12 @@ def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tupl
     return names, kept or gradients_of(trace, names)
 
 
-def ddp(
-    tape: Tape, traces: Sequence[Trace], steps: int, device: int, *, keeps: bool = False, views: bool = False
-) -> None:
+def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
     """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape.
 
-    `traces` are the traces of a step's micro-batches, whose gradients are added up. With `keeps`,
-    the loop fills gradients with zeros instead of dropping them. With `views`, gradients are views of the buckets.
+    `trace` is the trace of the rank's rows. With `keeps`, the loop fills gradients with zeros
+    instead of dropping them.
     """
-    trace = traces[0]
     settle(tape, device, trace)
     trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
     for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
@@ -103,18 +100,14 @@ def ddp(
     for step in range(steps):
         gradients = clear(tape, gradients, keeps=keeps)
         tape.stage = "scatter"
-        batch = [holding for part in traces for holding in take_batch(tape, device, part)]
+        batch = take_batch(tape, device, trace)
         tape.stage = "forward"
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
             tape.give(held)
             held = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk), "replicas"))
-        names: Names = {}
-        for part in traces:
-            tape.give(names.values())  # the output and the loss of the micro-batch before
-            names, found = _play_passes(tape, device, part, held if views else gradients)
-            gradients = [] if views else found
+        names, gradients = _play_passes(tape, device, trace, gradients)
         play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
         tape.give([*names.values(), *batch])
 

@@ -200,10 +200,10 @@ class Case:
     def working(self) -> int:
         """Return the number of devices that do work; a replica without samples does none.
 
-        If the batch size is unknown, all devices count. They also count if the parallelism is LAYERS, because each
-        device has some of the layers.
+        If the batch size is unknown, all devices count. They also count if the parallelism is OTHER, in
+        which devices do not share out the samples.
         """
-        if self.traits.parallelism is Parallelism.LAYERS or not self.batch_size:
+        if self.traits.parallelism is Parallelism.OTHER or not self.batch_size:
             return self.devices
         return len(self.rows) * self.traits.devices_per_replica
 

@@ -92,7 +92,7 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 
 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
-    """Return the cases of common situations in multi-GPU training, with two replicas on devices of `device_kind`.
+    """Return the cases of common situations in multi-GPU training, on two devices of `device_kind`.
 
     The situations are: every strategy; the batch in each kind of memory before a step (only on GPUs and emulated
     devices); loss read in every step or every tenth; gradients filled with zeros; bf16, fp16 and torch.compile; the
@@ -100,10 +100,7 @@ def seeds(device_kind: str, **axes: Any) -> list[Case]:
     concurrent with itself. For a CPU, strategies of one process also run on emulated devices. `axes` are further axes
     of `sweep`.
     """
-    found = []
-    for name in registry.names("strategies"):
-        replicas = 2 * registry.traits(name).devices_per_replica
-        found += sweep(strategies=(name,), devices=(replicas,), device_kind=device_kind, **axes)
+    found = sweep(strategies=registry.names("strategies"), devices=(2,), device_kind=device_kind, **axes)
     usual = {"strategies": default_strategies(device_kind), "devices": (2,), "device_kind": device_kind, **axes}
     found += sweep(read_loss=(1, 10), **usual) + sweep(zero_grad=("zero",), **usual) + sweep(compile=(True,), **usual)
     found += sweep(mode=("forward", "no_grad"), **usual) + sweep(loader=(0, 2), **usual)

@@ -1,9 +1,8 @@
 """Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy declares.
 
-A model or sampler of dpbench is a file in one of its packages, and is named after this file. A file of strategies may
-define several strategies, each with its own name. An external strategy comes from a file (`file.py:name`), from an
-importable module (`package.module:name`), or from an installed distribution that has an entry point in the group
-`dpbench.strategies`.
+A model, strategy or sampler of dpbench is a file in one of its packages, and is named after this file; the object in a
+strategy's file is called `strategy`. An external strategy comes from a file (`file.py:name`), from an importable module
+(`package.module:name`), or from an installed distribution that has an entry point in the group `dpbench.strategies`.
 
 Plans, predictions and reports depend on the traits of a strategy, never on the strategy's name.
 """
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dpbench.records.files import UnreadableFile
@@ -54,10 +54,17 @@ class Parallelism(StrEnum):
     NONE = "none"
     THREADS = "threads"
     """One process runs all devices, and device 0 coordinates them."""
-    LAYERS = "layers"
-    """One process runs all devices, each of which has some of the layers and processes the whole batch."""
     RANKS = "ranks"
     """Each device has a separate process, which is a rank of one process group."""
+    OTHER = "other"
+    """One process runs all devices, and they are not replicas: for example, each has some of the layers.
+
+    Also the parallelism of a stored case whose strategy is unknown here, or stored another value.
+    """
+
+    @classmethod
+    def _missing_(cls, value: object) -> Parallelism:
+        return cls.OTHER
 
 
 class Reduction(StrEnum):
@@ -75,18 +82,14 @@ class Reduction(StrEnum):
 class Traits:
     """The properties of one strategy on which plans, predictions and reports depend.
 
-    `needs_accelerator` is whether the strategy needs GPUs. `strategy` is the strategy's name in cases; the registry
-    sets it.
+    `strategy` is the strategy's name in cases; the registry sets it.
     """
 
     parallelism: Parallelism = Parallelism.THREADS
     reduction: Reduction = Reduction.SEPARATE
     role: Role = Role.OTHER
-    needs_accelerator: bool = False
     devices_per_replica: int = 1
     """The number of devices that hold one replica of the module together."""
-    stages: bool = False
-    """Whether each rank has some of the layers, and not a replica, as in a pipeline."""
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
     rounds_gradients: bool = False
@@ -109,9 +112,9 @@ class Traits:
         return self.parallelism is Parallelism.THREADS
 
     @property
-    def layered(self) -> bool:
-        """Return whether each device has some of the layers, so that the devices do different work."""
-        return self.stages or self.parallelism is Parallelism.LAYERS
+    def replicated(self) -> bool:
+        """Return whether each device has a whole replica of the module, so that equal rows are equal work."""
+        return self.parallelism is not Parallelism.OTHER and self.devices_per_replica == 1
 
     @property
     def all_cores(self) -> bool:
@@ -145,8 +148,6 @@ LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "v
 """The libraries whose models a user can name, as in `transformers:gpt2`, and dpbench's extra that installs each."""
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
-STRATEGIES = "STRATEGIES"
-"""The name of the dict that holds the strategies by name, in each of dpbench's own strategy modules."""
 
 
 def folder_of(kind: str) -> Path:
@@ -164,14 +165,7 @@ def own(kind: str) -> list[str]:
 
     A file whose name begins with `_` is not a plug-in.
     """
-    return sorted(_strategies()) if kind == "strategies" else list(_modules(folder_of(kind)))
-
-
-@lru_cache(maxsize=1)
-def _strategies() -> dict[str, Any]:
-    """Import dpbench's own strategy modules and return their strategies by name."""
-    modules = [importlib.import_module(f"dpbench.strategies.{name}") for name in _modules(folder_of("strategies"))]
-    return {name: strategy for module in modules for name, strategy in getattr(module, STRATEGIES).items()}
+    return list(_modules(folder_of(kind)))
 
 
 @lru_cache(maxsize=16)
@@ -180,7 +174,7 @@ def _modules(folder: Path) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Import one of dpbench's own models or samplers and return its module. Raises LookupError for an unknown name."""
+    """Import one of dpbench's own plug-ins and return its module. Raises LookupError for an unknown name."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
@@ -224,8 +218,7 @@ def _parts(found: Any) -> list[tuple[str, bool]]:
 
 
 def _named(name: str) -> Any:
-    own = _strategies()
-    return own[name] if name in own else _installed()[name].load()
+    return load("strategies", name).strategy if name in own("strategies") else _installed()[name].load()
 
 
 @lru_cache(maxsize=1)
@@ -271,9 +264,17 @@ def _check_exists(kind: str, name: str, path: str) -> None:
 
 
 def _executed(path: Path) -> Any:
-    """Execute the Python file `path` and return it as a module, with a name that is unique to the path."""
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    spec = importlib.util.spec_from_file_location(f"dpbench_outside_{path.stem}_{digest}", path)
+    """Execute the Python file `path` and return it as a module of a package that stands for the file's folder.
+
+    The name of the package is unique to the folder. The file can import its neighbours with
+    `from .neighbour import name`.
+    """
+    folder = str(path.resolve().parent)
+    package = f"dpbench_outside_{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
+    if package not in sys.modules:
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [folder]
+    spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -284,14 +285,15 @@ def _executed(path: Path) -> Any:
 
 @lru_cache(maxsize=256)
 def traits(name: str) -> Traits:
-    """Return the traits of the strategy with the name `name`, or default traits if the strategy cannot be loaded.
+    """Return the traits of the strategy with the name `name`.
 
-    Stored cases of external strategies contain the traits of their strategy; see `Case.traits`.
+    If the strategy cannot be loaded, its parallelism is OTHER, because it is unknown. Stored cases of
+    external strategies contain the traits of their strategy; see `Case.traits`.
     """
     try:
         declared: Traits = strategy(name).traits
     except LookupError:
-        return Traits(strategy=name)
+        return Traits(parallelism=Parallelism.OTHER, strategy=name)
     return replace(declared, strategy=name)
 
 

@@ -25,9 +25,28 @@ if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
     from dpbench.models import Model
 
 __all__ = [
-    "Strategy", "Step", "Forward", "Split", "Traits", "Role", "Parallelism", "Reduction", "Unpredictable", "Updates",
-    "load", "begin", "refusal", "AUTOCAST", "clip_norm_of", "optimizer_of", "scheduler_of", "precision_of", "scaler_of",
-]  # fmt: skip
+    "Strategy",
+    "Step",
+    "Forward",
+    "Split",
+    "Traits",
+    "Role",
+    "Parallelism",
+    "Reduction",
+    "Unpredictable",
+    "Updates",
+    "load",
+    "begin",
+    "refusal",
+    "AUTOCAST",
+    "put_all",
+    "rows_of",
+    "clip_norm_of",
+    "optimizer_of",
+    "scheduler_of",
+    "precision_of",
+    "scaler_of",
+]
 
 Step = Callable[[Any, Any], "torch.Tensor"]
 """One training step: a function of (inputs, target) that returns the loss as a 0-dim tensor.
@@ -45,13 +64,11 @@ Forward = Callable[..., "torch.Tensor"]
 class Split:
     """The split of the batch in one step: `rows` has the number of samples of each forward pass, in order of the batch.
 
-    `block` is empty if the whole module runs on each part of the batch. Otherwise, it is the name of the submodule that
-    runs on the parts, and the rest of the module runs on the whole batch. `replays` is True if each forward pass is one
-    call of the module's forward that draws from one generator; verification can then replay the random numbers.
+    `replays` is True if each forward pass is one call of the module's forward that draws from one generator;
+    verification can then replay the random numbers.
     """
 
     rows: tuple[int, ...]
-    block: str = ""
     replays: bool = True
 
 
@@ -84,8 +101,6 @@ class Strategy(Protocol):
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
-        if self.traits.needs_accelerator and case.device_kind != "cuda":
-            return f"the strategy {case.strategy} needs an accelerator and cannot run on {case.device_kind} devices"
         if self.traits.ranks and case.device_kind == "emulated":
             return f"{case.strategy} runs one process per rank, but emulated devices exist in one process only"
         return ""
@@ -101,12 +116,13 @@ class Strategy(Protocol):
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return how a step splits the batch; verification splits the batch of the reference in the same way.
 
-        By default, each replica runs its samples in one forward pass.
+        By default, each replica runs its samples in one forward pass. With `Parallelism.OTHER`, one
+        forward pass runs the whole batch.
         """
-        layers = self.traits.parallelism is Parallelism.LAYERS  # every device processes the whole batch
+        whole = self.traits.parallelism is Parallelism.OTHER
         # each GPU has its own generator
-        generators = case.device_kind == "cuda" and (layers or self.traits.devices_per_replica > 1)
-        return Split((case.batch_size,) if layers else case.rows, replays=not generators)
+        generators = case.device_kind == "cuda" and (whole or self.traits.devices_per_replica > 1)
+        return Split((case.batch_size,) if whole else case.rows, replays=not generators)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return one step of a case as a graph of tasks, from which the predictor computes the step time.
@@ -203,6 +219,33 @@ def rank_backend(case: Case) -> str:
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated ranks
     spread = case.device_kind == "cuda" and case.placement == "spread"
     return "cpu:gloo,cuda:nccl" if spread else "gloo"
+
+
+def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
+    """Return the arguments with all tensors copied to `device`.
+
+    If `device` is an accelerator, tensors that are already on it are not copied. Tensors in nested
+    tuples, lists, dicts and dataclass instances are copied too.
+    """
+    from dpbench.engine.containers import mapped
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        there = tensor.device == device.torch_device and tensor.device.type != "cpu"
+        return tensor if there else device.put(tensor)
+
+    return [mapped(argument, placed) for argument in arguments]
+
+
+def rows_of(value: Any, case: Case, rank: int) -> Any:
+    """Return the structure `value` with only those rows of each tensor on which the rank `rank` trains.
+
+    A tensor that already has the rank's number of rows is kept, because the rank has loaded only
+    its own rows.
+    """
+    from dpbench.engine.containers import mapped
+
+    mine = case.rows[rank]
+    return mapped(value, lambda tensor: tensor if len(tensor) == mine else tensor.split(case.rows)[rank])
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

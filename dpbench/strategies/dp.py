@@ -85,7 +85,7 @@ class Engine(Strategy):
         If TrainStep selects the schedule, `schedule_of` gives it.
         """
         if case.devices == 1:
-            return single.SINGLE.tasks(case, profile)
+            return single.strategy.tasks(case, profile)
         return Chain(case, profile, schedule_of(case)).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
@@ -116,5 +116,4 @@ def schedule_of(case: Case) -> Schedule:
     return SELECTED.get(case.schedule) or parse(case.schedule or REFERENCE)
 
 
-ENGINE = Engine()
-STRATEGIES = {"dp": ENGINE}
+strategy = Engine()

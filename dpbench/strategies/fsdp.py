@@ -67,11 +67,12 @@ class FullyShardedDataParallel(Strategy):
 
 
 def _shard(module: nn.Module, device: Device) -> nn.Module:
-    """Shard the module in place over all ranks, first its children and then the module itself, and return it."""
+    """Shard the module over all ranks in place, first its children and then the module itself, and return it."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    module.to(device.torch_device)
     mesh = init_device_mesh(device.torch_device.type, (dist.get_world_size(),))
     for child in module.children():
         if any(True for _ in child.parameters()):
@@ -140,4 +141,4 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
     return graph.tasks
 
 
-STRATEGIES = {"fsdp": FullyShardedDataParallel()}
+strategy = FullyShardedDataParallel()

@@ -1,4 +1,4 @@
-"""Strategies that train on one device without a wrapper; `single` is the baseline of every speed-up."""
+"""One device without a wrapper: the baseline of every speed-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Forward, Parallelism, Role, Step, Strategy, Traits, Updates, precision_of
+from dpbench.strategies import (
+    Forward,
+    Parallelism,
+    Role,
+    Step,
+    Strategy,
+    Traits,
+    Updates,
+    precision_of,
+    put_all,
+)
 from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
@@ -83,37 +93,4 @@ class Single(Strategy):
         yield Move(Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes))
 
 
-def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
-    """Return the arguments with all tensors copied to `device`.
-
-    If `device` is an accelerator, tensors that are already on it are not copied. Tensors in nested tuples, lists, dicts
-    and dataclass instances are copied too.
-    """
-    from dpbench.engine.containers import mapped
-
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        there = tensor.device == device.torch_device and tensor.device.type != "cpu"
-        return tensor if there else device.put(tensor)
-
-    return [mapped(argument, placed) for argument in arguments]
-
-
-class SingleAllCores(Single):
-    """One device that uses every core: the performance of a CPU without data parallelism.
-
-    With other strategies, each logical CPU device has one thread, so that comparisons of device counts are fair. A
-    speed-up on a CPU is a gain for the whole machine only if it exceeds the speed-up of this strategy.
-    """
-
-    traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
-
-    def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (its devices are not logical CPU devices), or ""."""
-        return "" if case.device_kind == "cpu" else "single_all_cores needs CPU devices; on other devices, use single"
-
-
-SINGLE = Single()
-STRATEGIES = {
-    "single": SINGLE,
-    "single_all_cores": SingleAllCores(),
-}
+strategy = Single()

@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
 from dpbench.records.work import Move, Shapes
-from dpbench.strategies import Forward, Reduction, Role, Step, Strategy, Traits, Updates, _tasks, precision_of, single
+from dpbench.strategies import (
+    Forward,
+    Reduction,
+    Role,
+    Step,
+    Strategy,
+    Traits,
+    Updates,
+    _tasks,
+    precision_of,
+    put_all,
+    single,
+)
 from dpbench.strategies._tasks import Chain
-from dpbench.strategies.single import put_all
 
 if TYPE_CHECKING:
     import torch
@@ -90,7 +101,7 @@ class TorchDataParallel(Strategy):
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the schedule `reference`, with the reduction in the phase `backward`."""
         if case.devices == 1:
-            return single.SINGLE.tasks(case, profile)
+            return single.strategy.tasks(case, profile)
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
@@ -99,5 +110,4 @@ class TorchDataParallel(Strategy):
             yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
 
 
-TORCH_DP = TorchDataParallel()
-STRATEGIES = {"torch_dp": TORCH_DP}
+strategy = TorchDataParallel()

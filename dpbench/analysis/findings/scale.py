@@ -72,15 +72,15 @@ def _slow_device(context: CaseContext) -> Judgement:
     """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
 
     Where one process runs all devices, device 0 has additional work: it is never called slow. Another device is
-    compared with it only if no third one has as many rows. Return None if each device has its own layers or its own
-    part of the update, because these parts may differ. Return `Missing` if there are not enough rounds.
+    compared with it only if no third one has as many rows. Return None if the devices are not replicas, or if each has
+    its own part of the update, because these parts may differ. Return `Missing` if there are not enough rounds.
     """
     row, case, chosen = context.row, context.case, context.schedule
     shared = chosen.update == "sharded" if chosen else case.traits.scheduled  # `fastest` may share out the update
     devices, vectors = busy_of([trial for trial in context.trials if trial.trusted], row.busy_source)
     alike = [device for device in devices if device < len(case.rows) and case.rows[device] == case.rows[0]]
     suspects = [device for device in alike if device or not context.engine]
-    if shared or case.traits.layered or case.traits.devices_per_replica > 1 or len(alike) < 2 or not suspects:
+    if shared or not case.traits.replicated or len(alike) < 2 or not suspects:
         return None
     slow = max(suspects, key=lambda device: row.busy[device])
     peers = [device for device in suspects if device != slow] or [device for device in alike if device != slow]
@@ -289,7 +289,7 @@ def _uneven(context: CaseContext) -> Judgement:
     """Return evidence if the devices' shares of the batch differ, so that all wait for the largest share; else None."""
     rows, batch = context.case.rows, context.case.batch_size
     most = context.case.devices // context.case.traits.devices_per_replica
-    if context.case.traits.parallelism is Parallelism.LAYERS or (len(rows) == most and len(set(rows)) == 1):
+    if context.case.traits.parallelism is Parallelism.OTHER or (len(rows) == most and len(set(rows)) == 1):
         return None
     lost, compute = 1 - batch / (max(rows) * most), context.phase(*COMPUTE)
     without = most - len(rows)

@@ -1,0 +1,79 @@
+"""DistributedDataParallel with model parallelism: each rank spreads its layers over two devices.
+
+A case with n devices has n / 2 ranks; rank r uses the devices 2 r and 2 r + 1. The exposed reduction is
+recorded for the first device of a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dpbench.hardware.device import Device
+from dpbench.models import Model
+from dpbench.records import Case, Mark, Phase
+from dpbench.strategies import (
+    Parallelism,
+    Reduction,
+    Step,
+    Strategy,
+    Traits,
+    ddp,
+    precision_of,
+)
+
+from .layers import Flow, on, spread
+
+PER_RANK = 2
+"""The number of devices of a rank."""
+
+
+class DdpModelParallel(Strategy):
+    """DistributedDataParallel with model parallelism: each rank spreads its layers over two devices."""
+
+    traits = Traits(
+        parallelism=Parallelism.RANKS,
+        reduction=Reduction.OVERLAPPED,
+        shared_stream=True,
+        devices_per_replica=PER_RANK,
+    )
+
+    def skip(self, case: Case) -> str:
+        """Return the reason why this strategy cannot run a case (for example, an odd number of devices), or ""."""
+        if case.devices % PER_RANK:
+            return f"each rank needs {PER_RANK} devices: give --devices {case.devices + 1}"
+        return super().skip(case)
+
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+        """Place this rank's layers on its devices, and yield its training step."""
+        with spread(model, devices, mark) as flow:
+            yield SpreadStep(case, model, flow, mark)
+
+
+class SpreadStep(ddp.DdpStep):
+    """The training step of one rank, whose layers are spread over the devices of `flow`."""
+
+    def __init__(self, case: Case, model: Model, flow: Flow, mark: Mark) -> None:
+        # without device_ids, torch's wrapper moves no inputs
+        super().__init__(case, model, flow.devices[0], mark, lambda module, _: DistributedDataParallel(module))
+        self.flow = flow
+
+    def forward_backward(self, arguments: Sequence[Any], target: Any, share: float) -> torch.Tensor:
+        """Run forward and backward through the rank's devices; return the loss, which is multiplied by `share`."""
+        root, last = self.flow.devices
+        with precision_of(self.case):
+            with self.flow.during(Phase.FORWARD, root):
+                output = self.wrapped(*arguments)
+            with self.mark(Phase.LOSS, last.index):
+                loss = self.model.loss(on(output, last), on(target, last)) * share
+        with self.flow.during(Phase.BACKWARD, last):
+            self.updates.scaled(loss).backward()
+        return loss.detach()
+
+
+strategy = DdpModelParallel()

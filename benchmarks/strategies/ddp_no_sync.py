@@ -1,0 +1,64 @@
+"""DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under `no_sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.engine.containers import mapped
+from dpbench.hardware.device import Device
+from dpbench.models import Model
+from dpbench.records import Case, Mark, chunk_sizes
+from dpbench.strategies import Parallelism, Reduction, Split, Step, Strategy, Traits, ddp
+
+PARTS = 2
+"""The number of micro-batches of each rank."""
+
+
+class NoSync(Strategy):
+    """DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under `no_sync`."""
+
+    traits = Traits(
+        parallelism=Parallelism.RANKS,
+        reduction=Reduction.OVERLAPPED,
+        shared_stream=True,
+    )
+
+    def split(self, case: Case, module: nn.Module) -> Split:
+        """Return the rows of each micro-batch of each rank."""
+        return Split(tuple(count for rows in case.rows for count in chunk_sizes(rows, PARTS)))
+
+    def compares_buffers(self, case: Case) -> bool:
+        """Return False: each micro-batch updates the buffers, but the reference updates them once."""
+        return False
+
+    @contextmanager
+    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+        """Yield this rank's training step."""
+        yield AccumulatingStep(case, model, devices[0], mark)
+
+
+class AccumulatingStep(ddp.DdpStep):
+    """The training step of one rank, in which only the last micro-batch reduces the gradients."""
+
+    def backward(self, arguments: Sequence[Any], target: Any) -> torch.Tensor:
+        """Add up the gradients of the micro-batches, and return the sum of their losses."""
+        rows = chunk_sizes(self.case.rows[self.rank], PARTS)
+        losses = []
+        for number, count in enumerate(rows):
+            inputs, wanted = part((arguments, target), rows, number)
+            with nullcontext() if number == len(rows) - 1 else self.wrapped.no_sync():
+                losses.append(self.forward_backward(inputs, wanted, self.share(count, len(rows))))
+        return torch.stack(losses).sum()
+
+
+def part(batch: Any, rows: Sequence[int], number: int) -> Any:
+    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows` samples."""
+    return mapped(batch, lambda tensor: tensor.split(rows)[number])
+
+
+strategy = NoSync()
