@@ -814,8 +814,8 @@ FAULTS = (
     Fault(
         "late-ranks",
         "the reduce phase has no waits for ranks that are late in turn",
-        "ledger.joined(_without_waits(parts))",
-        "ledger.joined(parts)",
+        "joined(_without_waits(parts))",
+        "joined(parts)",
         ("tests/test_simulated_ranks.py",),
     ),
     Fault(

@@ -9,7 +9,7 @@ import pytest
 from dpbench.cli.predicted import predictions_table
 from dpbench.predict.cases import Predictor, most_devices, strategies
 from dpbench.predict.cpu_model import ENGINE, ProbedHost, step
-from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, ledger, machine
+from dpbench.records import UNATTRIBUTED, Case, Cost, Profile, machine
 from dpbench.records.machine import Gpu, Link, Machine, UnknownMachine
 
 PROFILE = Profile(
@@ -203,7 +203,7 @@ def test_a_prediction_has_the_phases_one_after_the_other() -> None:
     predictor = Predictor(on_host(FIGURES), measured={("net", "small", "fp32"): PROFILE})
     found = predictor.predict(case("dp", "reference"))
     expected = step(case("dp", "reference"), PROFILE, HOST)
-    (charged,) = ledger.of_trial(found.trial())
+    (charged,) = found.trial().ledger.phases
     assert found.seconds == pytest.approx(sum(expected.values()))
     assert {name: s for name, s in charged.items() if s > 1e-9} == pytest.approx(
         {name: s for name, s in expected.items() if s > 0}

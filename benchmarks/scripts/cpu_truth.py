@@ -126,9 +126,7 @@ def measure(planned: Sequence[Any], store: Path, rounds: int) -> list[Any]:
 
 def parts_of(trials: Iterable[Any]) -> dict[str, list[float]]:
     """Return the seconds of each phase in every round's typical step, and their sum."""
-    from dpbench.records import ledger
-
-    rounds = [ledger.typical(trial) for trial in trials]
+    rounds = [trial.ledger.typical() for trial in trials]
     names = dict.fromkeys(name for parts in rounds for name in parts)
     return {
         STEP: [sum(parts.values()) for parts in rounds],
@@ -140,7 +138,6 @@ def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[
     """Return each case's predicted phases and their sum in seconds, from one block's probe and one-device steps."""
     from dpbench.predict import stored
     from dpbench.predict.cases import Predictor
-    from dpbench.records import ledger
     from dpbench.records import machine as machines
 
     described = machines.load(str(machine))
@@ -148,7 +145,7 @@ def predict(asked: Sequence[Any], store: Path, machine: Path) -> dict[Any, dict[
     predictor = Predictor(described, measured={key: one.profile for key, one in steps.items()})
     found = {}
     for case in asked:
-        (phases,) = ledger.of_trial(predictor.predict(case).trial())
+        (phases,) = predictor.predict(case).trial().ledger.phases
         found[case] = {STEP: sum(phases.values()), **phases}
     return found
 

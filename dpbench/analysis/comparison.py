@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import all_labels, measured, order, shown
-from dpbench.records import Case, Source, Trial, ledger, words
+from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import Estimate
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
     """Return the seconds of each phase: the median over rounds of the median over each round's timed steps."""
     medians: dict[str, list[float]] = {}
     for trial in (trial for trial in trials if trial.trusted):
-        ledgers = trial.by_column.timed(ledger.of_trial(trial))
+        ledgers = trial.by_column.timed(trial.ledger.phases)
         for name in dict.fromkeys(name for phases in ledgers for name in phases):
             medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))
     return {name: statistics.median(values) for name, values in medians.items()}

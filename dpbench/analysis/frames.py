@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pandas as pd
 
 from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, Trial, ledger
+from dpbench.records import CASE_FIELDS, Trial
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -43,7 +43,7 @@ def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     """Return a table with one row per phase of every step: the phase and its seconds, which sum to the step."""
 
     def columns(trial: Trial) -> Columns:
-        split = ledger.of_trial(trial)
+        split = trial.ledger.phases
         counts = [len(parts) for parts in split]
         return {
             "step": [index for index, count in enumerate(counts) for _ in range(count)],

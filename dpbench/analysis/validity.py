@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, ledger, words
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, words
 from dpbench.records.trial import AVERAGING
 
 SIGNIFICANT = 0.01
@@ -264,7 +264,7 @@ def _closure(trial: Trial, cores: int) -> Deviation | None:
     """Return the fraction of a step that no phase covers: the median over the timed steps; None without steps."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
-        for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
+        for step, phases in zip(trial.steps, trial.ledger.phases, strict=True)
         if not step.warmup and step.seconds > 0
     ]
     return (statistics.median(shares), {}) if shares else None

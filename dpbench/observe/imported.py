@@ -29,10 +29,11 @@ from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, words
 from dpbench.records.activity import Activity, Kind, busy, kind_of
 from dpbench.records.observed import OBSERVED, SCRIPT, WITHOUT_LOADER, Observed, Unknown, observed, traits
 from dpbench.records.registry import Parallelism, Reduction
+from dpbench.records.trial import joined
 from dpbench.store import Naming, Store
 
 TRACE = "trace"
@@ -147,7 +148,7 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
     everywhere = set(names[0]).intersection(*names[1:])
     common = [name for name in names[0] if name in everywhere]
     ranks = [_part(trace, traces[0], common) for trace in traces]
-    steps, spans = ledger.joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
+    steps, spans = joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
     return replace(
         ranks[0], case=_case(traces), steps=steps, spans=spans,
         samples=tuple(sample for rank in ranks for sample in rank.samples),

@@ -30,8 +30,9 @@ from dpbench.measure.clocks import HostClock
 from dpbench.measure.ranks import run
 from dpbench.probe import engine, host
 from dpbench.probe.figures import WARM, Figure, Timing, figure, makespans, ratio, spread, timing
-from dpbench.records import UNATTRIBUTED, Case, Trial, ledger, plan, registry
+from dpbench.records import UNATTRIBUTED, Case, Trial, plan, registry
 from dpbench.records.registry import Role
+from dpbench.records.trial import joined
 from dpbench.strategies import ddp, single
 
 KIB, MIB = 2**10, 2**20
@@ -280,7 +281,7 @@ def _joint(layers: int, swept: int, devices: Sequence[Device], ranks: int) -> Tr
 
 def _together(mine: Trial) -> engine.Phases:
     """Merge the trials that all ranks pass as `mine`, and return the typical seconds of a merged step by phase."""
-    steps, spans = ledger.joined(_gathered(mine))
+    steps, spans = joined(_gathered(mine))
     return engine.seconds_of(replace(mine, steps=steps, spans=spans))
 
 

@@ -18,7 +18,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure.clocks import HostClock
 from dpbench.models import Model
 from dpbench.probe.figures import Figure, spread
-from dpbench.records import UNATTRIBUTED, Phase, Trial, ledger, plan
+from dpbench.records import UNATTRIBUTED, Phase, Trial, plan
 from dpbench.records.schedule import FASTEST, REFERENCE, SELECTED, Schedule
 
 LAYERS = (6, 48)
@@ -187,7 +187,7 @@ def trial_of(step: Callable[..., Any], clock: HostClock, rows: int, observe: Cal
 def seconds_of(trial: Trial) -> Phases:
     """Return the typical seconds of a step by phase, first over all timed steps of a trial, then over each block."""
     every = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
-    return [every | ledger.typical(part) for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
+    return [every | part.ledger.typical() for part in (trial, *(_block(trial, i) for i in range(BLOCKS)))]
 
 
 def _block(trial: Trial, number: int) -> Trial:
