@@ -18,7 +18,7 @@ from dpbench.analysis.decision import (
     ratio_of,
     unusual,
 )
-from dpbench.analysis.findings.text import devices, strategy
+from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources

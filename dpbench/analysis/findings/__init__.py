@@ -25,7 +25,7 @@ from dpbench.analysis.findings.rule import (
     Missing,
     contexts,
 )
-from dpbench.analysis.findings.text import paragraph
+from dpbench.analysis.findings.sentences import paragraph
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial, schedule, words

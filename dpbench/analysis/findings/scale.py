@@ -17,7 +17,7 @@ from dpbench.analysis.findings.rule import (
     scaled,
     share_of,
 )
-from dpbench.analysis.findings.text import devices, strategy
+from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
 from dpbench.records import Case, Phase, schedule
 from dpbench.records.registry import Parallelism, Role
