@@ -113,7 +113,6 @@ def following(question: Question, decision: Decision, machine: Resources, measur
 
 
 def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return the command that measures, or predicts, the results that a question without an answer lacks."""
     home, basis = question.home, decision.basis
     cases = list(dict.fromkeys([home, *(row.case for row in question.rows)]))
     few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
@@ -195,7 +194,6 @@ LOOP = tuple(name for name in HABITS if hasattr(Options, name))
 
 
 def _unique(cases: Iterable[Case], name: str) -> tuple[Any, ...]:
-    """Return the values of the field `name` in the cases, without duplicates."""
     return tuple(dict.fromkeys(getattr(case, name) for case in cases))
 
 
@@ -211,12 +209,10 @@ def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _strategies(cases: Sequence[Case]) -> list[str]:
-    """Return the strategies of the cases, the one-device strategies first."""
     ordered = sorted(cases, key=lambda case: (not case.traits.one_device, case.devices))
     return [*dict.fromkeys(case.strategy for case in ordered)]
 
 
 def _schedules(cases: Sequence[Case]) -> tuple[str, ...]:
-    """Return the schedules of the cases; empty for the default schedule alone."""
     found = tuple(dict.fromkeys(case.schedule for case in cases if case.schedule))
     return () if found == (schedule.REFERENCE,) else found

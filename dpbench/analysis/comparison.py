@@ -123,7 +123,6 @@ def unlikes(before: Report, after: Report) -> list[Unlike]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the facts on which step times depend, by name, such as the processor and the use of a profiler."""
     host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
     models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
     versions = dict.fromkeys(str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance)
@@ -189,7 +188,6 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
 
 
 def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
-    """Return a clause that explains the verdict on one of `count` ratios."""
     if ratio.doubt:
         return f"{words.withheld(ratio)}: {words.doubt(ratio)}; {words.REMEDY} would help"
     if verdict == "same":
@@ -225,7 +223,6 @@ def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
 
 
 def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
-    """Return the phase with the largest absolute change, and this change in seconds per step."""
     name = max(sorted(changes), key=lambda phase: abs(changes[phase]))
     return name, changes[name]
 
@@ -237,7 +234,6 @@ def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return the seconds of each phase: the median over rounds of the median over each round's timed steps."""
     medians: dict[str, list[float]] = {}
     for trial in (trial for trial in trials if trial.trusted):
         ledgers = trial.by_column.timed(trial.ledger.phases)

@@ -150,7 +150,6 @@ def decide(question: Question) -> Decision:
 
 
 def _obstacle(question: Question) -> Basis | None:
-    """Return the reason why the speed-ups of a question cannot decide it; None if they can."""
     several, baseline = question.several, question.baseline
     if question.home.device_kind == "emulated":
         return Basis.EMULATED
@@ -166,7 +165,6 @@ def _obstacle(question: Question) -> Basis | None:
 
 
 def _verdict(row: Row) -> str:
-    """Return the verdict on the row's speed-up: "faster", "slower", "same" or "undecided"."""
     return stats.verdict(row.speedup) if row.speedup else "undecided"
 
 
@@ -210,7 +208,6 @@ def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _may_gain(ratio: Estimate) -> bool:
-    """Return whether a ratio is undecided, and may be `WORTH` or more."""
     return stats.verdict(ratio) == "undecided" and (ratio.doubt is Doubt.NOISY or ratio.high >= WORTH)
 
 

@@ -70,7 +70,6 @@ def samples(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
 
 
 def _table(run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Columns]) -> pd.DataFrame:
-    """Return one table of all trials: first the columns of `_facts`, then those that `columns` returns for a trial."""
     empty = columns(Trial(case=summary.BLANK.case))
     gathered: dict[str, list[object]] = {name: [] for name in (*_facts(run_id, Trial(case=summary.BLANK.case)), *empty)}
     for trial in trials:
@@ -84,7 +83,6 @@ def _table(run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Colu
 
 
 def _facts(run_id: str, trial: Trial) -> dict[str, object]:
-    """Return the columns that all rows of a trial have in common."""
     return {
         "run_id": run_id,
         **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},

@@ -93,7 +93,6 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[CommitPoint, ...]:
-    """Return one point for each commit at which the step time of a case was measured and may be shown."""
     groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
     for commit, one in past:
         trials = [trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED]
@@ -133,5 +132,4 @@ def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
 
 
 def _apart(one: Estimate, other: Estimate) -> bool:
-    """Return whether the intervals of two estimates do not overlap."""
     return one.high < other.low or other.high < one.low

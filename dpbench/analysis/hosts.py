@@ -119,7 +119,6 @@ def unlike(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between two machines' processors, cores, memory, GPUs and software."""
     for name, mine, theirs in (
         ("processor", first["host"]["cpu"], other["host"]["cpu"]),
         ("cores", first["host"]["cores"], other["host"]["cores"]),

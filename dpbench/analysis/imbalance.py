@@ -265,7 +265,6 @@ def columns(
 
 
 def _steps_of(metric: str) -> Callable[[Trial], Figures]:
-    """Return a function that returns a trial's values of `metric` in the timed steps, by device."""
     return lambda trial: trial.readings(metric, timed=True)
 
 

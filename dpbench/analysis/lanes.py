@@ -113,7 +113,6 @@ def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case,
 
 
 def _closest(rounds: Sequence[Lanes], step_s: float) -> Lanes:
-    """Return, of the timelines of all rounds, the one whose step takes closest to `step_s` seconds."""
     return min(rounds, key=lambda one: (abs(one.seconds - step_s), one.round, one.step))
 
 
@@ -181,7 +180,6 @@ def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
 
 
 def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[PathSegment, ...]:
-    """Return the critical path of a step in the order of time; `bars` has the bars of each device."""
     path: list[PathSegment] = []
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s

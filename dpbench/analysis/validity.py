@@ -303,13 +303,11 @@ def _percent(check: Check) -> str:
 
 
 def _on(check: Check) -> str:
-    """Return " on GPU N" if the check is about a GPU, else an empty string."""
     device = check.about.get("device", HOST)
     return "" if device <= HOST else f" on GPU {device}"
 
 
 def _cores(check: Check) -> str:
-    """Return the number of cores that the run may use, such as "4 cores", or "? cores" if it is unknown."""
     cores = int(check.about["cores"])
     return words.count(cores, "core") if cores else "? cores"
 

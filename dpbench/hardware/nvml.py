@@ -332,7 +332,6 @@ def _physical(library: Library) -> dict[str, Handle]:
 
 
 def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
-    """Return the GPU of a handle, with its UUID, name and memory size; for a MIG instance, the size may be None."""
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
@@ -348,7 +347,6 @@ def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `call(*arguments)`; None if NVML reports an error."""
     try:
         return call(*arguments)
     except library.NVMLError as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver

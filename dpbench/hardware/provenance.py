@@ -138,7 +138,6 @@ def version(name: str) -> str:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name, from /proc/cpuinfo if available."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -96,8 +96,6 @@ def _transformers(library: Any, name: str) -> Any:
 
 
 def _images(build: Callable[[str], nn.Module]) -> Any:
-    """Return the model object of a classifier of images in 1000 classes."""
-
     def batch(n: int, seed: int, size: str) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         images = torch.randn(n, 3, IMAGE, IMAGE, generator=generator)

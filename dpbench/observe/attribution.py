@@ -169,7 +169,6 @@ def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequ
 
 
 def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
-    """Return the index of the stretch that contains a moment; None if no stretch does."""
     place = bisect_right(stretches, at_us, key=lambda one: one.start_us) - 1
     return place if place >= 0 and at_us <= stretches[place].end_us else None
 
@@ -218,7 +217,6 @@ def _device_stretches(
 
 
 def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
-    """Return the phase in which the host thread `thread` is at the moment of a launch; None if it is in no phase."""
     own = by_thread.get(thread, ())
     place = _at(own, at_us)
     return None if place is None else own[place].phase
@@ -278,7 +276,6 @@ def _host_spans(
 
 
 def _by_phase(timeline: Iterable[Stretch], steps: Sequence[NamedStep]) -> tuple[dict[str, float], ...]:
-    """Return, for each step, the seconds that the host spent in each phase, in the order of `Phase`."""
     found: list[dict[Phase, float]] = [{} for _ in steps]
     for one in timeline:
         for number, start_us, end_us in _pieces(one, steps):

@@ -143,7 +143,6 @@ def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
 
 
 def _trial(traces: Sequence[ImportedTrace]) -> Trial:
-    """Return the trial of the steps that all traces of a loop have."""
     names = [trace.attributed.names for trace in traces]
     everywhere = set(names[0]).intersection(*names[1:])
     common = [name for name in names[0] if name in everywhere]
@@ -228,7 +227,6 @@ def _workers(profile: TraceEvents) -> int | None:
 
 
 def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observed:
-    """Return the facts about the loop, with the parts of it that are unknown."""
     first = traces[0]
     copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
     pinned = not any("Pageable" in name for name in copies) if copies else None
@@ -249,7 +247,6 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
 
 
 def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about parts of the steps that are not known, and about events that were left out."""
     first = traces[0].profile
     if not common:
         yield "no step is in all traces: call the profiler's `step()` after each step, and record the same steps in all"
@@ -271,7 +268,6 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
 
 
 def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
-    """Return the facts about the trace files, for the provenance of a trial."""
     files = [
         {
             "path": str(trace.profile.path), "rank": trace.profile.rank, "backend": trace.profile.backend,

@@ -207,7 +207,6 @@ def _number(value: int | str | float | None, default: int) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file without a byte order mark, decompressed if it is compressed by gzip."""
     if path.is_dir():
         raise UnreadableFile(f"{path} is a folder; give the traces in it, such as {path}/*.json.gz")
     content = path.read_bytes()
@@ -263,7 +262,6 @@ def _decoded(path: Path, content: bytes) -> _File:
 
 
 def _parsed(content: bytes) -> _File:
-    """Return the decoded file, which is an object with the list of events in `traceEvents`, or only this list."""
     if content.lstrip()[:1] == b"[":
         return _File(events=msgspec.json.decode(content, type=list[_Event]))
     return msgspec.json.decode(content, type=_File)

@@ -262,7 +262,6 @@ def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional
 
 
 def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
-    """Yield the forwards of a loop that calls no module: from a batch or a backward to the next loss or backward."""
     for at, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
             since = _last(ordered, at, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
@@ -284,7 +283,6 @@ def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
 
 
 def _last(ordered: Sequence[Raw], before: int, *kinds: str) -> int | None:
-    """Return the index of the last span of one of the kinds before the index `before`; None if there is none."""
     return next((at for at in range(before - 1, -1, -1) if ordered[at].kind in kinds), None)
 
 
@@ -305,7 +303,6 @@ def _calls(raws: Sequence[Raw]) -> int:
 
 
 def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
-    """Return the most common number of calls of backward in a step in which no exception was raised."""
     calls = Counter(_calls(raws) for raws in rows if not any(raw.kind == FAILED for raw in raws))
     return calls.most_common(1)[0][0] if calls else 1
 

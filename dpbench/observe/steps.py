@@ -109,7 +109,6 @@ def _annotated(marks: Sequence[tuple[HostEvent, int]]) -> Iterator[NamedStep]:
 
 
 def _updated(main: Sequence[HostEvent]) -> Iterator[NamedStep]:
-    """Yield the steps that end where an optimizer's step ends."""
     updates: list[HostEvent] = []
     for event in main:  # an optimizer may call another one within its step
         if UPDATE.match(event.name) and not (updates and event.start_us < updates[-1].end_us):
@@ -200,7 +199,6 @@ def _timed(host: Sequence[NamedStep], work: Mapping[int, Interval], before_us: f
 def _notes(
     path: str, host: Sequence[NamedStep], timed: Sequence[NamedStep], work: Mapping[int, Interval]
 ) -> Iterator[str]:
-    """Yield sentences on steps that are not whole, and on steps that are left out."""
     partial = [step.name for step in timed if not step.whole]
     if partial:
         more = f" and of {count(len(partial) - NAMED, 'other step')}" if partial[NAMED:] else ""

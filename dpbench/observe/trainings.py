@@ -41,7 +41,6 @@ def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[
 
 
 def _updates(intervals: Sequence[Interval]) -> int:
-    """Return the number of updates from the first interval to the last, including those that were not kept."""
     return intervals[-1].number - intervals[0].number + 1
 
 

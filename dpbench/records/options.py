@@ -140,7 +140,6 @@ class Options:
 
 @lru_cache
 def _kinds() -> dict[str, str]:
-    """Return the annotation of each option, by name."""
     return {one.name: str(one.type) for one in fields(Options)}
 
 

@@ -169,7 +169,6 @@ def own(kind: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _strategies() -> dict[str, Any]:
-    """Import dpbench's own strategy modules and return their strategies by name."""
     modules = [importlib.import_module(f"dpbench.strategies.{name}") for name in _modules(folder_of("strategies"))]
     return {name: strategy for module in modules for name, strategy in getattr(module, STRATEGIES).items()}
 

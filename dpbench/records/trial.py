@@ -288,7 +288,6 @@ class Trial:
 
     @property
     def _impossible_s(self) -> float | None:
-        """Return the first duration of a timed step that is not above 0 or not below `LONGEST_S`; None without one."""
         return next((seconds for seconds in self.timed if not 0 < seconds < LONGEST_S), None)
 
     @property

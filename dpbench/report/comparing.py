@@ -191,7 +191,6 @@ def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswe
 
 
 def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) -> PageSection | None:
-    """Return the section with one median step of each case in both runs, on one time axis; None without such steps."""
     from dpbench.report import swim_lanes
 
     sides = [
@@ -211,7 +210,6 @@ def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) ->
 
 
 def _phases(before: Report, after: Report, found: Comparisons, styles: Styles) -> PageSection | None:
-    """Return the section with the phases of each case in both runs; None if no case has enough rounds in both."""
     from dpbench.report import figures
 
     rows = [{row.case: row for row in report.rows} for report in (before, after)]

@@ -107,7 +107,6 @@ def _place(case: Case) -> tuple[object, ...]:
 
 
 def _case(case: Case) -> Cell:
-    """Return the cell that names a case: its strategy and devices, and in small type its model, settings and batch."""
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
     work = f"{naming.plain(naming.model(case))}{kind}, batch {case.batch}"
@@ -192,7 +191,6 @@ def _phase(held: Mapping[int, int]) -> Cell:
 
 
 def _forecast_section(found: Sequence[Forecast]) -> list[TableSection]:
-    """Return a list with the section that compares predictions with measurements; it is empty without predictions."""
     if not found:
         return []
     lines = tuple(

@@ -91,7 +91,6 @@ def _commits_panel(history: History, key: str) -> Panel:
 
 
 def _commits_caption(history: History) -> str:
-    """Return the caption of a panel: the number of commits, and each detected change with its size and its commit."""
     said = [f"{words.count(len(history.points), 'commit')}."]
     levels = history.levels or ()
     for before, after in pairwise(levels):
@@ -209,7 +208,6 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
 
 
 def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
-    """Yield the handles of the legend of a ladder's panel."""
     seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
     for verdict, colour in COLOURS.items():
         if verdict in seen:
@@ -221,7 +219,6 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 
 def _caption(ladder: Ladder) -> str:
-    """Return the caption of a ladder's panel: the number of rounds, and notes on what the panel shows or lacks."""
     said = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"

@@ -175,7 +175,6 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _date(seconds: float) -> str:
-    """Return a time, in seconds since the epoch, as text; "unknown" for 0, which exported trials have."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
 
 
@@ -195,7 +194,6 @@ def gpus(found: Mapping[str, Any]) -> str:
 
 
 def _code(code: Mapping[str, Any]) -> str:
-    """Return a text with a version, its commit, and "dirty" if the code had uncommitted changes."""
     commit = f"commit {code['commit'][:12]}" if code.get("commit") else ""
     dirty = "dirty" if code.get("dirty") else ""
     return " ".join(filter(None, (str(code.get("version", "")), commit, dirty))) or "unknown"
@@ -223,7 +221,6 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield nested facts as pairs of a name with dots, such as "host.cpu", and a text."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flat(inner, f"{prefix}{name}.")

@@ -172,7 +172,6 @@ def allowed(content: str) -> str:
 
 
 def _parts(report: Report, styles: Styles) -> list[PageSection]:
-    """Return the sections with drawings or tables, in the order of the page."""
     drawn = (_drawn(section, report, styles) for section in figures.sections(report))
     found = [*drawn, *(_tabled(section) for section in devices.parts(report))]
     if machines := table.machines(report):
@@ -297,7 +296,6 @@ def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
 
 
 def _list(entries: list[Entry], unreadable: list[str]) -> str:
-    """Return the HTML text of the list of runs."""
     style = text_of("page.css")
     policy = Markup(f"default-src 'none'; style-src {allowed(style)}")
     rendered = template("runs.html").render(entries=entries, unreadable=unreadable, style=Markup(style), policy=policy)

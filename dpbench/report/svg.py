@@ -351,7 +351,6 @@ def _shortened(value: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _styled(style: str) -> str:
-    """Return a style with CSS variables as colours and without matplotlib's font, so that the page's font applies."""
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
     # matplotlib writes the font as one property or, in newer versions, as several
     style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)

@@ -113,7 +113,6 @@ def _drawing(
 
 
 def _own(one: Lanes) -> Iterator[Bar]:
-    """Yield the bars of the step itself, without those of other steps."""
     return (bar for lane in one.lanes for bar in lane.bars if not bar.step)
 
 
@@ -122,19 +121,16 @@ def _path_key() -> Patch:
 
 
 def _said(one: Lanes) -> str:
-    """Return the duration of a step, and in brackets the range of the idle shares if it has several devices."""
     took = f"{words.number(one.seconds * 1e3)} ms"
     shares = [lane.idle_share for lane in one.lanes if lane.device >= 0]
     return f"{took} (devices idle {_range(shares)})" if len(shares) > 1 else took
 
 
 def _range(shares: Sequence[float]) -> str:
-    """Return the lowest and the highest of some fractions as text, or one text if both are the same."""
     return " to ".join(dict.fromkeys(words.percent(share) for share in (min(shares), max(shares))))
 
 
 def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
-    """Draw the lanes of one case from the height `top` downwards; `width` is the length of the time axis in ms."""
     critical: dict[tuple[int | None, Bar | None], float] = {}
     for part in one.path:
         at = (part.device, part.bar)
@@ -164,7 +160,6 @@ def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
 
 
 def _named(bar: Bar) -> str:
-    """Return the name of the bar's phase, whether it is joint, and its step if this is not the drawn step."""
     phase = f"joint {bar.phase}" if bar.joint else bar.phase.value
     if not bar.step:
         return phase
@@ -185,13 +180,11 @@ def _place(device: int) -> str:
 
 
 def _extent(start_s: float, end_s: float, step_s: float) -> str:
-    """Return, as text, an interval's duration, its start relative to the step's start, and its share of the step."""
     took = end_s - start_s
     return f"{words.time(took)} from {words.time(start_s)} on, {words.percent(took / step_s)} of the step"
 
 
 def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> Rectangle:
-    """Draw and return a box over an interval in seconds, with its top edge at the height `y`."""
     start, end = interval
     return svg.bar(axes, (start * 1e3, (end - start) * 1e3), (y, height - 1), linewidth=0, **look)
 
@@ -199,7 +192,6 @@ def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **l
 def _write(
     axes: Axes, texts: Sequence[str], interval: tuple[float, float], y: float, width: float, ink: str
 ) -> None:  # fmt: skip
-    """Write the first of `texts` that fits into a row over an interval in seconds; write nothing if none fits."""
     start, end = (at * 1e3 for at in interval)
     room = svg.room(end - start, width, LEFT)
     if text := next((text for text in texts if len(text) <= room), ""):
@@ -234,21 +226,18 @@ def _outline(
 
 
 def _edges(part: PathSegment, edges: Mapping[int | None, float]) -> tuple[float, float]:
-    """Return the top and the bottom edge of the bar in which a stretch of the critical path lies."""
     assert part.bar
     top = edges[part.device] + part.bar.row * ROW
     return top, top + ROW - 1
 
 
 def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tuple[float, float]]]:
-    """Return the codes and the points of the outline of a stretch of the critical path."""
     left, right = part.start_s * 1e3, part.end_s * 1e3
     corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
     return list(zip([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], corners, strict=True))
 
 
 def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
-    """Return the caption of a panel: each case's step and idle shares, and the cases with too few rounds."""
     said = _sentences(facet.names, shown)
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
@@ -258,7 +247,6 @@ def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
 
 
 def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
-    """Return sentences on each timeline: which step it is, the idle shares of its devices, and devices not drawn."""
     said = []
     for name, one in zip(names, shown, strict=True):
         took = words.time(one.seconds)
@@ -278,12 +266,10 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
 
 
 def _shown(one: Lanes) -> Sequence[Lane]:
-    """Return the lanes that are drawn: those of the hosts, and those of the first devices."""
     return [lane for lane in one.lanes if lane.device < DEVICES]
 
 
 def _idle(one: Lanes) -> str:
-    """Return a clause with the idle shares of device 0 and of the others; an empty text if there is only one device."""
     first = [lane.idle_share for lane in one.lanes if lane.device == 0]
     rest = [lane.idle_share for lane in one.lanes if lane.device > 0]
     if not first or not rest:
@@ -293,7 +279,6 @@ def _idle(one: Lanes) -> str:
 
 
 def _description(one: Lanes) -> str:
-    """Return a text on all that the drawing of a case shows: the phases of each lane, and the critical path."""
     lanes = []
     for lane in _shown(one):
         total: dict[str, float] = {}

@@ -130,7 +130,6 @@ def _speedup(row: Row) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    """Return the cell with the highest memory peak of all devices, or with the host's peak if no device has one."""
     if row.memory:
         device = max(row.memory, key=lambda d: row.memory[d])
         peak = row.memory[device]
@@ -301,7 +300,6 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
 
 
 def _saved(change: RungGain) -> Cell:
-    """Return the cell with the milliseconds that a change saves; the number is negative if the change adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
         return Cell(words.withheld(gain_s if gain_s.doubt else change.ratio))

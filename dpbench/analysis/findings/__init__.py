@@ -96,7 +96,6 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
-    """Yield one text that names all rules whose finding needs more rounds; yield nothing if there are none."""
     names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"

@@ -220,14 +220,12 @@ class CaseContext:
         return around(value, stats.difference(mine, alone)) if mine and alone else None
 
     def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
-        """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
         noisy = {trial.round for trial in trials if foreign_load.noisy(trial)}
         return parts(case, stats.Timed({trial.round: _timed(trial, names) for trial in trials}, noisy))
 
 
 def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
-    """Return the seconds that the phases `names` take together in each timed step of a trial."""
     columns = [trial.ledger.seconds[name] for name in names if name in trial.ledger.seconds]
     whole = columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
     return trial.by_column.timed(whole or [0.0] * len(trial.steps))

@@ -344,23 +344,19 @@ def _diminishing(context: CaseContext) -> Judgement:
 
 
 def _balanced(case: Case) -> list[Case]:
-    """Return cases of the same work that use less memory on device 0: local loss, sharded optimizer, and ddp."""
     return remedial(case, {"loss": ("local",), "update": ("sharded",)}, [Role.CONTROL])
 
 
 def _fewer(case: Case) -> list[Case]:
-    """Return the case on half as many devices, rounded down; empty if that would be one device."""
     return [replace(case, devices=case.devices // 2)] if case.devices > 3 else []
 
 
 def _even(case: Case) -> list[Case]:
-    """Return the case with the next smaller and the next larger batch size that splits evenly over its replicas."""
     replicas = case.devices // case.traits.devices_per_replica
     return [replace(case, batch_size=size) for size in _multiples(case.batch_size, replicas)]
 
 
 def _multiples(batch: int, devices: int) -> list[int]:
-    """Return the multiples of `devices` next to `batch`, the smaller one first; no multiple is 0."""
     return [*dict.fromkeys((batch // devices * devices or devices, -(-batch // devices) * devices))]
 
 

@@ -37,7 +37,6 @@ def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
 
 
 def _gives(context: CaseContext) -> str:
-    """Return sentences on the speed-up over one device, the ideal, and limits of the machine (cores, a shared GPU)."""
     case, row = context.case, context.row
     subject = _subject(context)
     if row.speedup is None:
@@ -67,7 +66,6 @@ def _gives(context: CaseContext) -> str:
 
 
 def _subject(context: CaseContext) -> str:
-    """Return the first sentence's subject: model, batch size, habits of the training loop, devices and strategy."""
     case = context.case
     if context.observed:
         wrapper = f" under {context.observed.wrapper}" if context.observed.wrapper else ""
@@ -120,7 +118,6 @@ def _where(context: CaseContext) -> str:
 
 
 def _largest(context: CaseContext) -> str:
-    """Return a sentence on the longest phases, for a case whose step time with perfect scaling is unknown."""
     return f"Of a step of {time(context.step_s)}, {_shares(context.row.phases, context.step_s)}."
 
 
@@ -196,7 +193,6 @@ def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Esti
 
 
 def _name(row: Row) -> str:
-    """Return the name of a row's strategy or, for the engine, of its schedule, such as "the schedule dp[cached]"."""
     if not row.case.traits.scheduled:
         return strategy(row.case)
     chosen = " (chosen by TrainStep itself)" if row.case.schedule in schedule.SELECTED else ""

@@ -61,7 +61,6 @@ def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | 
 
 
 def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Iterator[str]:
-    """Yield the lines of an answer: the headline with its labels, three bullets, and the next command or code."""
     yield textwrap.fill(f"{answer.subject}: {answer.headline} [{' '.join(answer.labels)}]", WIDTH)
     epoch = answer.epoch(samples) if samples else ""
     costly = [one for one in diagnosis.findings if one.stake] if diagnosis else []
@@ -85,7 +84,6 @@ def _named(case: Case) -> str:
 
 
 def _remedy_clauses(finding: Finding) -> list[str]:
-    """Return the clauses of the bullet on the remedy of a finding: the remedy and its measured gain."""
     return [finding.rule.remedy, f"measured: {_cure(finding.cures[0])}" if finding.cures else ""]
 
 
@@ -140,7 +138,6 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _cure(cure: Cure) -> str:
-    """Return, as text, the name of a case that applies the remedy and its speed relative to the diagnosed case."""
     name = strategy(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {withheld(cure.ratio)}"

@@ -51,7 +51,6 @@ class StorageLedger:
                 self._peak[device] = max(self._peak[device], self._now[device])
 
     def _free(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
-        """Subtract the bytes of a storage that was freed; `key` is the id of the storage."""
         with self._lock:
             device, size, _ = self._owned.pop(key)
             self._now[device] -= size

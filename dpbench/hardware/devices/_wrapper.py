@@ -152,7 +152,6 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
 
 
 def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
-    """Return an emulated tensor from its pickled parts; `rest` has the other attributes by name."""
     install()
     tensor = wrap(inner, device)
     tensor.__dict__.update(rest)
@@ -199,13 +198,11 @@ def load_operators() -> None:
 
 
 def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
-    """Return a new emulated tensor with undefined values: the kernel of aten::empty."""
     kept = {} if memory_format is None else {"memory_format": memory_format}
     return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
-    """Return a new emulated tensor with these strides and undefined values: the kernel of aten::empty_strided."""
     return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
 
 
@@ -219,7 +216,6 @@ def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool 
 
 
 def _numbered(device: Any) -> torch.device:
-    """Return `device` with an index; the index is 0 if `device` has none."""
     device = torch.device(device)
     return device if device.index is not None else torch.device(device.type, 0)
 
@@ -310,7 +306,6 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Raise RuntimeError if tensors at the same index in the lists of a multi-tensor op are on different devices."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)
@@ -331,7 +326,6 @@ def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the wrapped tensor of an emulated tensor; return any other tensor unchanged."""
     return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
 
 
