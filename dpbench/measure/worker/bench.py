@@ -233,7 +233,6 @@ class CaseTimer:
         return _agreed(self._stopping.finished())
 
     def _block(self, steps: int) -> float:
-        """Take `steps` steps back to back; return the duration of the last step in seconds."""
         case, batches, settled, results = self._prepared.case, self._prepared.batches, self._settled(), list[Any]()
         every, graphs, at = case.read_loss, compilations() if case.compile else None, time.perf_counter()
         with self._listener.block():

@@ -89,7 +89,6 @@ def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
 
 
 def _ordinals(case: Case) -> tuple[int, ...]:
-    """Return the CUDA ordinals of a case's GPUs, in the order of the replicas; only one if all replicas share a GPU."""
     count = case.devices if case.placement == "spread" else 1
     return case.device_ids[:count] or tuple(range(count))
 

@@ -247,7 +247,6 @@ class _Facts:
                               "inputs of batch() and the initial weights of build()")  # fmt: skip
 
     def _registered(self, module: nn.Module, loss: torch.Tensor) -> None:
-        """Note tensors that get a gradient from the loss but are not parameters of the module."""
         known, found = {id(one) for one in module.parameters()}, dict[int, torch.Tensor]()
         nodes, seen = [loss.grad_fn], set[Any]()
         while nodes:
