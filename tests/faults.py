@@ -1048,8 +1048,8 @@ FAULTS = (
     Fault(
         "next-step-lane",
         "a device that works on the next step is not idle",
-        "span.step == found or (span.start_s < step.end_s and span.end_s > start_s)",
-        "span.step == found",
+        "span.step == number or (span.start_s < step.end_s and span.end_s > start_s)",
+        "span.step == number",
         ("tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",),
     ),
     Fault(

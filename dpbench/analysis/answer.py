@@ -273,7 +273,7 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
 
     Rows on as many devices as `chosen` are preferred, then rows on more devices, then rows of torch.nn.DataParallel.
     """
-    found = [
+    wrappers = [
         row
         for row in question.several
         if not row.colocated
@@ -282,7 +282,7 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
     ]  # fmt: skip
     count = chosen.case.devices if chosen else 0
     return min(
-        found, default=None,
+        wrappers, default=None,
         key=lambda row: (row.case.devices != count, -row.case.devices, row.case.traits.role is not Role.WRAPPER),
     )  # fmt: skip
 
@@ -299,44 +299,44 @@ def _loses(row: Row, question: Question) -> str:
     phases = {
         name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {**row.phases, **base.phases}
     }
-    said = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
+    clause = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
     if not {*phases} - {UNATTRIBUTED}:  # a prediction by formulas has no phases
-        return said
+        return clause
     most = max(sorted(phases), key=lambda name: phases[name])
     where = "Python code between the phases" if most == UNATTRIBUTED else most
-    return f"{said}; {where} adds most, {words.time(phases[most])}"
+    return f"{clause}; {where} adds most, {words.time(phases[most])}"
 
 
 def _certainty(question: Question, decision: Decision) -> str:
-    said = []
+    clauses = []
     if question.source is Source.PREDICTED:
-        said.append("predicted, with an 80% interval")
+        clauses.append("predicted, with an 80% interval")
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
-        said.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
+        clauses.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
     elif decision.basis is Basis.OPEN:
         rounds = commands.rounds_needed(decision.open)
         more = (
             f"about {rounds} rounds" if rounds <= commands.ROUNDS_MOST else f"more than {commands.ROUNDS_MOST} rounds"
         )
-        said.append(f"{more} should decide this")
+        clauses.append(f"{more} should decide this")
     elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
-        said.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
+        clauses.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
     if decision.row:
-        said += _of_all_steps(question, decision.row)
-        said += _gaps(question, decision.row)
+        clauses += _of_all_steps(question, decision.row)
+        clauses += _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
-        said.append(
+        clauses.append(
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster than this choice"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         left_out = ", and the comparison leaves these rounds out" if decision.row else ""
-        said.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
+        clauses.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
     if question.home.device_kind == "cpu":
-        said.append("this says nothing about GPUs")
-    return "; ".join(said)
+        clauses.append("this says nothing about GPUs")
+    return "; ".join(clauses)
 
 
 def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
@@ -361,14 +361,14 @@ def _gaps(question: Question, row: Row) -> Iterator[str]:
 
 
 def _memory(question: Question, decision: Decision, machine: Resources) -> str:
-    row, said = decision.row, []
+    row, clauses = decision.row, []
     if row and row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])
         capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
         of = f" of {words.size(capacity)}, so it fits" if capacity > peak else ""
-        said.append(f"device {device} uses up to {words.size(peak)}{of}")
+        clauses.append(f"device {device} uses up to {words.size(peak)}{of}")
     told = _data_parallel(question, decision.row)  # the reason names it already
     out = [_name(one) for one in question.several if one.status is Status.OOM and not one.step and one is not told]
     if out and decision.basis is not Basis.NO_RESULT:
-        said.append(f"out of memory: {', '.join(out[:3])}")
-    return "; ".join(said)
+        clauses.append(f"out of memory: {', '.join(out[:3])}")
+    return "; ".join(clauses)

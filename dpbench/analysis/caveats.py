@@ -116,21 +116,21 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
 
     `cores` is the number of cores that the run may use, 0 for unknown.
     """
-    found: dict[tuple[str, str], list[tuple[Case, str]]] = {}
+    by_problem: dict[tuple[str, str], list[tuple[Case, str]]] = {}
     for row in rows:
         first = row.reason.partition("\n")[0] or "no reason given"
         if row.outcome != Status.OK:
-            found.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append((row.case, ""))
+            by_problem.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append((row.case, ""))
         elif row.reason:
-            found.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
+            by_problem.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
         for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
                 remedy = "more steps" if row.case.traits.observed else words.REMEDY
                 few = f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would help"
-                found.setdefault(("doubt", few), []).append((row.case, ""))
+                by_problem.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
-        found[rule.name, rule.headline] = list(details.items())
-    for (kind, text), cases in found.items():
+        by_problem[rule.name, rule.headline] = list(details.items())
+    for (kind, text), cases in by_problem.items():
         yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
 
 

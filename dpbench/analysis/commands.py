@@ -41,21 +41,21 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     `dpbench predict`, for a model that shares the machine with another, and for stored cases with names that only
     another version of dpbench knows.
     """
-    one = cases[0]
-    known = ":" in one.model or one.model in registry.own("models")
-    if one.neighbour or any(case.hosts > 1 for case in cases) or not known:
+    first = cases[0]
+    known = ":" in first.model or first.model in registry.own("models")
+    if first.neighbour or any(case.hosts > 1 for case in cases) or not known:
         return ""
     shares, batches = {case.batch_size // case.devices for case in cases}, {case.batch_size for case in cases}
     weak = len(shares) == 1 < len(batches)
     given: dict[str, Any] = {
-        **_apart("models", "model", [one.model]), **_apart("strategies", "strategy", _strategies(cases)),
+        **_apart("models", "model", [first.model]), **_apart("strategies", "strategy", _strategies(cases)),
         "schedules": _schedules(cases), "devices": _sorted(case.devices for case in cases),
-        "device_ids": one.device_ids, "size": one.size, "precision": one.precision,
-        "optimizer": one.optimizer, "unverified": one.unverified,
-        "device_kind": "" if one.device_kind == machine.device_kind else one.device_kind,
-        "placement": "" if one.placement == Case.placement else one.placement,
+        "device_ids": first.device_ids, "size": first.size, "precision": first.precision,
+        "optimizer": first.optimizer, "unverified": first.unverified,
+        "device_kind": "" if first.device_kind == machine.device_kind else first.device_kind,
+        "placement": "" if first.placement == Case.placement else first.placement,
         "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
-        "device_memory": one.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
+        "device_memory": first.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
     }  # fmt: skip
     try:
         return Options.of(**{name: value for name, value in given.items() if value != ()}).command()

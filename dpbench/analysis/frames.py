@@ -103,12 +103,12 @@ def frame(
     `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have one value per row.
     """
     blank, *flat = summary.records([summary.BLANK, *table])
-    found = pd.DataFrame(flat, columns=list(blank))
+    frame_of_rows = pd.DataFrame(flat, columns=list(blank))
     if extra:
-        found = pd.concat([found, pd.DataFrame(dict(extra))], axis=1)
+        frame_of_rows = pd.concat([frame_of_rows, pd.DataFrame(dict(extra))], axis=1)
     if run_ids:
-        found.insert(0, "run_id", list(run_ids))
-    return found
+        frame_of_rows.insert(0, "run_id", list(run_ids))
+    return frame_of_rows
 
 
 def csv(table: pd.DataFrame) -> str:

@@ -156,14 +156,14 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
             known[-1] = known[-1][0], max(end, known[-1][1])
         elif start < end:
             known.append((start, end))
-    found: list[Bar] = []
+    bars: list[Bar] = []
     ends: list[float] = []
-    intervals = sorted((*one, *key) for key, known in opened.items() for one in known)
+    intervals = sorted((*interval, *key) for key, known in opened.items() for interval in known)
     for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        found.append(Bar(phase, start, end, row, place, joint))
-    return tuple(found)
+        bars.append(Bar(phase, start, end, row, place, joint))
+    return tuple(bars)
 
 
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:

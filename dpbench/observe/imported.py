@@ -131,15 +131,15 @@ def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
 
 
 def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
-    found: list[ImportedTrace] = []
+    traces: list[ImportedTrace] = []
     taken = 0
     for profile in profiles:
         devices = sorted({event.device for event in profile.device}) or [0]
         indices = {device: taken + place for place, device in enumerate(devices)}
-        aligned = align(profiles[0], profile) if found else None
-        found.append(ImportedTrace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
+        aligned = align(profiles[0], profile) if traces else None
+        traces.append(ImportedTrace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
         taken += len(devices)
-    return ImportedLoop(traces=tuple(found), trial=_trial(found))
+    return ImportedLoop(traces=tuple(traces), trial=_trial(traces))
 
 
 def _trial(traces: Sequence[ImportedTrace]) -> Trial:
@@ -158,18 +158,18 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
 
 def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
     """Return the trial of one rank, on the clock of the first rank, with the device indices of the whole case."""
-    found, indices = trace.attributed, {HOST: HOST, **trace.indices}
+    attributed, indices = trace.attributed, {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
-    numbers = {number: places[name] for number, name in enumerate(found.names) if name in places}
-    steps = tuple(found.steps[number] for number in numbers)
+    numbers = {number: places[name] for number, name in enumerate(attributed.names) if name in places}
+    steps = tuple(attributed.steps[number] for number in numbers)
     spans = (
-        Span(numbers[one.step], one.phase, indices[one.device], one.clock, one.start_s, one.end_s)
-        for one in found.spans
-        if one.step in numbers
+        Span(numbers[span.step], span.phase, indices[span.device], span.clock, span.start_s, span.end_s)
+        for span in attributed.spans
+        if span.step in numbers
     )
     part = Trial(
         case=_case([trace]), source=Source.IMPORTED, reason="the trace ended", steps=steps, spans=tuple(spans),
-        samples=tuple(_samples(found.activities, steps, indices)), started_s=time.time(),
+        samples=tuple(_samples(attributed.activities, steps, indices)), started_s=time.time(),
     )  # fmt: skip
     shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
     return shifted(part, shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
@@ -182,12 +182,12 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
     """
     ends = [step.end_s for step in steps]
     within: list[list[Activity]] = [[] for _ in steps]
-    for one in activities:
-        for number in range(bisect_right(ends, one.start_s), len(steps)):
-            start_s, end_s = max(one.start_s, steps[number].start_s), min(one.end_s, ends[number])
+    for activity in activities:
+        for number in range(bisect_right(ends, activity.start_s), len(steps)):
+            start_s, end_s = max(activity.start_s, steps[number].start_s), min(activity.end_s, ends[number])
             if start_s < end_s:
-                within[number].append(one._replace(start_s=start_s, end_s=end_s))
-            if one.end_s <= ends[number]:
+                within[number].append(activity._replace(start_s=start_s, end_s=end_s))
+            if activity.end_s <= ends[number]:
                 break
     for step, mine in zip(steps, within, strict=True):
         for device, times in busy(mine).items():
@@ -319,12 +319,12 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
     `WIDEST_S`. A kind of collective that occurs a different number of times in the two traces, as in sampled traces, is
     ignored.
     """
-    mine, theirs = _ends(first), _ends(other)
+    ends, other_ends = _ends(first), _ends(other)
     differences = [
         (a - b) / 1e6
-        for name in mine.keys() & theirs.keys()
-        if len(mine[name]) == len(theirs[name])
-        for a, b in zip(mine[name], theirs[name], strict=True)
+        for name in ends.keys() & other_ends.keys()
+        if len(ends[name]) == len(other_ends[name])
+        for a, b in zip(ends[name], other_ends[name], strict=True)
     ]
     if len(differences) < LEAST:
         return None

@@ -153,12 +153,12 @@ def read(path: Path) -> TraceEvents:
     Raises UnreadableFile, with the path and the place in the file, if the file is not a trace or has no usable event.
     Raises OSError if it cannot be read.
     """
-    found = _decoded(path, _content(path))
+    file = _decoded(path, _content(path))
     host: list[HostEvent] = []
     launches: dict[int, RuntimeCall] = {}
     device: list[DeviceEvent] = []
     broken: list[int] = []
-    for place, event in enumerate(found.events):
+    for place, event in enumerate(file.events):
         if event.ph != "X":
             continue
         category = event.cat.lower()
@@ -184,14 +184,14 @@ def read(path: Path) -> TraceEvents:
             stream = _number(extra.stream, 0) if extra else 0
             correlation = _number(extra.correlation, -1) if extra else -1
             device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation))
-    notes = _notes(path, found.events, broken)
+    notes = _notes(path, file.events, broken)
     if not (host or device):
         raise UnreadableFile(
-            f"{path}: none of its {len(found.events)} events is a usable operator, annotation or kernel of "
+            f"{path}: none of its {len(file.events)} events is a usable operator, annotation or kernel of "
             f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
             "`tensorboard_trace_handler` wrote"
         )
-    ranks, gpus = found.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in found.gpus]
+    ranks, gpus = file.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in file.gpus]
     return TraceEvents(
         path=path, host=host, launches=launches, device=device, gpus=gpus, rank=ranks.rank,
         world_size=ranks.world_size, backend=visible(ranks.backend), notes=notes,

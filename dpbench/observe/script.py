@@ -102,9 +102,9 @@ def place(caller: types.FrameType, what: str) -> str:
     frame = calling_frame(caller)
     if frame is None:
         return what
-    found = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"
+    text = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"
     if frame is caller:
         if len(_places) >= _CALLS:
             _places.clear()
-        _places[key] = code, found
-    return found
+        _places[key] = code, text
+    return text

@@ -130,14 +130,14 @@ def step_at(steps: Sequence[NamedStep], at_us: float) -> int | None:
 
 def _work(host: Sequence[NamedStep], profile: TraceEvents) -> dict[int, Interval]:
     """Return, by the index of a step, the start and the end of the work of devices that the host launched in it."""
-    found: dict[int, Interval] = {}
+    work: dict[int, Interval] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
         number = None if launch is None else step_at(host, launch.start_us)
         if number is not None:
-            start_us, end_us = found.get(number, (event.start_us, event.end_us))
-            found[number] = min(start_us, event.start_us), max(end_us, event.end_us)
-    return found
+            start_us, end_us = work.get(number, (event.start_us, event.end_us))
+            work[number] = min(start_us, event.start_us), max(end_us, event.end_us)
+    return work
 
 
 def launched_before(profile: TraceEvents) -> list[DeviceEvent]:

@@ -117,14 +117,14 @@ class Ledger:
         before it ends and after it, or its first span, began. The latter show that a device works
         on another step, and is not idle.
         """
-        found = typical_step(self._steps, self._spans)
-        if found is None:
+        number = typical_step(self._steps, self._spans)
+        if number is None:
             return None
-        step = self._steps[found]
-        own = [span.start_s for span in self._spans if span.step == found]
+        step = self._steps[number]
+        own = [span.start_s for span in self._spans if span.step == number]
         start_s = min([step.start_s, *own])
-        return found, tuple(
-            span for span in self._spans if span.step == found or (span.start_s < step.end_s and span.end_s > start_s)
+        return number, tuple(
+            span for span in self._spans if span.step == number or (span.start_s < step.end_s and span.end_s > start_s)
         )
 
     def close(self) -> Ledger:
@@ -329,14 +329,14 @@ def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
 
     At the start of the step, the phase before is ""; at its end, the phase after is "".
     """
-    found: dict[tuple[str, str], float] = {}
+    seconds: dict[tuple[str, str], float] = {}
     reach, before = step.start_s, ""
     for start_s, end_s, phase in [
         *sorted((s.start_s, s.end_s, s.phase.value) for s in spans),
         (step.end_s, step.end_s, ""),
     ]:
         if start_s > reach:
-            found[before, phase] = found.get((before, phase), 0.0) + start_s - reach
+            seconds[before, phase] = seconds.get((before, phase), 0.0) + start_s - reach
         if end_s > reach:
             reach, before = end_s, phase
-    return found
+    return seconds

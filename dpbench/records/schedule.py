@@ -127,14 +127,14 @@ class Schedule:
 
         A need is met by another switch of the schedule or by `conditions`, which may include TRAIN_STEP and CUDA.
         """
-        found = []
+        unmet = []
         for switch, position, need in RULES:
             other, _, wanted = need.partition("=")
             if getattr(self, switch) == position and not (
                 getattr(self, other) == wanted if wanted else need in conditions
             ):
-                found.append((f"{switch}={position}", need))
-        return found
+                unmet.append((f"{switch}={position}", need))
+        return unmet
 
     def missing(self, *conditions: str) -> list[str]:
         """Return a text for each need of this schedule that is not met under `conditions`."""

@@ -279,12 +279,12 @@ class Trial:
         """Return, as text, the reason why the trial has no usable step times; an empty text if it has them."""
         if self.status is Status.OK and self.fault is None:
             return ""
-        said = {
+        reasons = {
             Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; a duration must be above 0 "
             f"and below {LONGEST_S:.0e} s",
             Fault.UNTIMED: "no step was timed",
         }
-        return said.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
+        return reasons.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
 
     @property
     def _impossible_s(self) -> float | None:

@@ -211,13 +211,13 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     If workers have different values, commas separate the values.
     """
     # the page shows the self-check's results in a separate section
-    found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
+    entries = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
         same = {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
         for name, value in _flat(same, "worker."):
             workers.setdefault(name, {})[value] = None
-    return found + [(name, ", ".join(values)) for name, values in workers.items()]
+    return entries + [(name, ", ".join(values)) for name, values in workers.items()]
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:

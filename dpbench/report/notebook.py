@@ -43,17 +43,19 @@ def render(report: Report) -> str:
     return str(Markup('<div class="dpbench">{}</div>').format(Markup("\n").join(parts)))
 
 
-def compared(before: Report, after: Report, found: Comparisons) -> str:
+def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the HTML of two runs that are compared: a line on each run, and the table of their common cases."""
-    head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, found)]
+    head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, comparisons)]
     cells = [
         Markup("").join(
             _cell("td", *pair, text=comparing.TEXT_COLUMNS) for pair in zip(comparing.COLUMNS, line, strict=True)
         )
-        for line in comparing.cells(found)
+        for line in comparing.cells(comparisons)
     ]
     columns = Markup("").join(_cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS)
-    summary = Markup('<div class="card"><b>{}</b>{}</div>').format(comparing.summary(found), Markup("").join(head))
+    summary = Markup('<div class="card"><b>{}</b>{}</div>').format(
+        comparing.summary(comparisons), Markup("").join(head)
+    )
     return str(Markup('<div class="dpbench">{}{}{}</div>').format(Markup(STYLE), summary, _rows(columns, cells)))
 
 

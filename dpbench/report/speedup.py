@@ -55,15 +55,15 @@ def _both_ways(rows: Sequence[Row]) -> list[Row]:
     """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
-    found = []
+    doubled = []
     for row in rows:
         start = replace(row, scaling="weak")
         starts_weak = row.case.devices == 1 and _place(start) in weak
         if not starts_weak or _place(row) in strong:
-            found.append(row)
+            doubled.append(row)
         if starts_weak:
-            found.append(start)
-    return found
+            doubled.append(start)
+    return doubled
 
 
 def _place(row: Row) -> tuple[object, ...]:

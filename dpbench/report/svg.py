@@ -340,12 +340,12 @@ def _shortened(value: str) -> str:
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
         return value
-    path, at = "", ("", "")
+    path, last = "", ("", "")
     for close, command, x, y in re.findall(r"(z)|([ML]) (\S+) (\S+)", value):
-        level, upright = command == "L" and y == at[1], command == "L" and x == at[0]
+        level, upright = command == "L" and y == last[1], command == "L" and x == last[0]
         if not (level and upright):
             path += close or (f"H{x}" if level else f"V{y}" if upright else f"{command}{x} {y}")
-        at = (x, y)
+        last = (x, y)
     return path
 
 

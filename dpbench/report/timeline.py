@@ -57,13 +57,15 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 
 def _series(trial: Trial) -> Series:
     samples = trial.grouped
-    places = {("GPU", device): one for device, one in samples.series("utilization_ratio").items() if device >= 0} or {
-        ("core", int(core[1])): one
+    places = {
+        ("GPU", device): series for device, series in samples.series("utilization_ratio").items() if device >= 0
+    } or {
+        ("core", int(core[1])): series
         for metric in samples.metrics
         if (core := _CORE.fullmatch(metric))
-        for one in samples.series(metric).values()
+        for series in samples.series(metric).values()
     }
-    return {place: sorted(zip(*one, strict=True)) for place, one in sorted(places.items())}
+    return {place: sorted(zip(*series, strict=True)) for place, series in sorted(places.items())}
 
 
 def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key: str) -> Panel:
@@ -181,14 +183,14 @@ def _sentence(facet: small_multiples.Facet) -> str:
 
     Return an empty text if the ratio is not known for any case.
     """
-    known = [
+    known_ratios = [
         (row.imbalance, row.memory_imbalance, name)
         for row, name in zip(facet.rows, facet.names, strict=True)
         if row.imbalance and naming.drawable(row.imbalance)
     ]
-    if not known:
+    if not known_ratios:
         return ""
-    ratio, memory, name = max(known, key=lambda one: one[0].value)
+    ratio, memory, name = max(known_ratios, key=lambda one: one[0].value)
     if ratio.low <= 1 <= ratio.high:
         same = "device 0 shows no difference from the others"
         return f"With {name}, which has the highest ratio, {same}: {words.times(ratio)}."
@@ -383,12 +385,12 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
 
 def _left_out(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float) -> str:
     """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds that are not drawn."""
-    said = []
+    sentences = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
         if beyond := [time for time in times if time > end]:
             count = words.count(len(times), "timed step")
-            said.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
+            sentences.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
     if any(len(series[row.case]) > ROUNDS for row in facet.rows):
-        said.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
-    return " ".join(said) or "All timed steps."
+        sentences.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
+    return " ".join(sentences) or "All timed steps."

@@ -281,12 +281,12 @@ def _bigger(context: CaseContext) -> Judgement:
     if best.step.doubt:
         return _doubted(f"whether batch {best.case.batch_size} scales better")
     work = context.case.batch_size / best.case.batch_size
-    mine, its = (f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown" for r in (context.row, best))
+    own, its = (f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown" for r in (context.row, best))
     return Evidence(
         says=f"with a batch of {best.case.batch_size}, the time per {count(context.case.batch_size, 'sample')} is "
         f"{time(best.step.value * work)}",
         numbers=f"with a batch of {context.case.batch_size}, a step takes {time(context.step_s)}; the speed-up over "
-        f"one device is {its} at batch {best.case.batch_size} and {mine} at batch {context.case.batch_size}",
+        f"one device is {its} at batch {best.case.batch_size} and {own} at batch {context.case.batch_size}",
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
         measured=True,
     )

@@ -45,24 +45,26 @@ def _gives(context: CaseContext) -> str:
             if case.device_kind == "emulated"
             else "the strategy single was not measured on the same work"
         )
-        said = f"{subject} take {time(context.step_s)} per step; the gain over one device is unknown, because {why}."
+        sentences = (
+            f"{subject} take {time(context.step_s)} per step; the gain over one device is unknown, because {why}."
+        )
     elif row.speedup.doubt:
-        said = (
+        sentences = (
             f"{subject} take {time(context.step_s)} per step; {withheld(row.speedup)} for the gain over one device "
             f"({doubt(row.speedup)}). {_REMEDY}"
         )
     else:
         weak = " (weak scaling)" if row.scaling == "weak" else ""
         ideal = "" if case.placement == "colocated" else f" (ideal: {case.devices}×)"
-        said = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}."
+        sentences = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}."
     if context.oversubscribed:
-        said += (
+        sentences += (
             f" But {len(case.rows)} devices share {count(context.cores, 'core')} (oversubscribed): at most "
             f"{context.cores}× was possible on this machine."
         )
     if case.placement == "colocated":
-        said += " The replicas share one GPU: the result shows host cost only, and no speed-up was possible."
-    return said
+        sentences += " The replicas share one GPU: the result shows host cost only, and no speed-up was possible."
+    return sentences
 
 
 def _subject(context: CaseContext) -> str:

@@ -127,14 +127,14 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
     The measured gains and the command are left out if the evidence itself is a measured gain. The command is also left
     out if the gains were measured.
     """
-    found = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
+    pairs = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
     if finding.cures and not finding.evidence.measured:
-        found.append(("measured in this run", "; ".join(_cure(cure) for cure in finding.cures[:CURES])))
+        pairs.append(("measured in this run", "; ".join(_cure(cure) for cure in finding.cures[:CURES])))
     if finding.code:
-        found.append(("code", finding.code))
+        pairs.append(("code", finding.code))
     if finding.command and not (finding.cures or finding.evidence.measured):
-        found.append((NEXT if finding.evidence.command else UNMEASURED, finding.command))
-    return found
+        pairs.append((NEXT if finding.evidence.command else UNMEASURED, finding.command))
+    return pairs
 
 
 def _cure(cure: Cure) -> str:

@@ -226,12 +226,12 @@ def counting() -> Iterator[list[int]]:
 
     Only bytes copied between two devices count: an operator that does not copy between devices appends 0.
     """
-    found: list[int] = []
-    _counters.append(found)
+    copied: list[int] = []
+    _counters.append(copied)
     try:
-        yield found
+        yield copied
     finally:
-        _counters[:] = [counter for counter in _counters if counter is not found]
+        _counters[:] = [counter for counter in _counters if counter is not copied]
 
 
 def _copied_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -274,18 +274,18 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*[_map(_held, value) for value in args], **inner)
     if result is None or target.type != LAZY:
         return result
-    known: dict[int, torch.Tensor] = {id(t.held): t for t in emulated}
+    arguments: dict[int, torch.Tensor] = {id(t.held): t for t in emulated}
     if len(emulated) < len(tensors):
-        known |= {id(t): t for t in tensors}
+        arguments |= {id(t): t for t in tensors}
     if by_position:
-        return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
+        return [_outside(t, arguments, s.device) for t, s in zip(result, args[0], strict=True)]
     if func is aten._pack_padded_sequence.default:  # batch sizes stay on the host
-        return _outside(result[0], known, target), result[1]
+        return _outside(result[0], arguments, target), result[1]
     # a view made in inference mode is an inference tensor only if its base is
     if torch.is_inference_mode_enabled() and func.is_view and not emulated[0].is_inference():
         with torch.inference_mode(False):
-            return _map(lambda tensor: _outside(tensor, known, target), result)
-    return _map(lambda tensor: _outside(tensor, known, target), result)
+            return _map(lambda tensor: _outside(tensor, arguments, target), result)
+    return _map(lambda tensor: _outside(tensor, arguments, target), result)
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -311,18 +311,20 @@ def _check_positions(func: Any, args: Sequence[Any]) -> None:
         _check_devices(func, tensors, tensors[0].device)
 
 
-def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _outside(tensor: torch.Tensor, arguments: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the emulated tensor for a result of an op: the argument that the op wrote to, or a new tensor.
 
-    `tensor` is the result of running the op on wrapped tensors. `known` maps the id of each wrapped argument to the
+    `tensor` is the result of running the op on wrapped tensors. `arguments` maps the id of each wrapped argument to the
     argument.
     """
-    found = known.get(id(tensor))
-    if found is None:
+    argument = arguments.get(id(tensor))
+    if argument is None:
         return wrap(tensor, device)
-    if isinstance(found, EmulatedTensor) and (found.shape != tensor.shape or found.stride() != tensor.stride()):
-        found.data = wrap(tensor, device)  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
-    return found
+    if isinstance(argument, EmulatedTensor) and (
+        argument.shape != tensor.shape or argument.stride() != tensor.stride()
+    ):
+        argument.data = wrap(tensor, device)  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
+    return argument
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
@@ -341,15 +343,15 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(values: Sequence[Any], found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+def _tensors(values: Sequence[Any], tensors: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Return the tensors in `values`, the arguments of an op, including those in nested lists and tuples.
 
-    They are appended to `found`, if it is given.
+    They are appended to `tensors`, if it is given.
     """
-    found = [] if found is None else found
+    tensors = [] if tensors is None else tensors
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            _tensors(value, found)
-    return found
+            _tensors(value, tensors)
+    return tensors

@@ -101,12 +101,12 @@ def _check_weights(prepared: PreparedCase) -> None:
 
 def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
     """Take two additional steps; return the trial with memory peaks by phase, or with the reason for their absence."""
-    at = time.perf_counter()
+    began_s = time.perf_counter()
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
     )
     return replace(
-        timed, memory=(*timed.memory, *by_phase), setup={**timed.setup, "memory_s": time.perf_counter() - at},
+        timed, memory=(*timed.memory, *by_phase), setup={**timed.setup, "memory_s": time.perf_counter() - began_s},
         provenance={**timed.provenance, **({"no_memory_by_phase": absent} if absent else {})},
     )  # fmt: skip
 
@@ -123,17 +123,17 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     _allow_tf32(case, devices[0])
     if threads == 1:  # a strategy that uses all cores must not be bound to one of them
         devices[0].settle()
-    at = [time.perf_counter()]
+    times_s = [time.perf_counter()]
     leads = rank is None or rank.rank == 0
     verdict = _verify(case, strategy, devices, rank)
-    at.append(time.perf_counter())
+    times_s.append(time.perf_counter())
     check_threads(strategy)
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
     batches = _placed_batches(case, model, devices[0])
     drawn = _batches(case, model) if case.loader >= 0 else []
     examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
-    at.append(time.perf_counter())
+    times_s.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
     if verdict.averaging:
         facts[AVERAGING] = asdict(verdict.averaging)
@@ -144,7 +144,11 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     return PreparedCase(
         case=case, strategy=strategy, devices=devices, model=model, batches=batches, examples=examples,
         verified=verdict.verified, facts=facts,
-        setup={"verify_s": at[1] - at[0] - sum(compiling.values()), "build_s": at[2] - at[1], **compiling},
+        setup={
+            "verify_s": times_s[1] - times_s[0] - sum(compiling.values()),
+            "build_s": times_s[2] - times_s[1],
+            **compiling,
+        },
     )  # fmt: skip
 
 
