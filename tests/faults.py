@@ -8,14 +8,18 @@ where every fault is caught, else 1. NAME leaves out the faults of other names; 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,38 +30,126 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Fault:
-    """A line of dpbench, `old`, its replacement that breaks a law, `new`, and the tests that must detect it."""
+    """Code of dpbench, `old`, its replacement that breaks a law, `new`, and the tests that must detect it.
+
+    Each is an expression, or a run of statements. `old` is found by its syntax tree, so that its formatting does not
+    matter. Where the same code occurs elsewhere, `where` names its module, class or function below dpbench.
+    """
 
     name: str
     law: str
     old: str
     new: str
     tests: tuple[str, ...]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of dpbench: its file, its name below dpbench, and its text."""
+
+    path: Path
+    name: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The syntax tree."""
+        return ast.parse(self.text)
+
+    @cached_property
+    def words(self) -> set[str]:
+        """The identifiers and the literal texts."""
+        return words_of(self.tree)
+
+    @cached_property
+    def nodes(self) -> dict[type[ast.AST], list[tuple[str, list[ast.AST]]]]:
+        """For each type of node: the definition that has a node, and this node with its following siblings."""
+        found = defaultdict(list)
+        for where, nodes in located(self.tree, self.name):
+            found[type(nodes[0])].append((where, nodes))
+        return found
 
 
 class NotFoundError(LookupError):
-    """The text to replace does not occur exactly once; the code has changed, and the fault must follow it."""
+    """The code to replace does not occur exactly once; it has changed, and the fault must follow it."""
 
 
-def sources(root: Path) -> dict[Path, str]:
-    """Return the text of each module below `root`/dpbench."""
-    return {path: path.read_text() for path in sorted((root / "dpbench").rglob("*.py"))}
+def modules(root: Path) -> list[Module]:
+    """Return the modules below `root`/dpbench."""
+    top = root / "dpbench"
+    return [
+        Module(path, ".".join(path.relative_to(top).with_suffix("").parts), path.read_text(encoding="utf-8"))
+        for path in sorted(top.rglob("*.py"))
+    ]
 
 
-def place(fault: Fault, texts: Mapping[Path, str]) -> Path:
-    """Return the one file of `texts` that has the text to replace; NotFoundError unless it occurs exactly once."""
-    places = [path for path, text in texts.items() for _ in range(text.count(fault.old))]
-    if len(places) != 1:
-        where = ", ".join(map(str, places)) or "nowhere"
-        raise NotFoundError(f"this must occur exactly once in dpbench/, and occurs {where}:\n{fault.old}")
-    return places[0]
+def code(text: str) -> list[ast.AST]:
+    """Return the expression of a text, alone in a list, or else its statements."""
+    body = ast.parse(textwrap.dedent(text)).body
+    return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
+
+
+def words_of(tree: ast.AST) -> set[str]:
+    """Return the identifiers and the literal texts of a syntax tree."""
+    return {value for node in ast.walk(tree) for value in vars(node).values() if isinstance(value, str)}
+
+
+def located(node: ast.AST, where: str) -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yield all nodes below `node`, each with its following siblings, and the dotted name of their definition."""
+    for value in vars(node).values():
+        children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        for i, child in enumerate(children):
+            yield where, children[i:]
+            definition = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            yield from located(child, f"{where}.{child.name}" if definition else where)
+
+
+def places(fault: Fault, among: Sequence[Module]) -> Iterator[tuple[Module, list[ast.AST]]]:
+    """Yield each module with the nodes that are the code to replace."""
+    wanted = code(fault.old)
+    trees = [ast.dump(node) for node in wanted]
+    words = set().union(*map(words_of, wanted))
+    for module in among:
+        if not words <= module.words:
+            continue
+        for where, nodes in module.nodes[type(wanted[0])]:
+            run = nodes[: len(wanted)]
+            inside = not fault.where or f"{where}.".startswith(f"{fault.where}.")
+            if inside and [ast.dump(node) for node in run] == trees:
+                yield module, run
+
+
+def place(fault: Fault, among: Sequence[Module]) -> tuple[Module, list[ast.AST]]:
+    """Return the one place of the code to replace; NotFoundError unless it occurs exactly once."""
+    found = list(places(fault, among))
+    if len(found) != 1:
+        lines = ", ".join(f"{module.path}:{nodes[0].lineno}" for module, nodes in found) or "nowhere"
+        raise NotFoundError(f"this must occur exactly once in dpbench/{fault.where}, and occurs {lines}:\n{fault.old}")
+    return found[0]
+
+
+def planted(fault: Fault, among: Sequence[Module]) -> tuple[Path, str]:
+    """Return the path of the module that has the code to replace, and its text with the fault."""
+    module, nodes = place(fault, among)
+    lines = module.text.encode().splitlines(keepends=True)
+    text = b"".join(lines)
+    first, last = nodes[0], nodes[-1]
+    start = len(b"".join(lines[: first.lineno - 1])) + first.col_offset
+    end = len(b"".join(lines[: last.end_lineno - 1])) + last.end_col_offset
+    return module.path, (text[:start] + _written(fault.new, first.col_offset).encode() + text[end:]).decode()
+
+
+def _written(new: str, column: int) -> str:
+    if isinstance(code(new)[0], ast.expr):
+        return f"({new})"
+    return textwrap.indent(textwrap.dedent(new), " " * column).strip()
 
 
 def plant(fault: Fault, root: Path) -> None:
-    """Write the fault into the one file below `root`/dpbench that has the text to replace."""
-    texts = sources(root)
-    path = place(fault, texts)
-    path.write_text(texts[path].replace(fault.old, fault.new))
+    """Write the fault into the one module below `root`/dpbench that has the code to replace."""
+    path, text = planted(fault, modules(root))
+    path.write_text(text, encoding="utf-8")
 
 
 def copy_to(root: Path) -> None:
@@ -138,8 +230,8 @@ FAULTS = (
     Fault(
         "reduce-order",
         "gradients are added in replica order",
-        "for number, part in enumerate(parts[1:]):",
-        "for number, part in enumerate(parts[:0:-1]):",
+        "enumerate(parts[1:])",
+        "enumerate(parts[:0:-1])",
         ("tests/test_engine_verbs.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",),
     ),
     Fault(
@@ -159,15 +251,15 @@ FAULTS = (
     Fault(
         "identity-flags",
         "parameters that are frozen or thawed between steps are seen",
-        "or list(map(_requires_grad, self._parameters)) != self._wanted",
-        "",
+        "list(map(_requires_grad, self._parameters)) != self._wanted",
+        "False",
         ("tests/test_law_rows.py::test_freezing_and_unfreezing_are_seen",),
     ),
     Fault(
         "identity-hooks",
         "hooks that are registered between steps see the whole gradient once",
-        "or bool(self._hooks) != self._hooked",
-        "",
+        "bool(self._hooks) != self._hooked",
+        "False",
         ("tests/test_law_rows.py::test_hooks_on_parameters_see_the_reduced_gradient_once",),
     ),
     Fault(
@@ -180,16 +272,17 @@ FAULTS = (
     Fault(
         "hooks-of-nodes",
         "hooks on the nodes that accumulate gradients see the reduced gradient once",
-        "any(map(_accumulate_hooks, tensors)) or any(self._of_nodes)",
-        "any(map(_accumulate_hooks, tensors))",
+        "any(self._of_nodes)",
+        "False",
         ("tests/test_law_notice.py::test_hooks_on_nodes_see_the_reduced_gradients_once",),
     ),
     Fault(
         "default-notices",
         "the default schedule copies the weights in every step",
-        "if self._root_only or self._weights.versions() != self._seen:\n            self._refresh",
-        "if self._weights.versions() != self._seen:\n            self._refresh",
+        "self._root_only or self._weights.versions() != self._seen",
+        "self._weights.versions() != self._seen",
         ("tests/test_law_notice.py::test_the_default_schedule_needs_no_sync",),
+        where="engine.persistent_step.PersistentReplicas.modules",
     ),
     Fault(
         "writes-in-forward",
@@ -208,43 +301,48 @@ FAULTS = (
     Fault(
         "shared-memory",
         "memory that the module itself shares stays shared",
-        "if not recomputed and any(tensor",
-        "if False and any(tensor",
+        "not recomputed",
+        "False",
         ("tests/test_law_notice.py::test_memory_that_the_module_itself_shares_stays_shared_or_is_refused",),
     ),
     Fault(
         "gradient-strides",
         "a gradient in other strides is read as it is",
-        "if gradient is None or gradient.stride() == parameter.stride():",
-        "if True:",
+        "gradient is None or gradient.stride() == parameter.stride()",
+        "True",
         ("tests/test_law_notice.py::test_strides_of_a_gradient_between_two_calls_do_not_matter",),
     ),
     Fault(
         "equal-attributes",
         "an equal attribute is still another object",
-        "type(value) in (int, str) and value == other",
-        "bool(value == other)",
+        "type(value) is type(other) and type(value) in (int, str) and value == other",
+        "type(value) is type(other) and bool(value == other)",
         ("tests/test_law_notice.py::test_an_equal_attribute_is_still_another_object",),
     ),
     Fault(
         "hooks-of-forward",
         "a hook that forward registers on its own weight is for one step",
-        "                if weight._backward_hooks:\n",
-        "                if False:\n",
+        "if weight._backward_hooks:\n    weight._backward_hooks.clear()",
+        "if False:\n    weight._backward_hooks.clear()",
         ("tests/test_law_notice.py::test_a_replica_lists_no_parameters_and_its_own_hooks_are_for_one_step",),
     ),
     Fault(
         "copies-per-thread",
         "each thread that calls a wrapper has its own copies",
-        "class CachePerThread(threading.local):",
-        "class CachePerThread:",
+        "threading.local",
+        "object",
         ("tests/test_law_notice.py::test_threads_that_call_one_wrapper_get_their_own_rows",),
+        where="engine.replicas.CachePerThread",
     ),
     Fault(
         "identity-groups",
         "a group that is added to the optimizer is stepped",
-        "or len(groups) != len(self._groups)\n            or not all(_same(",
-        "or False and not all(_same(",
+        """(
+            is_watched(optimizer) != self.watched
+            or len(groups) != len(self._groups)
+            or not all(_same(group["params"], seen) for group, seen in zip(groups, self._groups, strict=True))
+        )""",
+        "is_watched(optimizer) != self.watched",
         ("tests/test_law_rows.py::test_a_group_that_is_added_is_stepped",),
     ),
     Fault(
@@ -257,9 +355,10 @@ FAULTS = (
     Fault(
         "first-use",
         "threads that are the first to dispatch an operator to Python do not crash the process",
-        "        load_operators()  # each of these modes receives operators in several threads",
-        "        pass",
+        "load_operators()",
+        "pass",
         ("tests/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",),
+        where="engine.workers",
     ),
     Fault(
         "soft-targets",
@@ -271,29 +370,36 @@ FAULTS = (
     Fault(
         "target-rows",
         "a target with other rows than the inputs is not cut",
-        "elif not same_rows(arguments, target):",
-        "elif False:",
+        "not same_rows(arguments, target)",
+        "False",
         ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
     ),
     Fault(
         "gradients-dtype",
         "gradients have the dtype that the parameter asks for",
-        "if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype",
-        "if False and any(p.grad_dtype != p.dtype",
+        "_HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in setup.trained)",
+        "False",
         ("tests/test_law_ordinary.py::test_a_grad_dtype_that_is_set_between_steps_is_seen",),
     ),
     Fault(
         "row-weights",
         "a weight per row is not broadcast over the rows of one replica",
-        "and all(weight.dim() < output.dim() or weight.size(0) == 1 for weight in self.weights)",
-        "and True",
+        "all(weight.dim() < output.dim() or weight.size(0) == 1 for weight in self.weights)",
+        "True",
         ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
     ),
     Fault(
         "post-init",
         "no constructor of a dataclass runs again on its pieces",
-        "    return new\n\n\ndef tensors_in(",
-        "    getattr(new, '__post_init__', int)()\n    return new\n\n\ndef tensors_in(",
+        """
+        for name, part in zip(keys_of(value) or (), parts, strict=True):
+            object.__setattr__(new, name, part)
+        """,
+        """
+        for name, part in zip(keys_of(value) or (), parts, strict=True):
+            object.__setattr__(new, name, part)
+        getattr(new, "__post_init__", int)()
+        """,
         (
             "tests/test_contract_scatter_gather.py::test_pieces_of_a_dataclass_instance_are_copies_whose_constructor_does_not_run",
         ),
@@ -301,22 +407,22 @@ FAULTS = (
     Fault(
         "checkpointed-dropout",
         "a checkpoint repeats forward with the same random numbers",
-        "if saved is not None and not torch.equal(saved, torch.default_generator.get_state()):",
-        "if saved is None and not torch.equal(saved, torch.default_generator.get_state()):",
+        "saved is not None",
+        "saved is None",
         ("tests/test_law_ordinary.py::test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused",),
     ),
     Fault(
         "denormals",
         "denormal numbers are flushed in all replicas or in none",
-        "    if flushes_denormals() != wanted:",
-        "    if False:",
+        "flushes_denormals() != wanted",
+        "False",
         ("tests/test_law_ordinary.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",),
     ),
     Fault(
         "cached-weights",
         "replicas do not share the cached weight of one of them",
-        "    if parametrize._cache_enabled and",
-        "    if False and",
+        "parametrize._cache_enabled",
+        "False",
         ("tests/test_law_ordinary.py::test_cached_parametrizations_are_refused_because_replicas_would_share_them",),
     ),
     Fault(
@@ -365,16 +471,17 @@ FAULTS = (
     Fault(
         "tolerance",
         "gradients that are 1 % off are refused",
-        'TOLERANCE = {"fp32": 1e-3,',
-        'TOLERANCE = {"fp32": 1e-1,',
+        'TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}',
+        'TOLERANCE = {"fp32": 1e-1, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}',
         ("tests/test_verify.py",),
     ),
     Fault(
         "unverified",
         "a strategy with wrong gradients is not timed",
-        "    if verdict.verified is Verified.NO:\n        wrong =",
-        "    if verdict is None:\n        wrong =",
+        "verdict.verified is Verified.NO",
+        "verdict is None",
         ("tests/test_strategies.py::test_wrong_gradients_are_refused_and_never_timed",),
+        where="measure.worker.trial._verify",
     ),
     Fault(
         "collector",
@@ -386,15 +493,15 @@ FAULTS = (
     Fault(
         "memory-by-phase",
         "a peak is credited to every open phase",
-        "names = {WHOLE, *(phase.value for phase in self._open)}",
-        "names = {WHOLE, *(phase.value for phase in self._open[:1])}",
+        "{WHOLE, *(phase.value for phase in self._open)}",
+        "{WHOLE, *(phase.value for phase in self._open[:1])}",
         ("tests/test_memory.py::test_a_peak_is_of_the_phase_that_is_open_on_any_device",),
     ),
     Fault(
         "loopback",
         "ranks listen on the loopback interface alone",
-        'if address == "127.0.0.1":',
-        "if address:",
+        'address == "127.0.0.1"',
+        "address",
         ("tests/test_ranks.py::test_the_loopback_interface_is_found_by_its_address",),
     ),
     Fault(
@@ -408,29 +515,29 @@ FAULTS = (
     Fault(
         "checksum",
         "data that were changed in the file are noticed",
-        "if stored is not None and stored != _checksum(rows):",
-        "if stored is None and stored != _checksum(rows):",
+        "stored is not None and stored != _checksum(rows)",
+        "stored is None and stored != _checksum(rows)",
         ("tests/test_hardening.py::test_an_unreadable_trial_is_listed_and_hides_no_other",),
     ),
     Fault(
         "dropped-locks",
         "a process that ends does not merge the log of a store into which another process writes",
-        "    if size == 1:  # for SQLite",
-        '    path.open("rb").close()\n    if size == 1:  # for SQLite',
+        "if size == 1:\n    raise _another_kind(path)",
+        'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
         ("tests/test_store_processes.py::test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone",),
     ),
     Fault(
         "opened-store",
         "Python never opens the file of a store",
-        "    if size == 1:  # for SQLite",
-        '    path.open("rb").close()\n    if size == 1:  # for SQLite',
+        "if size == 1:\n    raise _another_kind(path)",
+        'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
         ("tests/test_store_processes.py::test_python_never_opens_the_file_of_a_store",),
     ),
     Fault(
         "shared-store",
         "processes that share a store, and are killed at random, lose nothing",
-        "    if size == 1:  # for SQLite",
-        '    path.open("rb").close()\n    if size == 1:  # for SQLite',
+        "if size == 1:\n    raise _another_kind(path)",
+        'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
         ("tests/test_hardening.py::test_processes_that_share_a_store_and_are_killed_lose_nothing",),
     ),
     Fault(
@@ -443,15 +550,15 @@ FAULTS = (
     Fault(
         "run-index",
         "naming a run costs the same in a store of many runs",
-        '    "run_started": "run(started)",\n',
-        "",
+        '"run(started)"',
+        '"run(pid)"',
         ("tests/test_many_runs.py::test_a_command_does_the_same_work_in_a_store_of_many_runs",),
     ),
     Fault(
         "past-runs",
         "a report reads the last runs of its cases, and not all",
-        "while len(runs) < PAST and",
-        "while",
+        "len(runs) < PAST",
+        "True",
         ("tests/test_many_runs.py::test_a_report_reads_the_last_runs_of_its_cases",),
     ),
     Fault(
@@ -464,16 +571,17 @@ FAULTS = (
     Fault(
         "fact-types",
         "a trial whose facts are of wrong types is left out and counted",
-        "    msgspec.convert(found, _Trial)\n",
-        "",
+        "msgspec.convert(found, _Trial)",
+        "pass",
         ("tests/test_hardening.py::test_a_trial_of_wrong_types_is_left_out_and_counted",),
     ),
     Fault(
         "unknown-schedule",
         "a run with the schedule of another version is shown",
-        "        return parse(text)\n    except ValueError:\n        return None\n",
-        "        return parse(text)\n    except KeyError:\n        return None\n",
+        "ValueError",
+        "KeyError",
         ("tests/test_hardening.py::test_names_that_only_another_version_knows_are_shown",),
+        where="records.schedule.known",
     ),
     Fault(
         "hot-journal",
@@ -485,15 +593,15 @@ FAULTS = (
     Fault(
         "replaced-store",
         "a store that is deleted or replaced during a run is noticed",
-        "if file.same_file(db):",
-        "if file:",
+        "file.same_file(db)",
+        "file",
         ("tests/test_hardening.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",),
     ),
     Fault(
         "dropped-signal",
         "a signal ends a command also if Python drops its exception",
-        "if _State.number and threading.current_thread() is threading.main_thread():",
-        "if _State.number < 0:",
+        "_State.number and threading.current_thread() is threading.main_thread()",
+        "_State.number < 0",
         ("tests/test_signals.py::test_a_signal_that_python_drops_ends_the_next_wait",),
     ),
     Fault(
@@ -506,8 +614,8 @@ FAULTS = (
     Fault(
         "orphan",
         "processes that a worker leaves behind in sessions of their own are ended",
-        "prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)",
-        "prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)",
+        "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)",
+        "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)",
         ("tests/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",),
     ),
     # -- launches
@@ -535,15 +643,15 @@ FAULTS = (
     Fault(
         "key",
         "a rank without the key gets no channel",
-        "if not hmac.compare_digest(plain._read(32), other):",
-        "if not plain._read(32):",
+        "hmac.compare_digest(plain._read(32), other)",
+        "plain._read(32)",
         ("tests/test_hosts.py::test_only_who_knows_the_key_gets_a_channel_and_messages_are_data",),
     ),
     Fault(
         "frames",
         "a message that was inserted, changed or repeated on the way is refused",
-        "if not hmac.compare_digest(code, self._code(self._theirs, self._received, payload)):",
-        "if not code:",
+        "hmac.compare_digest(code, self._code(self._theirs, self._received, payload))",
+        "code",
         ("tests/test_hosts.py::test_nobody_between_two_ends_can_insert_change_or_repeat_a_message",),
     ),
     Fault(
@@ -564,8 +672,8 @@ FAULTS = (
     Fault(
         "run-name",
         "a run with another name or other tags is another run",
-        "if not (self.name or self.tags):",
-        "if True:",
+        "not (self.name or self.tags)",
+        "True",
         (
             "tests/test_manage.py::test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_the_plain_plan",
         ),
@@ -573,22 +681,23 @@ FAULTS = (
     Fault(
         "run-ambiguous",
         "a name that several runs have is not one of them",
-        "    if len(found) > 1:\n        matches",
-        "    if False:\n        matches",
+        "len(found) > 1",
+        "False",
         ("tests/test_manage.py::test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out",),
+        where="cli.showing.choose",
     ),
     Fault(
         "run-measured",
         "a run that is being measured is not removed",
-        "if row and row[2] == RUNNING and alive(*row[:2]):",
-        "if False:",
+        "row and row[2] == RUNNING and alive(*row[:2])",
+        "False",
         ("tests/test_manage.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",),
     ),
     Fault(
         "merge-twice",
         "a second merge copies nothing",
-        "if started not in here.get(slot, {})",
-        "if True",
+        "started not in here.get(slot, {})",
+        "True",
         (
             "tests/test_manage.py::test_merge_copies_every_bit_and_a_second_time_nothing",
             "tests/test_manage.py::test_a_copy_that_was_continued_gives_its_trials_and_its_end",
@@ -597,15 +706,21 @@ FAULTS = (
     Fault(
         "merge-apart",
         "copies of a run that were continued apart are not mixed",
-        "if both not in (here[slot].keys(), there[slot].keys()):",
-        "if False:",
+        "both not in (here[slot].keys(), there[slot].keys())",
+        "False",
         ("tests/test_manage.py::test_copies_that_were_continued_apart_are_not_mixed",),
     ),
     Fault(
         "plan-host",
         "a time is expected from trials of this machine only",
-        "AND host=? ORDER BY trial.id DESC LIMIT",
-        "AND host>=? ORDER BY trial.id DESC LIMIT",
+        """query = (
+            "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
+            f"WHERE fingerprint=? AND trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+        )""",
+        """query = (
+            "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
+            f"WHERE fingerprint=? AND trial.status=? AND host>=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+        )""",
         ("tests/test_outputs.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",),
     ),
     Fault(
@@ -626,8 +741,8 @@ FAULTS = (
     Fault(
         "peer-copies",
         "copies between GPUs do not count as busy time of the GPU that sends",
-        r"""\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)",""",
-        r"""\w*(?:nccl|rccl)",""",
+        r'r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)"',
+        r'r"(?:void\s+)?\w*(?:nccl|rccl)"',
         (
             "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
             "tests/test_import_profiled.py::test_busy_times_of_real_traces_are_the_counted_microseconds",
@@ -643,15 +758,15 @@ FAULTS = (
     Fault(
         "ddp-reduce",
         "the ranks of GPUs have a reduce phase",
-        "    for span in spans:\n        if span.phase is Phase.REDUCE:\n            return []",
-        "    for span in spans:\n        return []",
+        "if span.phase is Phase.REDUCE:\n    return []",
+        "return []",
         ("tests/test_simulated_ranks.py",),
     ),
     Fault(
         "exposed-reduce",
         "of an all-reduce, the reduce phase has the part during which no kernel computes",
-        "exposed_communication_s=length(difference(communication, compute)),",
-        "exposed_communication_s=length(communication),",
+        "length(difference(communication, compute))",
+        "length(communication)",
         ("tests/test_simulated_ranks.py",),
     ),
     Fault(
@@ -664,8 +779,8 @@ FAULTS = (
     Fault(
         "uuid",
         "the counters of a GPU are found by its UUID",
-        """if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):""",
-        "if False:",
+        'uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible))',
+        "False",
         ("tests/test_simulated_report.py::test_counters_of_every_gpu_are_its_own[four]",),
     ),
     Fault(
@@ -678,8 +793,8 @@ FAULTS = (
     Fault(
         "late-ranks",
         "the reduce phase has no waits for ranks that are late in turn",
-        "ledger.joined(_without_waits(parts))",
-        "ledger.joined(parts)",
+        "joined(_without_waits(parts))",
+        "joined(parts)",
         ("tests/test_simulated_ranks.py",),
     ),
     Fault(
@@ -699,8 +814,8 @@ FAULTS = (
     Fault(
         "link-queue",
         "copies over a fast link are queued before the first of them begins",
-        "for one in (tensor, buffer):",
-        "for one in (tensor,):",
+        "(tensor, buffer)",
+        "(tensor,)",
         (
             "tests/test_simulated_report.py::test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate",
         ),
@@ -708,8 +823,8 @@ FAULTS = (
     Fault(
         "mig",
         "of several MIG instances, CUDA shows a process the first",
-        """nvmlDeviceGetHandleByUUID, visible.split(",")[0].strip())""",
-        """nvmlDeviceGetHandleByUUID, visible.split(",")[-1].strip())""",
+        'visible.split(",")[0].strip()',
+        'visible.split(",")[-1].strip()',
         ("tests/test_nvml.py::test_mig_instance_is_taken_with_what_it_tells",),
     ),
     Fault(
@@ -729,8 +844,8 @@ FAULTS = (
     Fault(
         "background-copies",
         "inputs are copied from the host in a background stream",
-        "with torch.cuda.stream(self._background):",
-        "with torch.cuda.stream(self.stream):",
+        "torch.cuda.stream(self._background)",
+        "torch.cuda.stream(self.stream)",
         ("tests/test_races.py::test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does",),
     ),
     Fault(
@@ -757,8 +872,8 @@ FAULTS = (
     Fault(
         "expected-time",
         "a run says at its start how long it is expected to take",
-        "if self._plan:",
-        "if False:",
+        "if self._plan:\n    self._console.print(escape(self._plan))",
+        "if False:\n    self._console.print(escape(self._plan))",
         ("tests/test_outputs.py::test_lines_have_milliseconds_and_the_time_left",),
     ),
     Fault(
@@ -793,44 +908,48 @@ FAULTS = (
     Fault(
         "migration",
         "a store of an earlier schema is read as what it holds",
-        "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated'",
-        "ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT ''",
+        r"""("\n    ALTER TABLE memory ADD COLUMN phase TEXT NOT NULL DEFAULT '';"
+        "\n    ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated';"
+        "\n    ALTER TABLE trial ADD COLUMN failed_device INTEGER\n    ")""",
+        r"""("\n    ALTER TABLE memory ADD COLUMN phase TEXT NOT NULL DEFAULT '';"
+        "\n    ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT '';"
+        "\n    ALTER TABLE trial ADD COLUMN failed_device INTEGER\n    ")""",
         ("tests/test_store_files.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
     ),
     Fault(
         "view-of-a-full-device",
         "a storage that is counted already needs only its growth",
-        "if bound is not None and self._now[device] + size - (before or 0) > bound:",
-        "if bound is not None and self._now[device] + size > bound:",
+        "self._now[device] + size - (before or 0)",
+        "self._now[device] + size",
         ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
     ),
     Fault(
         "resized-storage",
         "a storage whose size changes is counted with its new size, and others are not counted again",
-        "            if before != size:\n",
-        "            if before is None:\n",
+        "before != size",
+        "before is None",
         ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
     ),
     # -- analysis
     Fault(
         "averaging-tolerance",
         "a wrong gradient of ranks is refused also if their losses are no means over samples",
-        "if own.verified is not Verified.NO:",
-        "if own.verified:",
+        "own.verified is not Verified.NO",
+        "own.verified",
         ("tests/test_verify.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",),
     ),
     Fault(
         "averaging-everyone",
         "only strategies with ranks may average the losses of their parts",
-        "if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:",
-        "if verdict.verified is Verified.NO and not model.owns_loss:",
+        "verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss",
+        "verdict.verified is Verified.NO and not model.owns_loss",
         ("tests/test_verify.py::test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label",),
     ),
     Fault(
         "averaging-weights",
         "a rank counts with its rows",
-        "* (count / sum(rows) * scale)).backward()",
-        "* (1 / len(rows) * scale)).backward()",
+        "count / sum(rows)",
+        "1 / len(rows)",
         (
             "tests/test_verify.py::test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured",
         ),
@@ -852,8 +971,8 @@ FAULTS = (
     Fault(
         "critical-path",
         "the critical path covers the step from its start to its end",
-        "for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):",
-        "for span, start_s, end_s in list(ledger.walk(step, spans)):",
+        "reversed(list(ledger.walk(step, spans)))",
+        "list(ledger.walk(step, spans))",
         ("tests/test_lanes.py::test_bars_idle_time_and_critical_path_of_a_known_step",),
     ),
     Fault(
@@ -873,8 +992,8 @@ FAULTS = (
     Fault(
         "median-phases",
         "the step that is drawn is near the median in each phase on each device",
-        "for values in (durations, *lasted.values(), *began.values()):",
-        "for values in (durations,):",
+        "(durations, *lasted.values(), *began.values())",
+        "(durations,)",
         ("tests/test_lanes.py::test_the_step_is_near_the_median_in_every_phase_on_every_device",),
     ),
     Fault(
@@ -887,8 +1006,8 @@ FAULTS = (
     Fault(
         "joint-concurrency",
         "a joint phase on the host's clock counts as one device's",
-        "for s in spans if s.joint and s.on_host)",
-        "for s in spans if s.joint and not s.on_host)",
+        "s.joint and s.on_host",
+        "s.joint and not s.on_host",
         ("tests/test_ledger.py::test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency",),
     ),
     Fault(
@@ -901,8 +1020,8 @@ FAULTS = (
     Fault(
         "next-step-lane",
         "a device that works on the next step is not idle",
-        "if span.step == found or (span.start_s < step.end_s and span.end_s > start_s)",
-        "if span.step == found",
+        "span.step == number or (span.start_s < step.end_s and span.end_s > start_s)",
+        "span.step == number",
         ("tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",),
     ),
     Fault(
@@ -959,8 +1078,8 @@ FAULTS = (
     Fault(
         "widening",
         "a few rounds resampled are widened to a few rounds measured",
-        "draws * math.sqrt(n / (n - 1)) if n > 1",
-        "draws if n > 1",
+        "draws * math.sqrt(n / (n - 1))",
+        "draws",
         ("tests/test_stats.py::test_interval_is_students_at_95_percent",),
     ),
     Fault(
@@ -1002,8 +1121,8 @@ FAULTS = (
     Fault(
         "ring",
         "an all-reduce moves 2 (n - 1) / n of its message over each link",
-        '"all_reduce": lambda n: 2 * (n - 1) / n,',
-        '"all_reduce": lambda n: 2.0,',
+        "lambda n: 2 * (n - 1) / n",
+        "lambda n: 2.0",
         ("tests/test_predict_network.py::test_collectives_move_as_a_ring_does",),
     ),
     Fault(
@@ -1053,8 +1172,8 @@ FAULTS = (
     Fault(
         "loader-rising",
         "a curve that ends at its best has no knee",
-        "    if knee.possible == (counts[-1],):\n        return Shape.RISING\n",
-        "",
+        "if knee.possible == (counts[-1],):\n    return Shape.RISING",
+        "pass",
         ("tests/test_loaders.py::test_a_curve_without_a_knee_is_said_to_be_so",),
     ),
     Fault(
@@ -1074,8 +1193,8 @@ FAULTS = (
     Fault(
         "loader-index",
         "an example that hangs is named",
-        "at[0] = index\n        try:\n            return self._dataset[index]",
-        "try:\n            return self._dataset[index]",
+        "at[0] = index",
+        "pass",
         ("tests/test_loaders.py::test_an_example_that_hangs_is_named_with_its_worker_and_its_stack",),
     ),
     Fault(
@@ -1137,43 +1256,43 @@ FAULTS = (
     Fault(
         "trace-launched-before",
         "work from before the trace lacks no launch",
-        "unlaunched=missing - len(launched_before(profile)),",
-        "unlaunched=missing,",
+        "missing - len(launched_before(profile))",
+        "missing",
         ("tests/test_import_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",),
     ),
     Fault(
         "trace-bomb-bytes",
         "a small file does not decompress without a limit",
-        "while size <= limit and (part := file.read(_PART_BYTES)):",
-        "while part := file.read(_PART_BYTES):",
+        "size <= limit and (part := file.read(_PART_BYTES))",
+        "(part := file.read(_PART_BYTES))",
         ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
     ),
     Fault(
         "trace-bomb-objects",
         "a small file does not decode to objects without a limit",
-        "if size > limit or objects > limit // LEAST_OBJECT_BYTES:",
-        "if size > limit:",
+        "size > limit or objects > limit // LEAST_OBJECT_BYTES",
+        "size > limit",
         ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
     ),
     Fault(
         "loop-without-loader",
         "a script without a DataLoader does not wait for one",
-        "if not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER:",
-        "if not context.row.phases.get(Phase.DATA.value):",
+        "not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER",
+        "not context.row.phases.get(Phase.DATA.value)",
         ("tests/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",),
     ),
     Fault(
         "trace-after-backward",
         "operators after a loss belong to the forward again, and not to the clipping of the backward before",
-        "if _LOSS.match(name):\n            self._after_backward = False",
-        "if _LOSS.match(name):\n            pass",
+        "self._after_backward = False\nreturn Phase.LOSS",
+        "return Phase.LOSS",
         ("tests/test_import.py::test_after_a_loss_an_operator_without_gradients_is_not_clipping",),
     ),
     Fault(
         "files-code",
         "a file that cannot be read has another exit code than a wrong argument",
-        "except (OSError, UnreadableFile) as error:",
-        "except OSError as error:",
+        "(OSError, UnreadableFile)",
+        "OSError",
         ("tests/test_input_files.py::test_a_file_that_does_not_exist_is_named_with_the_code_of_files",),
     ),
     Fault(
@@ -1193,29 +1312,29 @@ FAULTS = (
     Fault(
         "rounds-one-sided",
         "the rounds to decide are those of a two-sided interval",
-        "half = _quantile(n, estimate.level) * error",
-        "half = _quantile(n, 2 * estimate.level - 1) * error",
+        "_quantile(n, estimate.level)",
+        "_quantile(n, 2 * estimate.level - 1)",
         ("tests/test_stats.py::test_the_rounds_to_decide_are_those_after_which_the_interval_decides",),
     ),
     Fault(
         "simplest-inverted",
         "of cases about as fast, the one with the fewest devices is recommended",
-        "key=lambda row: (row.case.devices, roles.index(row.case.traits.role), -of(row)),",
-        "key=lambda row: (-row.case.devices, -roles.index(row.case.traits.role), -of(row)),",
+        "(row.case.devices, roles.index(row.case.traits.role), -of(row))",
+        "(-row.case.devices, -roles.index(row.case.traits.role), -of(row))",
         ("tests/test_decision.py::test_the_rule_decides_each_situation",),
     ),
     Fault(
         "simplest-slowest",
         "of schedules about as fast, the fastest is recommended",
-        "roles.index(row.case.traits.role), -of(row)),",
-        "roles.index(row.case.traits.role), of(row)),",
+        "(row.case.devices, roles.index(row.case.traits.role), -of(row))",
+        "(row.case.devices, roles.index(row.case.traits.role), of(row))",
         ("tests/test_decision.py::test_the_rule_decides_each_situation",),
     ),
     Fault(
         "tolerance-bf16",
         "gradients in bf16 that are wrong by half are refused",
-        '"bf16": 5e-2, "fp16": 1e-2}',
-        '"bf16": 0.5, "fp16": 1e-2}',
+        'TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}',
+        'TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 0.5, "fp16": 1e-2}',
         ("tests/test_verify.py::test_an_error_above_the_tolerance_of_the_precision_is_refused",),
     ),
     Fault(
@@ -1242,8 +1361,8 @@ FAULTS = (
     Fault(
         "noisy-verdict",
         "NOISY rounds carry no verdict",
-        "        if self.noisy:\n            return Doubt.NOISY\n",
-        "",
+        "if self.noisy:\n    return Doubt.NOISY",
+        "pass",
         ("tests/test_noisy.py::test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load",),
     ),
     Fault(
@@ -1277,15 +1396,15 @@ FAULTS = (
     Fault(
         "throughput-median",
         "samples per second are those of all timed steps",
-        "throughput=_inverse(mean, case.batch_size)",
-        "throughput=_inverse(step, case.batch_size)",
+        "_inverse(mean, case.batch_size)",
+        "_inverse(step, case.batch_size)",
         ("tests/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",),
     ),
     Fault(
         "killed-once",
         "a signal from outside costs one attempt",
-        "    results = attempt()\n    killed",
-        "    return attempt()\n    killed",
+        "results = attempt()",
+        "return attempt()",
         (
             "tests/test_server.py::test_a_signal_from_outside_costs_one_attempt[worker-SIGTERM]",
             "tests/test_loaders.py::test_a_signal_from_outside_costs_one_attempt_at_a_measurement",
@@ -1301,8 +1420,8 @@ FAULTS = (
     Fault(
         "killed-check",
         "a check that was killed refuses no case",
-        "if found.status is Status.KILLED:",
-        "if False:",
+        "found.status is Status.KILLED",
+        "False",
         ("tests/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",),
     ),
     Fault(
@@ -1315,9 +1434,10 @@ FAULTS = (
     Fault(
         "full-disk",
         "a full disk is no failure of a case, and its folder is named",
-        "    except OSError:  # the errors of a case are part of its trial\n        _leave(UNWRITTEN)\n",
-        "",
+        "OSError",
+        "()",
         ("tests/test_server.py::test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial",),
+        where="measure.worker.__main__._work",
     ),
     Fault(
         "full-disk-named",

@@ -1,8 +1,9 @@
-"""Each fault of `make faults` still finds the text that it replaces, and its tests."""
+"""Each fault of `make faults` still finds the code that it replaces, and its tests."""
 
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from tests import faults
 from tests.faults import FAULTS, ROOT, Fault
 
-SOURCES = faults.sources(ROOT)
+MODULES = faults.modules(ROOT)
+IN_ANOTHER_STYLE = [replace(module, text=ast.unparse(module.tree)) for module in MODULES]
+"""The same modules without comments, with other line breaks, quotes and parentheses."""
 every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 
 
@@ -22,10 +25,36 @@ def functions_of(file: str) -> set[str]:
 
 
 @every_fault
-def test_a_fault_replaces_code_that_occurs_once_and_changes_it(fault: Fault) -> None:
-    path = faults.place(fault, SOURCES)
-    assert fault.new != fault.old
-    ast.parse(SOURCES[path].replace(fault.old, fault.new))  # a syntax error would be caught by any test
+def test_a_fault_changes_code_that_occurs_once_however_it_is_formatted(fault: Fault) -> None:
+    path, text = faults.planted(fault, MODULES)
+    _, other = faults.planted(fault, IN_ANOTHER_STYLE)
+    planted = ast.dump(ast.parse(text))
+    assert planted == ast.dump(ast.parse(other))
+    assert planted != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(("old", "where"), [("absent", ""), ("a = 1", ""), ("a = 1", "one.Class")])
+def test_code_that_does_not_occur_once_is_no_place(old: str, where: str) -> None:
+    text = "a = 1\nclass Class:\n    b = 1\ndef function():\n    a = 1\n"
+    fault = Fault("name", "law", old, "pass", (), where)
+    with pytest.raises(faults.NotFoundError):
+        faults.place(fault, [faults.Module(ROOT, "one", text)])
+
+
+def test_a_place_is_told_apart_by_its_function_and_keeps_all_other_text() -> None:
+    text = "a = 1  # é\ndef function():\n    é = 'é'; a  =  1  # kept\n"
+    fault = Fault("name", "law", "a = 1", "if a:\n    a = 2", (), "one.function")
+    _, planted = faults.planted(replace(fault, new="a = 2"), [faults.Module(ROOT, "one", text)])
+    assert planted == "a = 1  # é\ndef function():\n    é = 'é'; a = 2  # kept\n"
+    text = text.replace("é = 'é'; ", "")
+    _, planted = faults.planted(fault, [faults.Module(ROOT, "one", text)])
+    assert planted == "a = 1  # é\ndef function():\n    if a:\n        a = 2  # kept\n"
+
+
+def test_an_expression_keeps_its_rank_among_others() -> None:
+    fault = Fault("name", "law", "a", "b + c", ())
+    _, planted = faults.planted(fault, [faults.Module(ROOT, "one", "d = a * 2\n")])
+    assert planted == "d = (b + c) * 2\n"
 
 
 @every_fault

@@ -1,7 +1,7 @@
-"""The layout: packages import only the packages below them, heavy libraries have one home, modules stay small.
+"""The layout: files import only files below them, and heavy libraries have one home.
 
 Imports are read from the source, so that one inside a function, or for annotations alone, counts as much as one at the
-top of a module.
+top of a module. The import of a package that Python adds to the import of its module does not count.
 """
 
 from __future__ import annotations
@@ -16,28 +16,69 @@ from pathlib import Path
 import pytest
 
 FLOORS = (
-    "records", "hardware", "store", "models", "engine", "strategies", "analysis", "measure", "observe", "predict",
-    "probe", "report", "cli", "api",
-)  # fmt: skip
-"""The packages of dpbench, from the ground up: each imports only packages before it."""
-ARROWS = 55
-"""The most pairs of packages of which one imports the other."""
+    "records",
+    "hardware",
+    "store",
+    "models",
+    "engine",
+    "strategies",
+    "analysis",
+    "measure",
+    "observe",
+    "predict",
+    "probe",
+    "report",
+    "api",
+    "cli",
+    "dpbench",
+    "__main__",
+)
+"""The packages of dpbench, from the ground up: each imports only packages before it. Above are two single files."""
+OPEN = {
+    ("hardware.provenance", "dpbench"),
+    ("measure.agent", "dpbench"),
+    ("measure.peers", "dpbench"),
+    ("cli", "dpbench"),
+    ("api", "cli.options"),
+    ("api", "cli.progress"),
+    ("api", "cli.showing"),
+    ("api.runs", "cli.comparing"),
+    ("api.runs", "cli.showing"),
+}
+"""The arrows that are still to be removed; the goal is an empty set."""
 HOMES = {
     "torch": (
-        "hardware.device", "hardware.devices", "models", "engine", "strategies", "measure.clocks",
-        "measure.failures", "measure.ranks", "measure.reference", "measure.reference", "measure.verification",
-        "measure.worker", "observe", "predict", "probe",
+        "hardware.device",
+        "hardware.devices",
+        "models",
+        "engine",
+        "strategies",
+        "measure.clocks",
+        "measure.failures",
+        "measure.ranks",
+        "measure.reference",
+        "measure.verification",
+        "measure.worker",
+        "observe",
+        "predict",
+        "probe",
     ),
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),
     "pandas": ("analysis",),
-}  # fmt: skip
+}
 LIGHT = (
-    "dpbench", "dpbench.records.plan", "dpbench.store", "dpbench.measure.run", "dpbench.measure.batch_search",
-    "dpbench.cli", "dpbench.strategies.torch_dp", "dpbench.predict.cases",
-)  # fmt: skip
+    "dpbench",
+    "dpbench.records.plan",
+    "dpbench.store",
+    "dpbench.measure.run",
+    "dpbench.measure.batch_search",
+    "dpbench.cli",
+    "dpbench.strategies.torch_dp",
+    "dpbench.predict.cases",
+)
 ROOT = Path(__file__).parent.parent / "dpbench"
-FILES = [path for path in sorted(ROOT.rglob("*.py")) if path.parent != ROOT]
+FILES = sorted(ROOT.rglob("*.py"))
 REPORTED = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("records", "store", "analysis", "report")]
 FREE = {"sorted", "min", "max", "sum", "any", "all", "len", "set", "frozenset"}
 """The functions whose result does not depend on the order of their argument."""
@@ -50,8 +91,12 @@ def parsed(path: Path) -> ast.Module:
 
 
 def module_of(path: Path) -> str:
-    """Return the name of a file's module below dpbench."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    """Return the name of a file's module below dpbench; that of the facade is dpbench."""
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return "dpbench" if name == "__init__" else name.removesuffix(".__init__")
+
+
+MODULES = set(map(module_of, FILES))
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -64,39 +109,74 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def package_imports(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield the line, the package and the full name of each import from another package of dpbench."""
-    mine = path.relative_to(ROOT).parts[0]
-    for line, name in imports(path):
-        top, *rest = name.split(".")
-        if top == "dpbench" and rest and rest[0] not in (mine, "__version__"):
-            yield line, rest[0], name
+def module_imported(name: str) -> str:
+    """Return the module of dpbench that an import of `name` reads; an empty text if it is of another library."""
+    top, _, inner = name.partition(".")
+    if top != "dpbench":
+        return ""
+    while inner and inner not in MODULES:
+        inner = inner.rpartition(".")[0]
+    return inner or "dpbench"
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Return the pairs of modules of dpbench of which the first imports the second."""
+    pairs = {(module_of(path), module_imported(name)) for path in FILES for _, name in imports(path)}
+    return {(above, below) for above, below in pairs if below and above != below}
+
+
+def floor(module: str) -> int:
+    """Return the index of a module's package in FLOORS."""
+    return FLOORS.index(module.partition(".")[0])
+
+
+def circles(pairs: set[tuple[str, str]]) -> list[set[str]]:
+    """Return the largest sets of modules of which each imports every other one, directly or through others."""
+    below: dict[str, set[str]] = {}
+    for module, other in pairs:
+        below.setdefault(module, set()).add(other)
+
+    def reached(module: str) -> set[str]:
+        seen: set[str] = set()
+        left = [module]
+        while left:
+            new = below.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        return seen
+
+    reach = {module: reached(module) for module in below}
+    found: list[set[str]] = []
+    for module in sorted(below):
+        circle = {other for other in reach[module] if module in reach.get(other, ())}
+        if circle and circle not in found:
+            found.append(circle)
+    return found
 
 
 def test_the_packages_are_the_floors() -> None:
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith("__")} - {"py.typed"}
-    assert found == {*FLOORS, "machines"}
-    assert len(found) <= 15
+    assert found == {*FLOORS[:-2], "machines"}
 
 
-def test_packages_import_only_packages_below_them() -> None:
-    for path in FILES:
-        mine = path.relative_to(ROOT).parts[0]
-        for line, theirs, name in package_imports(path):
-            assert theirs in FLOORS, f"{path}:{line} imports {name}, which belongs to no package"
-            below = FLOORS.index(theirs) < FLOORS.index(mine)
-            assert below, f"{path}:{line}: `{mine}` imports `{name}`, which is not below it; see FLOORS"
+def test_a_circle_and_an_arrow_that_points_up_are_found() -> None:
+    pairs = {("cli", "a"), ("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "e"), ("e", "d")}
+    assert circles(pairs) == [{"a", "b", "c"}, {"d", "e"}]
+    assert floor("measure.run") > floor("records")
+    assert module_imported("dpbench.records.trial.Trial") == "records.trial"
+    assert module_imported("dpbench.__version__") == "dpbench"
 
 
-def test_the_graph_of_packages_has_few_arrows() -> None:
-    graph = {package: set[str]() for package in FLOORS}
-    for path in FILES:
-        graph[path.relative_to(ROOT).parts[0]].update(theirs for _, theirs, _ in package_imports(path))
-    count = sum(map(len, graph.values()))
-    for package, below in graph.items():
-        print(f"{package:11} -> {' '.join(sorted(below, key=FLOORS.index))}")
-    print(f"{count} arrows between {len(graph)} packages, {len(FILES)} modules")
-    assert count <= ARROWS
+def test_no_import_points_up_and_none_is_in_a_circle() -> None:
+    every = arrows()
+    assert every >= OPEN, "these arrows are gone: remove them from OPEN"
+    pairs = every - OPEN
+    upward = sorted((module, other) for module, other in pairs if floor(module) < floor(other))
+    found = circles(pairs)
+    print(f"{len(FILES)} files, {len(every)} arrows: {len(upward)} point up, and {len(found)} circles")
+    print(f"still open: {len(OPEN)} arrows")
+    assert upward == []
+    assert found == []
 
 
 def test_heavy_libraries_have_one_home() -> None:

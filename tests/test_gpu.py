@@ -20,7 +20,7 @@ from dpbench.hardware.provenance import collect
 from dpbench.measure import clocks
 from dpbench.measure.server import Server
 from dpbench.measure.worker.facts import gpu_uuids
-from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified, ledger
+from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
 from dpbench.records.schedule import RUNGS
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +49,7 @@ def test_a_strategy_is_verified_and_its_ledger_closes(server: Server, strategy: 
     trial = server.run(_case(strategy, devices, model), Effort(budget_s=0.3), 0, 120.0)
     assert trial.status is Status.OK, trial.reason
     assert trial.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
-    for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True):
+    for step, phases in zip(trial.steps, trial.ledger.phases, strict=True):
         assert sum(phases.values()) == pytest.approx(step.seconds)
     assert {span.clock for span in trial.spans if span.device != HOST} == {"cuda_event"}
     assert any(sample.metric == "kernel_busy_s" and sample.value > 0 for sample in trial.samples)
@@ -201,7 +201,7 @@ def test_spread_devices_go_from_the_worker_to_the_report(server: Server, strateg
     trial = server.run(case, Effort(budget_s=0.5), 0, 120.0)
     assert trial.status is Status.OK, trial.reason
     assert {span.device for span in trial.spans} >= {0, 1}
-    for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True):
+    for step, phases in zip(trial.steps, trial.ledger.phases, strict=True):
         assert sum(phases.values()) == pytest.approx(step.seconds)
     busy = {sample.device for sample in trial.samples if sample.metric == "kernel_busy_s"}
     assert busy == {0, 1}, "both GPUs computed"

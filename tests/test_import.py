@@ -14,7 +14,7 @@ from dpbench import observe
 from dpbench.cli import cli, main
 from dpbench.observe import imported, kineto
 from dpbench.observe.attribution import attribute
-from dpbench.records import HOST, Phase, Source, ledger, words
+from dpbench.records import HOST, Phase, Source, words
 from dpbench.records.activity import Activity, Busy, busy, difference, intersection, length, union
 from dpbench.records.observed import observed
 from dpbench.records.registry import Parallelism, Role
@@ -30,7 +30,7 @@ def loop_of(*paths):
 def phases_ms(path, step=0):
     """Return the milliseconds of the phases of one step on the critical path, without those that do not occur."""
     trial = loop_of(path).trial
-    return {name: pytest.approx(1e3 * seconds, abs=1e-3) for name, seconds in ledger.of_trial(trial)[step].items()}
+    return {name: pytest.approx(1e3 * seconds, abs=1e-3) for name, seconds in trial.ledger.phases[step].items()}
 
 
 # -- intervals and busy times
@@ -120,7 +120,7 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     trace.op("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", 0, 137.5)
     trace.op("aten::linear", 138, 150, **{"Sequence number": 1})
     found = loop_of(trace.write(tmp_path / "a.json"))
-    assert ledger.of_trial(found.trial)[0]["data"] == pytest.approx(0.1375)
+    assert found.trial.ledger.phases[0]["data"] == pytest.approx(0.1375)
     facts = observed(found.trial)
     assert facts is not None
     assert facts.loader_workers is None
@@ -282,7 +282,7 @@ def test_clocks_of_ranks_are_aligned_by_the_ends_of_collectives(tmp_path, skew_m
     assert [step.seconds for step in found.trial.steps] == pytest.approx(expected_s, abs=1e-5)
     assert found.trial.steps[0].end_s == pytest.approx(0.06, abs=1e-5)
     # the reduction begins when the last rank arrives, and the time before is its backward
-    assert ledger.of_trial(found.trial)[1] == {
+    assert found.trial.ledger.phases[1] == {
         "backward": pytest.approx(0.054, abs=2e-3), "reduce": pytest.approx(0.005, abs=1e-5),
         "unattributed": pytest.approx(0.041, abs=2e-3),
     }  # fmt: skip
@@ -319,7 +319,7 @@ def test_two_traces_of_one_rank_are_refused(tmp_path) -> None:
 
 def waits_of(found):
     """Return the seconds that the device waits for data in each timed step, and that the host waits in each step."""
-    rows = zip(found.trial.steps, ledger.of_trial(found.trial), strict=True)
+    rows = zip(found.trial.steps, found.trial.ledger.phases, strict=True)
     return (
         [phases.get("data", 0.0) for step, phases in rows if not step.warmup],
         [phases.get("data", 0.0) for phases in found.traces[0].attributed.host],
@@ -347,7 +347,7 @@ def test_waits_of_whole_traces_are_found_and_all_traces_import() -> None:
 @pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.gz")), ids=lambda path: path.name)
 def test_phases_of_real_traces_sum_to_the_steps_and_leave_little_unattributed(path) -> None:
     trial = loop_of(path).trial
-    for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True):
+    for step, phases in zip(trial.steps, trial.ledger.phases, strict=True):
         assert sum(phases.values()) == pytest.approx(step.seconds)
         assert phases["unattributed"] < 0.05 * step.seconds
 

@@ -15,7 +15,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure import merging
 from dpbench.measure.worker import bench
 from dpbench.observe import kineto
-from dpbench.records import Case, Phase, Span, Step, ledger
+from dpbench.records import Case, Phase, Span, Step
 from dpbench.records.activity import Activity, busy
 from dpbench.records.trial import Trial
 from tests.kineto_files import EXCERPTS
@@ -104,7 +104,7 @@ def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backwa
         (pytest.approx(0.24), 0.25), (pytest.approx(1.24), 1.25),
     ]  # fmt: skip
     trial = Trial(case=DDP, steps=tuple(Step(1.0, False, n + 1.0) for n in range(2)), spans=(*BACKWARD, *found))
-    for phases in ledger.of_trial(trial):
+    for phases in trial.ledger.phases:
         assert phases["reduce"] == pytest.approx(0.01)
         assert phases["backward"] == pytest.approx(0.09)
 

@@ -17,7 +17,7 @@ import pytest
 from dpbench.cli import main
 from dpbench.observe import imported
 from dpbench.observe.imported import ImportedLoop
-from dpbench.records import HOST, Phase, ledger
+from dpbench.records import HOST, Phase
 from dpbench.records.observed import observed
 from dpbench.store import Naming, Store
 from tests.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
@@ -103,7 +103,7 @@ def test_a_step_that_the_host_launched_in_59_ms_takes_the_347_ms_of_the_device()
     (step,) = found.trial.steps
     assert step.seconds == pytest.approx(0.347, abs=5e-4)
     assert step.warmup
-    (phases,) = ledger.of_trial(found.trial)
+    (phases,) = found.trial.ledger.phases
     assert phases["backward"] == pytest.approx(0.233, abs=5e-4)
     assert phases["forward"] == pytest.approx(0.110, abs=5e-4)
     assert phases["unattributed"] < 1e-4
@@ -143,7 +143,7 @@ def test_work_counts_for_the_step_and_the_phase_that_launched_it(tmp_path) -> No
     found = loop_of(lagging(tmp_path))
     assert [step.seconds for step in found.trial.steps] == pytest.approx([0.03] * 3)
     assert [step.end_s for step in found.trial.steps] == pytest.approx([0.035, 0.065, 0.095])
-    for phases in ledger.of_trial(found.trial):
+    for phases in found.trial.ledger.phases:
         assert phases == {
             "forward": pytest.approx(0.012), "backward": pytest.approx(0.015), "optimizer": pytest.approx(0.003),
             "unattributed": pytest.approx(0, abs=1e-9),
@@ -177,7 +177,7 @@ def test_the_devices_wait_for_data_only_where_they_do_no_work(tmp_path) -> None:
         trace.op("aten::linear", at + 60, at + 70, **{"Sequence number": number})
         trace.kernel("sgemm", at + 65, at + 65, at + 120)
     found = loop_of(trace.write(tmp_path / "a.json"))
-    for phases in ledger.of_trial(found.trial)[1:]:
+    for phases in found.trial.ledger.phases[1:]:
         assert phases["data"] == pytest.approx(0.04)  # 20 of the 60 ms pass beside the work of the step before
         assert phases["forward"] == pytest.approx(0.06)
     assert found.traces[0].attributed.host[1]["data"] == pytest.approx(0.06)

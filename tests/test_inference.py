@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from dpbench import strategies
-from dpbench.analysis import findings, frames, stats, summary, transfers
+from dpbench.analysis import frames, stats, summary, transfers
+from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.cli import progress
 from dpbench.measure.worker import trial
@@ -238,7 +239,7 @@ def test_modes_are_compared_with_the_forward_that_autograd_records(report: Repor
 
 def test_remedies_and_predictions_are_about_training(report: Report) -> None:
     assert not report.diagnoses
-    assert "no training step" in findings.text.render(report.diagnoses)
+    assert "no training step" in text.render(report.diagnoses)
     assert [stored._usable(one) for one in (*trials(CASE, 1.0, 2), *trials(replace(CASE, mode="train"), 1.0, 2))] == [
         False
     ] * 3 + [True] * 3

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dpbench.engine import TrainStep
 from dpbench.measure.clocks import HostClock
 from dpbench.records import UNATTRIBUTED, Case, Phase, Span, Step, Trial, ledger
+from dpbench.records.trial import joined
 
 STEP = Step(10.0, False, 110.0)  # 100 .. 110
 REST = (UNATTRIBUTED, -1)
@@ -170,7 +171,7 @@ def test_a_trial_has_a_ledger_for_every_step_and_strays_are_dropped() -> None:
     steps = (Step(10.0, True, 110.0), Step(5.0, False, 115.0))
     given = (span(0, 4), span(10, 12, "loss", step=1), span(0, 1, step=2), span(0, 1, step=-1))
     trial = Trial(case=Case(model="mlp", strategy="dp", batch_size=4), steps=steps, spans=given)
-    first, second = ledger.of_trial(trial)
+    first, second = trial.ledger.phases
     assert first == pytest.approx({"forward": 4, UNATTRIBUTED: 6})
     assert second == pytest.approx({"loss": 2, UNATTRIBUTED: 3})
 
@@ -284,7 +285,7 @@ def test_a_typical_steps_parts_sum_to_it_and_a_disturbed_step_does_not_count() -
     )
     warm = Step(7.0, True, 107.0)
     trial = Trial(case=Case(model="mlp", strategy="single", batch_size=2), steps=(*steps, warm), spans=spans)
-    found = ledger.typical(trial)
+    found = trial.ledger.typical()
     assert found["forward"] + found["backward"] == pytest.approx(10)
     assert found["forward"] == pytest.approx(5)
     assert found[UNATTRIBUTED] == 0
@@ -316,7 +317,7 @@ def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
         case=case, steps=(Step(7.0, False, 107.5),),
         spans=(span(0, 6, "backward", device=1), span(6, 7.5, "reduce", device=1)),
     )  # fmt: skip
-    steps, spans = ledger.joined([early, late])
+    steps, spans = joined([early, late])
     assert steps == (Step(8.0, False, 108.0),)
     assert {one.start_s - steps[0].start_s for one in spans if one.phase is Phase.REDUCE} == {6.0}
     assert ledger.phases(steps[0], spans) == {"backward": 6.0, "reduce": 2.0, UNATTRIBUTED: 0.0}
@@ -335,7 +336,7 @@ def test_a_rank_that_waits_inside_backward_charges_the_phase_of_the_last_rank() 
         for rank, forward, arrives in ((0, 1, 3), (1, 4, 6))
     ]  # fmt: skip
     for order in (parts, parts[::-1]):
-        steps, spans = ledger.joined(order)
+        steps, spans = joined(order)
         assert ledger.phases(steps[0], spans) == {"forward": 4.0, "backward": 2.0, "reduce": 2.0, UNATTRIBUTED: 0.0}
     spans = tuple(
         replace(one, end_s=108.0 - 1e-7) if one.phase is Phase.BACKWARD and not one.device else one
@@ -343,13 +344,13 @@ def test_a_rank_that_waits_inside_backward_charges_the_phase_of_the_last_rank() 
         for one in part.spans
     )
     early = [replace(part, spans=tuple(s for s in spans if s.device == i)) for i, part in enumerate(parts)]
-    steps, joined = ledger.joined(early)
-    assert ledger.phases(steps[0], joined)["forward"] == 4.0  # rank 0's clock is 0.1 us behind
+    steps, spans = joined(early)
+    assert ledger.phases(steps[0], spans)["forward"] == 4.0  # rank 0's clock is 0.1 us behind
 
 
 def test_a_rank_that_left_before_another_arrived_has_reduced_nothing() -> None:
     case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)
     gone = Trial(case=case, steps=(Step(4.0, False, 104.0),), spans=(span(2, 3, "reduce"),))
     late = Trial(case=case, steps=(Step(8.0, False, 108.0),), spans=(span(6, 8, "reduce", device=1),))
-    _, spans = ledger.joined([gone, late])
+    _, spans = joined([gone, late])
     assert [s.end_s - s.start_s for s in spans] == [0.0, 2.0]

@@ -228,7 +228,7 @@ def test_a_prediction_is_a_trial_that_says_so() -> None:
     trial = one.trial()
     assert trial.source is Source.PREDICTED
     assert one.low_s < one.seconds < one.high_s
-    assert sum(ledger.of_trial(trial)[0].values()) == pytest.approx(one.seconds)
+    assert sum(trial.ledger.phases[0].values()) == pytest.approx(one.seconds)
     assert trial.provenance["machine"] == "dgx-a100"
     assert type(trial).from_dict(trial.to_dict()) == trial
 

@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.measure import merging
 from dpbench.measure.clocks import CudaClock
-from dpbench.records import Case, Phase, Sample, Status, Trial, Verified, ledger
+from dpbench.records import Case, Phase, Sample, Status, Trial, Verified
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity
 from tests.simulated.backend import SimulatedDevice
 from tests.simulated.machine import Machine
@@ -107,7 +107,7 @@ def check(trial: Trial, phases_s: list[float]) -> None:
     """Check that the ledger has these seconds of forward, backward, reduce and optimizer within 1 % of their sum."""
     expected = dict(zip(("forward", "backward", "reduce", "optimizer"), phases_s, strict=True))
     step_s = sum(expected.values())
-    found = ledger.typical(trial)
+    found = trial.ledger.typical()
     assert sum(found.values()) == pytest.approx(step_s, rel=0.01)
     for phase, seconds in expected.items():
         assert found[phase] == pytest.approx(seconds, abs=0.01 * step_s), found

@@ -18,7 +18,7 @@ from dpbench.analysis.decision import (
     ratio_of,
     unusual,
 )
-from dpbench.analysis.findings.text import devices, strategy
+from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
@@ -107,7 +107,6 @@ class Answer:
         return now, stats.quotient(now, gain) if gain and not gain.doubt else None
 
     def _no_epoch(self, amount: str) -> str:
-        """Return a clause that says why the time of an epoch is unknown."""
         row = self.row if self.home.traits.observed else self.baseline
         if self.home.device_kind == "emulated":
             why = "emulated devices show host cost only"
@@ -123,7 +122,6 @@ class Answer:
 
 
 def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
-    """Return the seconds in which the case of `row` takes `samples` samples; None if unknown or in doubt."""
     rate = row.throughput if row else None
     return summary.scaled(stats.inverse(rate), samples) if rate and not rate.doubt else None
 
@@ -138,7 +136,6 @@ def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
 
 
 def _subject(question: Question, asked: Sequence[Question]) -> str:
-    """Return the model, and the settings in which the questions on this model differ."""
     alike = [one for one in asked if one.home.model == question.home.model]
     each = " per device" if question.weak else ""
     several = len({(one.home.batch_size, one.weak) for one in alike}) > 1
@@ -167,7 +164,6 @@ def _answer(question: Question, asked: Sequence[Question], machine: Resources) -
 
 
 def _name(row: Row) -> str:
-    """Return the strategy of a row and its devices, such as "ddp on 2 GPUs"."""
     case = row.case
     if case.traits.all_cores:
         return strategy(case)
@@ -180,7 +176,6 @@ def _one(case: Case) -> str:
 
 
 def _headline(question: Question, decision: Decision) -> str:
-    """Return the choice with the speed-up of the recommended case; for an unknown choice, the reason."""
     if decision.choice is Choice.UNKNOWN:
         return f"{Choice.UNKNOWN}: {_unknown(question, decision)}"
     here = question.home.device_kind == "cpu" and question.source is Source.MEASURED
@@ -204,7 +199,6 @@ def _gain(row: Row) -> str:
 
 
 def _unknown(question: Question, decision: Decision) -> str:
-    """Return the reason why a question has no answer."""
     baseline = plan.baseline(model="", batch_size=1).strategy
     if decision.basis in _OBSTACLES:
         hosts = any(row.case.hosts > 1 for row in question.several)
@@ -223,13 +217,11 @@ def _unknown(question: Question, decision: Decision) -> str:
 
 
 def _failures(rows: Sequence[Row]) -> str:
-    """Return the names of the first three cases, each with its outcome, and the number of further cases."""
     more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
     return ", ".join(f"{_name(row)} ({_failure(row)})" for row in rows[:3]) + more
 
 
 def _failure(row: Row) -> str:
-    """Return the reason why a case has no result, or why its result is not used."""
     if row.status is Status.OOM and not row.step:
         return "out of memory"
     if row.step and row.source is Source.PREDICTED:
@@ -281,7 +273,7 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
 
     Rows on as many devices as `chosen` are preferred, then rows on more devices, then rows of torch.nn.DataParallel.
     """
-    found = [
+    wrappers = [
         row
         for row in question.several
         if not row.colocated
@@ -290,13 +282,12 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
     ]  # fmt: skip
     count = chosen.case.devices if chosen else 0
     return min(
-        found, default=None,
+        wrappers, default=None,
         key=lambda row: (row.case.devices != count, -row.case.devices, row.case.traits.role is not Role.WRAPPER),
     )  # fmt: skip
 
 
 def _loses(row: Row, question: Question) -> str:
-    """Return a clause on the time that a step loses against perfect scaling, and on the phase that adds most to it."""
     base = question.baseline
     assert row.step
     if base is None or base.step is None:
@@ -308,49 +299,47 @@ def _loses(row: Row, question: Question) -> str:
     phases = {
         name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {**row.phases, **base.phases}
     }
-    said = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
+    clause = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
     if not {*phases} - {UNATTRIBUTED}:  # a prediction by formulas has no phases
-        return said
+        return clause
     most = max(sorted(phases), key=lambda name: phases[name])
     where = "Python code between the phases" if most == UNATTRIBUTED else most
-    return f"{said}; {where} adds most, {words.time(phases[most])}"
+    return f"{clause}; {where} adds most, {words.time(phases[most])}"
 
 
 def _certainty(question: Question, decision: Decision) -> str:
-    """Return a clause on how sure the answer is, and on the measurements that are missing."""
-    said = []
+    clauses = []
     if question.source is Source.PREDICTED:
-        said.append("predicted, with an 80% interval")
+        clauses.append("predicted, with an 80% interval")
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
-        said.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
+        clauses.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
     elif decision.basis is Basis.OPEN:
         rounds = commands.rounds_needed(decision.open)
         more = (
             f"about {rounds} rounds" if rounds <= commands.ROUNDS_MOST else f"more than {commands.ROUNDS_MOST} rounds"
         )
-        said.append(f"{more} should decide this")
+        clauses.append(f"{more} should decide this")
     elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
-        said.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
+        clauses.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
     if decision.row:
-        said += _of_all_steps(question, decision.row)
-        said += _gaps(question, decision.row)
+        clauses += _of_all_steps(question, decision.row)
+        clauses += _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
-        said.append(
+        clauses.append(
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster than this choice"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         left_out = ", and the comparison leaves these rounds out" if decision.row else ""
-        said.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
+        clauses.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
     if question.home.device_kind == "cpu":
-        said.append("this says nothing about GPUs")
-    return "; ".join(said)
+        clauses.append("this says nothing about GPUs")
+    return "; ".join(clauses)
 
 
 def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
-    """Yield a clause on the gain of `row` by the mean of all steps, if it differs from that of the median steps."""
     if row is not question.baseline and any(map(uneven.differs, filter(None, (row, question.baseline)))):
         gain = uneven.gain_of_means(row, question.baseline)
         if gain and not gain.doubt:
@@ -358,7 +347,6 @@ def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
 
 
 def _gaps(question: Question, row: Row) -> Iterator[str]:
-    """Yield clauses on missing results, and on devices without samples, for an answer that recommends `row`."""
     if question.failed:
         yield f"without a result: {_failures(question.failed)}"
     for one in [row, *([question.baseline] if question.baseline and question.baseline is not row else [])]:
@@ -373,15 +361,14 @@ def _gaps(question: Question, row: Row) -> Iterator[str]:
 
 
 def _memory(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return a clause on the memory of the recommended case and on cases that ran out of memory; "" if unknown."""
-    row, said = decision.row, []
+    row, clauses = decision.row, []
     if row and row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])
         capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
         of = f" of {words.size(capacity)}, so it fits" if capacity > peak else ""
-        said.append(f"device {device} uses up to {words.size(peak)}{of}")
+        clauses.append(f"device {device} uses up to {words.size(peak)}{of}")
     told = _data_parallel(question, decision.row)  # the reason names it already
     out = [_name(one) for one in question.several if one.status is Status.OOM and not one.step and one is not told]
     if out and decision.basis is not Basis.NO_RESULT:
-        said.append(f"out of memory: {', '.join(out[:3])}")
-    return "; ".join(said)
+        clauses.append(f"out of memory: {', '.join(out[:3])}")
+    return "; ".join(clauses)

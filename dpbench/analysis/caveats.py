@@ -88,7 +88,6 @@ def summary(found: Sequence[Caveat]) -> str:
 
 
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
-    """Yield a caveat if the run is incomplete, and a caveat if the load of other processes is unknown."""
     if status != FINISHED:
         again = "repeat the same `dpbench run` command to continue it"
         yield Caveat(kind="incomplete", text=f"incomplete: the status of this run is {status}; {again}")
@@ -97,7 +96,6 @@ def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
 
 
 def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
-    """Yield a caveat if rows of the store could not be read; its text gives the row numbers."""
     numbers: dict[str, set[int]] = {}
     for one in unreadable:
         numbers.setdefault(one.table, set()).add(one.row)
@@ -118,26 +116,25 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
 
     `cores` is the number of cores that the run may use, 0 for unknown.
     """
-    found: dict[tuple[str, str], list[tuple[Case, str]]] = {}
+    by_problem: dict[tuple[str, str], list[tuple[Case, str]]] = {}
     for row in rows:
         first = row.reason.partition("\n")[0] or "no reason given"
         if row.outcome != Status.OK:
-            found.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append((row.case, ""))
+            by_problem.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append((row.case, ""))
         elif row.reason:
-            found.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
+            by_problem.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
         for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
                 remedy = "more steps" if row.case.traits.observed else words.REMEDY
                 few = f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would help"
-                found.setdefault(("doubt", few), []).append((row.case, ""))
+                by_problem.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
-        found[rule.name, rule.headline] = list(details.items())
-    for (kind, text), cases in found.items():
+        by_problem[rule.name, rule.headline] = list(details.items())
+    for (kind, text), cases in by_problem.items():
         yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
 
 
 def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
-    """Yield a caveat on the cases whose mean step differs from the median step, with the period of their slow steps."""
     cases = []
     for row in filter(uneven.differs, rows):
         assert row.step
@@ -156,7 +153,6 @@ def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
 
 
 def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
-    """Yield the caveats on the kind of devices, and on replicas that share one GPU."""
     cpu = [row for row in rows if row.case.device_kind == "cpu" and row.step]
     if max((row.case.devices for row in cpu), default=0) > 1:
         yield Caveat(
@@ -184,7 +180,6 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
 
 
 def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
-    """Yield the caveats on observed loops: one execution, a profiler's cost, parts that dpbench does not understand."""
     seen = tuple((row.case, "") for row in rows if row.case.traits.observed and row.step)
     if seen:
         yield Caveat(kind="parts", text=PARTS, cases=seen, every=len(seen) > 1)
@@ -204,7 +199,6 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
 
 
 def _of_code(provenance: Mapping[str, Any]) -> Iterator[Caveat]:
-    """Yield a caveat if the code that ran is not that of the recorded commit."""
     if provenance.get("dpbench", {}).get("dirty"):
         yield Caveat(
             kind="code",

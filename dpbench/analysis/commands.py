@@ -41,21 +41,21 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     `dpbench predict`, for a model that shares the machine with another, and for stored cases with names that only
     another version of dpbench knows.
     """
-    one = cases[0]
-    known = ":" in one.model or one.model in registry.own("models")
-    if one.neighbour or any(case.hosts > 1 for case in cases) or not known:
+    first = cases[0]
+    known = ":" in first.model or first.model in registry.own("models")
+    if first.neighbour or any(case.hosts > 1 for case in cases) or not known:
         return ""
     shares, batches = {case.batch_size // case.devices for case in cases}, {case.batch_size for case in cases}
     weak = len(shares) == 1 < len(batches)
     given: dict[str, Any] = {
-        **_apart("models", "model", [one.model]), **_apart("strategies", "strategy", _strategies(cases)),
+        **_apart("models", "model", [first.model]), **_apart("strategies", "strategy", _strategies(cases)),
         "schedules": _schedules(cases), "devices": _sorted(case.devices for case in cases),
-        "device_ids": one.device_ids, "size": one.size, "precision": one.precision,
-        "optimizer": one.optimizer, "unverified": one.unverified,
-        "device_kind": "" if one.device_kind == machine.device_kind else one.device_kind,
-        "placement": "" if one.placement == Case.placement else one.placement,
+        "device_ids": first.device_ids, "size": first.size, "precision": first.precision,
+        "optimizer": first.optimizer, "unverified": first.unverified,
+        "device_kind": "" if first.device_kind == machine.device_kind else first.device_kind,
+        "placement": "" if first.placement == Case.placement else first.placement,
         "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
-        "device_memory": one.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
+        "device_memory": first.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
     }  # fmt: skip
     try:
         return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
@@ -113,7 +113,6 @@ def following(question: Question, decision: Decision, machine: Resources, measur
 
 
 def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return the command that measures, or predicts, the results that a question without an answer lacks."""
     home, basis = question.home, decision.basis
     cases = list(dict.fromkeys([home, *(row.case for row in question.rows)]))
     few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
@@ -195,7 +194,6 @@ LOOP = tuple(name for name in HABITS if hasattr(Options, name))
 
 
 def _unique(cases: Iterable[Case], name: str) -> tuple[Any, ...]:
-    """Return the values of the field `name` in the cases, without duplicates."""
     return tuple(dict.fromkeys(getattr(case, name) for case in cases))
 
 
@@ -211,12 +209,10 @@ def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _strategies(cases: Sequence[Case]) -> list[str]:
-    """Return the strategies of the cases, the one-device strategies first."""
     ordered = sorted(cases, key=lambda case: (not case.traits.one_device, case.devices))
     return [*dict.fromkeys(case.strategy for case in ordered)]
 
 
 def _schedules(cases: Sequence[Case]) -> tuple[str, ...]:
-    """Return the schedules of the cases; empty for the default schedule alone."""
     found = tuple(dict.fromkeys(case.schedule for case in cases if case.schedule))
     return () if found == (schedule.REFERENCE,) else found

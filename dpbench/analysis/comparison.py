@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import all_labels, measured, order, shown
-from dpbench.records import Case, Source, Trial, ledger, words
+from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import Estimate
 
 if TYPE_CHECKING:
@@ -123,7 +123,6 @@ def unlikes(before: Report, after: Report) -> list[Unlike]:
 
 
 def _facts(report: Report) -> dict[str, str]:
-    """Return the facts on which step times depend, by name, such as the processor and the use of a profiler."""
     host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
     models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
     versions = dict.fromkeys(str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance)
@@ -151,14 +150,14 @@ def compare(
     sides = [_by_case(side, unlike=unlike) for side in (before, after)]
     pairs = [(one, sides[1][key]) for key, one in sides[0].items() if key in sides[1]]
     level = stats.together(len(pairs), SURE)
-    found = []
+    lines = []
     for one, other in pairs:
         ratio = stats.ratio(measured(one), measured(other), paired=False, level=level)
         verdict = stats.verdict(ratio, margin=margin)
         changes = moved(one, other)
         phase, phase_s = _largest(changes)
         total_s = sum(map(abs, changes.values()))
-        found.append(
+        lines.append(
             Comparison(
                 case=one[-1].case, other=other[-1].case, before=stats.median(measured(one)),
                 after=stats.median(measured(other)), ratio=ratio, verdict=verdict,
@@ -167,7 +166,7 @@ def compare(
                 labels=(*all_labels([*shown(one), *shown(other)]), *["UNLIKE"] * unlike),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
+    return sorted(lines, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
@@ -179,17 +178,16 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
     groups: dict[Case, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.case, []).append(trial)
-    found: dict[Case, list[Trial]] = {}
+    chosen: dict[Case, list[Trial]] = {}
     for case, group in groups.items():
         real = unlike and case.device_kind != "emulated"
         key = replace(case, device_kind="cpu", device_ids=()) if real else case
         if measured(group):
-            found.setdefault(key, group)
-    return found
+            chosen.setdefault(key, group)
+    return chosen
 
 
 def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
-    """Return a clause that explains the verdict on one of `count` ratios."""
     if ratio.doubt:
         return f"{words.withheld(ratio)}: {words.doubt(ratio)}; {words.REMEDY} would help"
     if verdict == "same":
@@ -207,13 +205,13 @@ def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
     """Return the cases that are in both runs but have no result in at least one of them, each with the reason."""
-    found = {}
+    reasons = {}
     for case in dict.fromkeys(trial.case for trial in before):
         for name, side in (("before", before), ("after", after)):
-            mine = [trial for trial in side if trial.case == case]
-            if not measured(mine) and any(trial.case == case for trial in after):
-                found[case] = f'no result in the run "{name}": {mine[-1].refusal.partition(chr(10))[0]}'
-    return found
+            of_case = [trial for trial in side if trial.case == case]
+            if not measured(of_case) and any(trial.case == case for trial in after):
+                reasons[case] = f'no result in the run "{name}": {of_case[-1].refusal.partition(chr(10))[0]}'
+    return reasons
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
@@ -225,7 +223,6 @@ def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
 
 
 def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
-    """Return the phase with the largest absolute change, and this change in seconds per step."""
     name = max(sorted(changes), key=lambda phase: abs(changes[phase]))
     return name, changes[name]
 
@@ -237,10 +234,9 @@ def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
-    """Return the seconds of each phase: the median over rounds of the median over each round's timed steps."""
     medians: dict[str, list[float]] = {}
     for trial in (trial for trial in trials if trial.trusted):
-        ledgers = trial.by_column.timed(ledger.of_trial(trial))
+        ledgers = trial.by_column.timed(trial.ledger.phases)
         for name in dict.fromkeys(name for phases in ledgers for name in phases):
             medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))
     return {name: statistics.median(values) for name, values in medians.items()}

@@ -150,7 +150,6 @@ def decide(question: Question) -> Decision:
 
 
 def _obstacle(question: Question) -> Basis | None:
-    """Return the reason why the speed-ups of a question cannot decide it; None if they can."""
     several, baseline = question.several, question.baseline
     if question.home.device_kind == "emulated":
         return Basis.EMULATED
@@ -166,7 +165,6 @@ def _obstacle(question: Question) -> Basis | None:
 
 
 def _verdict(row: Row) -> str:
-    """Return the verdict on the row's speed-up: "faster", "slower", "same" or "undecided"."""
     return stats.verdict(row.speedup) if row.speedup else "undecided"
 
 
@@ -210,7 +208,6 @@ def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def _may_gain(ratio: Estimate) -> bool:
-    """Return whether a ratio is undecided, and may be `WORTH` or more."""
     return stats.verdict(ratio) == "undecided" and (ratio.doubt is Doubt.NOISY or ratio.high >= WORTH)
 
 
@@ -241,22 +238,22 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     table = {(row.case, row.source): row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}
     for (case, source), row in table.items():
-        home = next((one for one in homes(case) if (one, source) in table), homes(case)[0])
+        home = next((baseline for baseline in homes(case) if (baseline, source) in table), homes(case)[0])
         groups.setdefault((home, source, home.batch_size != case.batch_size), []).append(row)
     asked = []
     for (home, source, weak), group in groups.items():
         alone = [row for row in groups.get((home, source, False), ()) if row.case.devices == 1] if weak else []
         others = tuple(row for row in (*alone, *group) if row.case != home)
         asked.append(Question(home=home, source=source, baseline=table.get((home, source)), others=others, weak=weak))
-    several = {(one.home.model, one.source) for one in asked if one.several}
-    real = {one.home.model for one in asked if one.home.device_kind != "emulated"}
+    several = {(question.home.model, question.source) for question in asked if question.several}
+    real = {question.home.model for question in asked if question.home.device_kind != "emulated"}
     kept = [
-        one
-        for one in asked
-        if (one.several or (one.home.model, one.source) not in several)
-        and (one.home.device_kind != "emulated" or one.home.model not in real)
+        question
+        for question in asked
+        if (question.several or (question.home.model, question.source) not in several)
+        and (question.home.device_kind != "emulated" or question.home.model not in real)
     ]
-    return sorted(kept, key=lambda one: bool(unusual(one.home)))
+    return sorted(kept, key=lambda question: bool(unusual(question.home)))
 
 
 def homes(case: Case) -> list[Case]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pandas as pd
 
 from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, Trial, ledger
+from dpbench.records import CASE_FIELDS, Trial
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -43,7 +43,7 @@ def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     """Return a table with one row per phase of every step: the phase and its seconds, which sum to the step."""
 
     def columns(trial: Trial) -> Columns:
-        split = ledger.of_trial(trial)
+        split = trial.ledger.phases
         counts = [len(parts) for parts in split]
         return {
             "step": [index for index, count in enumerate(counts) for _ in range(count)],
@@ -70,7 +70,6 @@ def samples(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
 
 
 def _table(run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Columns]) -> pd.DataFrame:
-    """Return one table of all trials: first the columns of `_facts`, then those that `columns` returns for a trial."""
     empty = columns(Trial(case=summary.BLANK.case))
     gathered: dict[str, list[object]] = {name: [] for name in (*_facts(run_id, Trial(case=summary.BLANK.case)), *empty)}
     for trial in trials:
@@ -84,7 +83,6 @@ def _table(run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Colu
 
 
 def _facts(run_id: str, trial: Trial) -> dict[str, object]:
-    """Return the columns that all rows of a trial have in common."""
     return {
         "run_id": run_id,
         **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},
@@ -105,12 +103,12 @@ def frame(
     `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have one value per row.
     """
     blank, *flat = summary.records([summary.BLANK, *table])
-    found = pd.DataFrame(flat, columns=list(blank))
+    frame_of_rows = pd.DataFrame(flat, columns=list(blank))
     if extra:
-        found = pd.concat([found, pd.DataFrame(dict(extra))], axis=1)
+        frame_of_rows = pd.concat([frame_of_rows, pd.DataFrame(dict(extra))], axis=1)
     if run_ids:
-        found.insert(0, "run_id", list(run_ids))
-    return found
+        frame_of_rows.insert(0, "run_id", list(run_ids))
+    return frame_of_rows
 
 
 def csv(table: pd.DataFrame) -> str:

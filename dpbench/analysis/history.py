@@ -72,12 +72,12 @@ def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mappin
     ]
     if len({commit for commit, _ in usable}) < COMMITS:
         return ()
-    found = []
+    shown = []
     for case in cases:
         points = _points(case, usable)
         if len(points) >= COMMITS:
-            found.append(History(case, points, _levels([point.step for point in points])))
-    return tuple(found)
+            shown.append(History(case, points, _levels([point.step for point in points])))
+    return tuple(shown)
 
 
 def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -93,14 +93,13 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[CommitPoint, ...]:
-    """Return one point for each commit at which the step time of a case was measured and may be shown."""
     groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
     for commit, one in past:
         trials = [trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED]
         if trials:
             groups.setdefault(commit, []).append((one.run.id, trials))
     by_project = len({project for _, project in groups}) > 1
-    found = []
+    points = []
     for (code, project), runs in groups.items():
         every = [list(steps.values()) for _, trials in runs if (steps := summary.measured(trials))]
         rounds = dict(enumerate(steps for run in every for steps in run))
@@ -108,10 +107,10 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
             continue
         labels = summary.all_labels(trial for _, trials in runs for trial in summary.shown(trials))
         name = "+".join(filter(None, (code[:8], project[:8] if by_project and project != code else "")))
-        found.append(
+        points.append(
             CommitPoint(commit=name or project[:8], runs=tuple(run for run, _ in runs), step=step, labels=labels)
         )
-    return tuple(found)
+    return tuple(points)
 
 
 def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
@@ -133,5 +132,4 @@ def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
 
 
 def _apart(one: Estimate, other: Estimate) -> bool:
-    """Return whether the intervals of two estimates do not overlap."""
     return one.high < other.low or other.high < one.low

@@ -46,16 +46,16 @@ class Pace:
 
 def paces(trials: Sequence[Trial]) -> list[Pace]:
     """Return the pace of each machine except the fastest, for each baseline that several machines of a launch ran."""
-    found: dict[Case, dict[str, dict[int, list[float]]]] = {}
+    steps_of: dict[Case, dict[str, dict[int, list[float]]]] = {}
     noisy: dict[Case, set[int]] = {}
     for trial in trials:
         for name, seconds in _alone(trial).items():
-            found.setdefault(trial.case, {}).setdefault(name, {})[trial.round] = seconds
+            steps_of.setdefault(trial.case, {}).setdefault(name, {})[trial.round] = seconds
         if foreign_load.noisy(trial):
             noisy.setdefault(trial.case, set()).add(trial.round)
     timed = {
         case: {name: stats.Timed(rounds, noisy.get(case, ())) for name, rounds in machines.items()}
-        for case, machines in found.items()
+        for case, machines in steps_of.items()
     }
     return [pace for case, machines in timed.items() if len(machines) > 1 for pace in _compared(case, machines)]
 
@@ -119,18 +119,17 @@ def unlike(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between two machines' processors, cores, memory, GPUs and software."""
-    for name, mine, theirs in (
+    for name, own, others in (
         ("processor", first["host"]["cpu"], other["host"]["cpu"]),
         ("cores", first["host"]["cores"], other["host"]["cores"]),
         ("GPUs", _gpus(first), _gpus(other)),
         ("torch", first["software"]["torch"], other["software"]["torch"]),
     ):
-        if mine != theirs:
-            yield f"{name} {theirs or 'none'} instead of {mine or 'none'}"
-    mine, theirs = first["host"]["memory_bytes"], other["host"]["memory_bytes"]
-    if abs(theirs - mine) > ALIKE * mine:
-        yield f"memory {words.size(theirs)} instead of {words.size(mine)}"
+        if own != others:
+            yield f"{name} {others or 'none'} instead of {own or 'none'}"
+    own, others = first["host"]["memory_bytes"], other["host"]["memory_bytes"]
+    if abs(others - own) > ALIKE * own:
+        yield f"memory {words.size(others)} instead of {words.size(own)}"
 
 
 def _gpus(facts: Mapping[str, Any]) -> str:

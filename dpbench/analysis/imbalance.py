@@ -73,7 +73,7 @@ class Footprint:
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     """Return one footprint for each case and source with memory peaks by phase, in the order of the trials."""
-    found: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
+    peaks_of: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
     basis: dict[tuple[Case, Source], str] = {}
     used: dict[tuple[Case, Source], dict[int, int]] = {}
     for trial in (trial for trial in trials if trial.trusted):
@@ -85,14 +85,14 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
             if peak.phase and peak.kind == "allocated" and peak.device >= 0:
                 key = trial.case, trial.source
                 basis[key] = peak.source
-                held = found.setdefault(key, {}).setdefault(peak.phase, {})
+                held = peaks_of.setdefault(key, {}).setdefault(peak.phase, {})
                 held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)
     return [
         Footprint(
             case=case, source=source, basis=basis[case, source], used=dict(sorted(used[case, source].items())),
             peaks={phase: dict(sorted(peaks[phase].items())) for phase in PHASES if phase in peaks},
         )
-        for (case, source), peaks in found.items()
+        for (case, source), peaks in peaks_of.items()
     ]  # fmt: skip
 
 
@@ -170,12 +170,12 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
         if trial.trusted and trial.timed:
             # if a round was measured again, its last trial counts
             groups.setdefault((trial.case, trial.source), {})[trial.round] = trial
-    found = []
+    every = []
     for quantity in QUANTITIES:
         amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
-        found += [_index(quantity, key, mine, amounts) for key, mine in amounts.items() if mine and mine.several]
+        every += [_index(quantity, key, mine, amounts) for key, mine in amounts.items() if mine and mine.several]
     place = {key: number for number, key in enumerate(groups)}
-    return sorted(found, key=lambda index: place[index.case, index.source])
+    return sorted(every, key=lambda index: place[index.case, index.source])
 
 
 def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
@@ -198,9 +198,9 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
 
 
 def _index(
-    quantity: Quantity, key: tuple[Case, Source], mine: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
+    quantity: Quantity, key: tuple[Case, Source], readings: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
 ) -> Index:
-    """Return the index of `quantity` for the case and source in `key`, whose readings are `mine`.
+    """Return the index of `quantity` for the case and source in `key`, which has these `readings`.
 
     The control (DDP) and the floor (`single`) are taken from `amounts`, which has the readings of all cases.
     """
@@ -208,15 +208,15 @@ def _index(
 
     def alike(other: Case) -> _Found | None:
         found = amounts.get((other, source))
-        return found if found and found.basis == mine.basis else None
+        return found if found and found.basis == readings.basis else None
 
     is_control = case.traits.role is Role.CONTROL
     balanced, alone = None if is_control else alike(control_of(case)), alike(plan.alone(case, case.batch_size))
     control = balanced.balance.first if balanced and balanced.several else None
     return Index(
-        case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=mine.basis,
-        devices=mine.medians(), first=mine.balance.first, most=mine.balance.most, control=control,
-        verdict="the control" if is_control else _verdict(mine.balance.first, control),
+        case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=readings.basis,
+        devices=readings.medians(), first=readings.balance.first, most=readings.balance.most, control=control,
+        verdict="the control" if is_control else _verdict(readings.balance.first, control),
         floor=alone.medians().get(0) if alone else None,
     )  # fmt: skip
 
@@ -249,23 +249,22 @@ def columns(
     table. Each column has one value per line, None if unknown. The column names are the same for all runs.
     """
     known = {(run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)}
-    found: dict[str, list[object]] = {}
+    values_of: dict[str, list[object]] = {}
     for quantity in QUANTITIES:
         name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
-        mine = [known.get((*row, quantity.name)) for row in rows]
+        of_rows = [known.get((*row, quantity.name)) for row in rows]
         for kind in ("first", "most"):
-            estimates: list[Estimate | None] = [getattr(index, kind, None) for index in mine]
+            estimates: list[Estimate | None] = [getattr(index, kind, None) for index in of_rows]
             for part, column in (("value", "value"), ("low", "low"), ("high", "high"), ("doubt", "withheld")):
-                found[f"{name}_{kind}_{column}"] = [getattr(estimate, part, None) for estimate in estimates]
-        found[f"{name}_verdict"] = [index.verdict if index else None for index in mine]
-    return found
+                values_of[f"{name}_{kind}_{column}"] = [getattr(estimate, part, None) for estimate in estimates]
+        values_of[f"{name}_verdict"] = [index.verdict if index else None for index in of_rows]
+    return values_of
 
 
 # ---------------------------------------------------------------- sources of the amounts
 
 
 def _steps_of(metric: str) -> Callable[[Trial], Figures]:
-    """Return a function that returns a trial's values of `metric` in the timed steps, by device."""
     return lambda trial: trial.readings(metric, timed=True)
 
 

@@ -113,7 +113,6 @@ def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case,
 
 
 def _closest(rounds: Sequence[Lanes], step_s: float) -> Lanes:
-    """Return, of the timelines of all rounds, the one whose step takes closest to `step_s` seconds."""
     return min(rounds, key=lambda one: (abs(one.seconds - step_s), one.round, one.step))
 
 
@@ -157,14 +156,14 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
             known[-1] = known[-1][0], max(end, known[-1][1])
         elif start < end:
             known.append((start, end))
-    found: list[Bar] = []
+    bars: list[Bar] = []
     ends: list[float] = []
-    intervals = sorted((*one, *key) for key, known in opened.items() for one in known)
+    intervals = sorted((*interval, *key) for key, known in opened.items() for interval in known)
     for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        found.append(Bar(phase, start, end, row, place, joint))
-    return tuple(found)
+        bars.append(Bar(phase, start, end, row, place, joint))
+    return tuple(bars)
 
 
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
@@ -181,7 +180,6 @@ def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
 
 
 def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[PathSegment, ...]:
-    """Return the critical path of a step in the order of time; `bars` has the bars of each device."""
     path: list[PathSegment] = []
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s

@@ -141,6 +141,5 @@ class Report:
 
 
 def _noisy(provenance: Mapping[str, Any]) -> str:
-    """Return the label NOISY and its reasons if other processes used too much of the cores during the run, else ""."""
     reasons = provenance.get("noisy")
     return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

@@ -385,7 +385,6 @@ def _centre(values: Array) -> Array:
 
 
 def _row_medians(values: Array) -> Array:
-    """Return the median along the last axis, as numpy.median computes it."""
     n = values.shape[-1]
     if n > NETWORK:
         return np.asarray(np.median(values, axis=-1))

@@ -178,7 +178,6 @@ def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Seq
 
 
 def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
-    """Return the row of a case without speed-up and efficiency; `series` is the result of `measured` for `trials`."""
     good = shown(trials)
     last = (good or trials)[-1]
     row = Row(
@@ -216,7 +215,6 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
 
 
 def _lost(trials: Sequence[Trial], series: stats.Rounds) -> tuple[Fault | Status, ...]:
-    """Return the outcome of each round without a result, by its last trial; skipped and killed rounds are left out."""
     latest = {trial.round: trial for trial in trials}
     ended = [trial for number, trial in sorted(latest.items()) if number not in series]
     return tuple(
@@ -309,7 +307,6 @@ def _compared(
 def _speedup(
     case: Case, base: Case, series: Mapping[Case, stats.Rounds], levels: Mapping[Case, float]
 ) -> Estimate:  # fmt: skip
-    """Return the speed-up of a case over its baseline `base`."""
     ratio = stats.ratio(series[base], series[case], level=levels[base])
     return scaled(ratio, case.batch_size / base.batch_size)
 
@@ -428,7 +425,6 @@ def records(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 
 def _record(row: Row, devices: int) -> dict[str, object]:
-    """Return the numbers of one row by name; busy time and memory are those of the first `devices` devices."""
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
     record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
     for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance"):

@@ -120,7 +120,6 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
 
 
 def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
-    """Return the trusted trials that have timed steps, by case and source."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
@@ -158,7 +157,6 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
 
 
 def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
-    """Return the mean of all readings of `metric` in the trials, by device."""
     values: dict[int, list[float]] = {}
     for device, readings in (pair for trial in trials for pair in trial.readings(metric).items()):
         values.setdefault(device, []).extend(readings)

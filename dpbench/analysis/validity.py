@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, ledger, words
+from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, words
 from dpbench.records.trial import AVERAGING
 
 SIGNIFICANT = 0.01
@@ -264,7 +264,7 @@ def _closure(trial: Trial, cores: int) -> Deviation | None:
     """Return the fraction of a step that no phase covers: the median over the timed steps; None without steps."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
-        for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
+        for step, phases in zip(trial.steps, trial.ledger.phases, strict=True)
         if not step.warmup and step.seconds > 0
     ]
     return (statistics.median(shares), {}) if shares else None
@@ -303,13 +303,11 @@ def _percent(check: Check) -> str:
 
 
 def _on(check: Check) -> str:
-    """Return " on GPU N" if the check is about a GPU, else an empty string."""
     device = check.about.get("device", HOST)
     return "" if device <= HOST else f" on GPU {device}"
 
 
 def _cores(check: Check) -> str:
-    """Return the number of cores that the run may use, such as "4 cores", or "? cores" if it is unknown."""
     cores = int(check.about["cores"])
     return words.count(cores, "core") if cores else "? cores"
 

@@ -125,7 +125,6 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
 
 
 def _subject(row: Row, mine: Sequence[Row]) -> str:
-    """Return the name of the script or trace, and the settings in which loops of the same name differ."""
     alike = [one.case for one in mine if one.case.model == row.case.model]
     batch = [f"batch {row.case.batch}"] if len({one.batch_size for one in alike}) > 1 else []
     devices = [words.count(row.case.devices, "device")] if len({one.devices for one in alike}) > 1 else []
@@ -134,7 +133,6 @@ def _subject(row: Row, mine: Sequence[Row]) -> str:
 
 
 def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None, loop: Observed) -> str:
-    """Return the headline: the problem that stands out with its share of the step, or the reason why there is none."""
     if verdict.ground is Ground.COST and problem:
         evidence, cost = problem
         return evidence.says if evidence.aside else f"{evidence.says}: {share(cost)} of the step"
@@ -172,7 +170,6 @@ def between(cost: Estimate) -> str:
 
 
 def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None) -> str:
-    """Return a clause with the numbers behind the problem or, without one, with the longest phase of the step."""
     if problem:
         return problem[0].numbers
     if verdict.ground is not Ground.CLEAR or not row.phases or row.step is None:
@@ -183,7 +180,6 @@ def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | Non
 
 
 def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[str]:
-    """Yield clauses on the steps behind an answer, and on the limits of the answer."""
     if row.step:
         apart = f"{words.count(row.rounds, 'part')} of " if row.rounds >= Estimate.ROUNDS else ""
         yield (
@@ -202,7 +198,6 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
 
 
 def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
-    """Return a clause on the highest peak memory of a device, and on problems that cost only memory; "" if unknown."""
     said = [one.says for one in problems if one.size_s is None and not one.aside]
     if row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])

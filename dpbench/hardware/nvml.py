@@ -235,17 +235,17 @@ def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
     Raises LookupError for a UUID that does not belong to exactly one GPU that is visible to CUDA.
     """
     with open_nvml(library) as nvml:
-        known = [gpu.uuid for gpu in nvml.gpus] if nvml else []
-    found = []
+        visible = [gpu.uuid for gpu in nvml.gpus] if nvml else []
+    ordinals = []
     for uuid in uuids:
-        matches = [ordinal for ordinal, one in enumerate(known) if one.startswith(uuid)]
+        matches = [ordinal for ordinal, one in enumerate(visible) if one.startswith(uuid)]
         if len(matches) != 1:
             raise LookupError(
                 f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one of the GPUs that are "
-                f"visible to CUDA: {', '.join(known) or 'none'}"
+                f"visible to CUDA: {', '.join(visible) or 'none'}"
             )
-        found += matches
-    return found
+        ordinals += matches
+    return ordinals
 
 
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
@@ -322,17 +322,16 @@ def _visible_handles(library: Library, physical: dict[str, Handle], environ: Map
 
 def _physical(library: Library) -> dict[str, Handle]:
     """Return the handles of all GPUs by UUID, in PCI order; GPUs that do not respond are left out."""
-    found = {}
+    handles = {}
     for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
         handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
         uuid = None if handle is None else _tell(library, library.nvmlDeviceGetUUID, handle)
         if uuid is not None:
-            found[uuid] = handle
-    return found
+            handles[uuid] = handle
+    return handles
 
 
 def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
-    """Return the GPU of a handle, with its UUID, name and memory size; for a MIG instance, the size may be None."""
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
@@ -348,7 +347,6 @@ def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `call(*arguments)`; None if NVML reports an error."""
     try:
         return call(*arguments)
     except library.NVMLError as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver

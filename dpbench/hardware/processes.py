@@ -214,13 +214,13 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Return the bytes of memory that this process's cgroup may use, at most the machine's memory; None if unknown."""
-    found = []
+    limits = []
     for file in _of_cgroup(root, "memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # the word "max" means no limit
-            found.append(int(file.read_text(encoding="utf-8")))
+            limits.append(int(file.read_text(encoding="utf-8")))
     with suppress(OSError, ValueError, IndexError):
-        found.append(int((root / "proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024)
-    return min(found, default=None)
+        limits.append(int((root / "proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024)
+    return min(limits, default=None)
 
 
 def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:

@@ -100,14 +100,14 @@ def host_key(facts: dict[str, Any]) -> str:
     """
     others = facts.get("hosts", {}).get("machines", ())
     same = [one["machine"] for one in others]  # ids that change with each boot: only their equality counts below
-    found = [
+    stable = [
         _stable(facts), facts.get("hosts", {}).get("interface"),
         *(
             (_stable(one["facts"]), one["ranks"], one["facts"]["software"], same.index(one["machine"]))
             for one in others
         ),
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(found if others else found[0], sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(stable if others else stable[0], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _stable(facts: dict[str, Any]) -> list[Any]:
@@ -138,7 +138,6 @@ def version(name: str) -> str:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name, from /proc/cpuinfo if available."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Phase, Sample, Span, Step
-from dpbench.records.trial import JOINT
+from dpbench.records.series import JOINT
 
 BUSY, OUTLASTING = "busy_s", "outlasting_ratio"
 """The names of the metrics for a device's busy seconds in one step, and for work that outlasts the steps."""

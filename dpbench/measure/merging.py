@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device, ledger
+from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, Busy, Kind, busy, kind_of, phase_of_collective
 from dpbench.records.registry import Reduction
-from dpbench.records.trial import TrialHost
+from dpbench.records.trial import TrialHost, joined
 
 PROFILED = "profiled_step"
 """The name of the clock of spans whose durations come from profiled steps; these steps have it as their annotation."""
@@ -18,13 +18,13 @@ PROFILED = "profiled_step"
 def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     """Merge the trials of all ranks of a case into one trial and return it.
 
-    `ledger.joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the ranks; it is
+    `joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the ranks; it is
     empty if they share one. The memory of a machine is the sum of its ranks' resident sets. The duration of each setup
     stage is that of the slowest rank, and the verification result is the worst.
     """
     if len(parts) == 1:
         return parts[0]
-    steps, spans = ledger.joined(_without_waits(parts))
+    steps, spans = joined(_without_waits(parts))
     order = list(Verified)
     slowest: Callable[[str], float] = lambda stage: max(part.setup.get(stage, 0.0) for part in parts)  # noqa: E731
     return replace(

@@ -119,10 +119,6 @@ def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    """Return text with the number of rows and the shape of a tensor, such as "4 (shape (4, 10))".
-
-    The text is "no dimension" for a 0-dim tensor.
-    """
     return f"{len(tensor)} (shape {tuple(tensor.shape)})" if tensor.dim() else "no dimension"
 
 

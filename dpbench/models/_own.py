@@ -68,13 +68,13 @@ def of_library(library: str, name: str) -> Any:
             f"--model {library}:{name}: the installed {library} does not work with torch {torch.__version__} "
             f"({type(error).__name__}: {error}); install torch and {library} from the same index"
         ) from error
-    found = form.make(imported, name)
-    if found is None:
+    model = form.make(imported, name)
+    if model is None:
         raise LookupError(
             f"--model {library}:{name}: dpbench finds no model of {library} with this name; give, for example, "
             f"{' or '.join(form.known)}"
         )
-    return found
+    return model
 
 
 def _transformers(library: Any, name: str) -> Any:
@@ -96,8 +96,6 @@ def _transformers(library: Any, name: str) -> Any:
 
 
 def _images(build: Callable[[str], nn.Module]) -> Any:
-    """Return the model object of a classifier of images in 1000 classes."""
-
     def batch(n: int, seed: int, size: str) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         images = torch.randn(n, 3, IMAGE, IMAGE, generator=generator)
@@ -135,14 +133,14 @@ def plug(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    found = registry.outside("model", name) if place.endswith(".py") else _imported(name, place, attribute)
-    if callable(found) and not hasattr(found, "build"):
+    model = registry.outside("model", name) if place.endswith(".py") else _imported(name, place, attribute)
+    if callable(model) and not hasattr(model, "build"):
         raise TypeError(
-            f"--model {name}: this {type(found).__name__} is not a model object; give an object with build(size), "
+            f"--model {name}: this {type(model).__name__} is not a model object; give an object with build(size), "
             "batch(n, seed, size) and loss(output, target); `dpbench init model.py` writes an example"
         )
-    missing = [verb for verb in VERBS if not callable(getattr(found, verb, None))]
-    if not callable(getattr(found, "loss", None)) and (not hasattr(found, "loss") or found.loss is not None):
+    missing = [verb for verb in VERBS if not callable(getattr(model, verb, None))]
+    if not callable(getattr(model, "loss", None)) and (not hasattr(model, "loss") or model.loss is not None):
         missing.append("loss")
     if missing:
         raise TypeError(
@@ -150,24 +148,24 @@ def plug(name: str) -> Any:
             "loss(output, target), or loss = None if forward returns the loss; functions that are missing: "
             f"{', '.join(missing)}"
         )
-    if isinstance(found.loss, type):
-        raise TypeError(f"--model {name}: loss is the class {found.loss.__name__}: give an instance, or a function")
-    return found
+    if isinstance(model.loss, type):
+        raise TypeError(f"--model {name}: loss is the class {model.loss.__name__}: give an instance, or a function")
+    return model
 
 
 def _imported(name: str, place: str, attribute: str) -> Any:
     here = Path.cwd()
     try:
-        found: Any = importlib.import_module(place)
+        value: Any = importlib.import_module(place)
         for part in filter(None, attribute.split(".")):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         error.add_note(
             f"raised while loading --model {name} as package.module:name from {here} or sys.path; "
             "to load a model from a file, give file.py:name"
         )
         raise
-    return found
+    return value
 
 
 @dataclass(frozen=True)
@@ -188,19 +186,19 @@ NO_LOOP = LoopParts()
 
 def loop(plug: Any, name: str) -> LoopParts:
     """Return the parts of the training loop of a model object. Raises TypeError for a part of a wrong type."""
-    found = LoopParts(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
-    wrong = [part for part in ("optimizer", "scheduler") if not callable(getattr(found, part) or callable)]
+    parts = LoopParts(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
+    wrong = [part for part in ("optimizer", "scheduler") if not callable(getattr(parts, part) or callable)]
     if wrong:
         form = {"optimizer": "optimizer(parameters)", "scheduler": "scheduler(optimizer)"}[wrong[0]]
         raise TypeError(f"model {name}: {wrong[0]} must be a function of the form {form}")
-    if found.clip_norm is not None and not (isinstance(found.clip_norm, int | float) and found.clip_norm > 0):
-        raise TypeError(f"model {name}: clip_norm must be a number above 0, got {found.clip_norm!r}")
+    if parts.clip_norm is not None and not (isinstance(parts.clip_norm, int | float) and parts.clip_norm > 0):
+        raise TypeError(f"model {name}: clip_norm must be a number above 0, got {parts.clip_norm!r}")
     if getattr(plug, "accumulate", 1) != 1:
         raise TypeError(
             f"model {name}: accumulate is not measured, because a step is one batch and one update: leave out "
             "accumulate, and give the number of samples per update in --batch-sizes"
         )
-    return found
+    return parts
 
 
 def take_keywords(module: nn.Module) -> None:

@@ -106,12 +106,12 @@ def attribute(profile: TraceEvents) -> Attributed:
 
 def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
     """Return the events of each thread, sorted by their start; an event comes before the events inside it."""
-    found: dict[str, list[HostEvent]] = {}
+    by_thread: dict[str, list[HostEvent]] = {}
     for event in host:
-        found.setdefault(event.thread, []).append(event)
-    for events in found.values():
+        by_thread.setdefault(event.thread, []).append(event)
+    for events in by_thread.values():
         events.sort(key=lambda event: (event.start_us, -event.end_us))
-    return found
+    return by_thread
 
 
 def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
@@ -131,13 +131,13 @@ def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
 
 def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
     """Return, by thread, the phase of each call that copies between host and device, by its start in microseconds."""
-    found: dict[str, dict[float, Phase]] = {}
+    phases: dict[str, dict[float, Phase]] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
         phase = phase_of_copy(event.name)
         if launch and phase:
-            found.setdefault(launch.thread, {})[launch.start_us] = phase
-    return found
+            phases.setdefault(launch.thread, {})[launch.start_us] = phase
+    return phases
 
 
 def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]) -> list[Stretch]:
@@ -148,28 +148,27 @@ def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequ
     Python code between them.
     """
     own = list(by_thread.get(main, ()))
-    taken = union((one.start_us, one.end_us) for one in own)
+    taken = union((stretch.start_us, stretch.end_us) for stretch in own)
     waited: dict[Phase, list[Interval]] = {}
     for thread, others in by_thread.items():
-        for one in others if thread != main else ():
-            if one.phase in (Phase.BACKWARD, Phase.REDUCE):
-                waited.setdefault(one.phase, []).append((one.start_us, one.end_us))
+        for stretch in others if thread != main else ():
+            if stretch.phase in (Phase.BACKWARD, Phase.REDUCE):
+                waited.setdefault(stretch.phase, []).append((stretch.start_us, stretch.end_us))
     for phase, intervals in waited.items():
         found = [Stretch(start, end, phase) for start, end in difference(union(intervals), taken)]
         own += found
-        taken = union([*taken, *((one.start_us, one.end_us) for one in found)])
+        taken = union([*taken, *((stretch.start_us, stretch.end_us) for stretch in found)])
     joined: list[Stretch] = []
-    for one in sorted(own):
+    for stretch in sorted(own):
         last = joined[-1] if joined else None
-        if last and last.phase is one.phase and step_at(steps, last.start_us) == step_at(steps, one.start_us):
-            joined[-1] = last._replace(end_us=max(last.end_us, one.end_us))
+        if last and last.phase is stretch.phase and step_at(steps, last.start_us) == step_at(steps, stretch.start_us):
+            joined[-1] = last._replace(end_us=max(last.end_us, stretch.end_us))
         else:
-            joined.append(one)
+            joined.append(stretch)
     return joined
 
 
 def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
-    """Return the index of the stretch that contains a moment; None if no stretch does."""
     place = bisect_right(stretches, at_us, key=lambda one: one.start_us) - 1
     return place if place >= 0 and at_us <= stretches[place].end_us else None
 
@@ -209,29 +208,28 @@ def _device_stretches(
             start_us, end_us = hulls.get((number, place, phase), interval)
             hull = min(start_us, event.start_us), max(end_us, event.end_us)
             hulls[number, place, phase] = hull
-    found = [(number, Stretch(*hull, phase)) for (number, _, phase), hull in hulls.items()]
+    stretches = [(number, Stretch(*hull, phase)) for (number, _, phase), hull in hulls.items()]
     busy = union(compute)
     for (number, phase), intervals in collectives.items():
         for start_us, end_us in difference(union(intervals), busy):
-            found.append((number, Stretch(start_us, end_us, phase)))
-    return found
+            stretches.append((number, Stretch(start_us, end_us, phase)))
+    return stretches
 
 
 def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
-    """Return the phase in which the host thread `thread` is at the moment of a launch; None if it is in no phase."""
     own = by_thread.get(thread, ())
     place = _at(own, at_us)
     return None if place is None else own[place].phase
 
 
-def _pieces(one: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
+def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
     """Yield the index of the step, the start and the end (in microseconds) of each part of a stretch inside a step."""
-    place = max(0, bisect_right(steps, one.start_us, key=lambda step: step.start_us) - 1)
+    place = max(0, bisect_right(steps, stretch.start_us, key=lambda step: step.start_us) - 1)
     for number in range(place, len(steps)):
         step = steps[number]
-        if step.start_us >= one.end_us:
+        if step.start_us >= stretch.end_us:
             return
-        start_us, end_us = max(one.start_us, step.start_us), min(one.end_us, step.end_us)
+        start_us, end_us = max(stretch.start_us, step.start_us), min(stretch.end_us, step.end_us)
         if start_us < end_us:
             yield number, start_us, end_us
 
@@ -246,17 +244,17 @@ def _spans(found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], ze
 
 
 def _device_spans(
-    found: Iterable[tuple[int | None, Stretch]], device: int, steps: Sequence[NamedStep], zero_us: float
+    stretches: Iterable[tuple[int | None, Stretch]], device: int, steps: Sequence[NamedStep], zero_us: float
 ) -> Iterator[Span]:
     """Yield the spans of stretches on a device: in the step of the index, or without one, in the step of the time."""
-    for number, one in found:
+    for number, stretch in stretches:
         if number is None:
-            yield from _spans([one], device, steps, zero_us)
+            yield from _spans([stretch], device, steps, zero_us)
             continue
-        start_us = max(one.start_us, steps[number].start_us)  # it may run beside the step before
-        if start_us < one.end_us:
-            start_s, end_s = (start_us - zero_us) / 1e6, (one.end_us - zero_us) / 1e6
-            yield Span(number, one.phase, device, "cuda_event", start_s, end_s)
+        start_us = max(stretch.start_us, steps[number].start_us)  # it may run beside the step before
+        if start_us < stretch.end_us:
+            start_s, end_s = (start_us - zero_us) / 1e6, (stretch.end_us - zero_us) / 1e6
+            yield Span(number, stretch.phase, device, "cuda_event", start_s, end_s)
 
 
 def _host_spans(
@@ -269,16 +267,15 @@ def _host_spans(
     of the devices' spans and activities. `device` is the device of all spans except data: `HOST`, or 0 for a trace
     without devices.
     """
-    for one in timeline:
-        first = bisect_right(busy, one.start_us, key=lambda interval: interval[1])
-        last = bisect_left(busy, one.end_us, key=lambda interval: interval[0])
-        alone = difference([(one.start_us, one.end_us)], busy[first:last])
-        where = HOST if one.phase is Phase.DATA else device
-        yield from _spans((Stretch(start, end, one.phase) for start, end in alone), where, steps, zero_us)
+    for stretch in timeline:
+        first = bisect_right(busy, stretch.start_us, key=lambda interval: interval[1])
+        last = bisect_left(busy, stretch.end_us, key=lambda interval: interval[0])
+        alone = difference([(stretch.start_us, stretch.end_us)], busy[first:last])
+        where = HOST if stretch.phase is Phase.DATA else device
+        yield from _spans((Stretch(start, end, stretch.phase) for start, end in alone), where, steps, zero_us)
 
 
 def _by_phase(timeline: Iterable[Stretch], steps: Sequence[NamedStep]) -> tuple[dict[str, float], ...]:
-    """Return, for each step, the seconds that the host spent in each phase, in the order of `Phase`."""
     found: list[dict[Phase, float]] = [{} for _ in steps]
     for one in timeline:
         for number, start_us, end_us in _pieces(one, steps):

@@ -29,10 +29,11 @@ from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, ledger, words
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, words
 from dpbench.records.activity import Activity, Kind, busy, kind_of
 from dpbench.records.observed import OBSERVED, SCRIPT, WITHOUT_LOADER, Observed, Unknown, observed, traits
 from dpbench.records.registry import Parallelism, Reduction
+from dpbench.records.trial import joined
 from dpbench.store import Naming, Store
 
 TRACE = "trace"
@@ -130,24 +131,23 @@ def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
 
 
 def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
-    found: list[ImportedTrace] = []
+    traces: list[ImportedTrace] = []
     taken = 0
     for profile in profiles:
         devices = sorted({event.device for event in profile.device}) or [0]
         indices = {device: taken + place for place, device in enumerate(devices)}
-        aligned = align(profiles[0], profile) if found else None
-        found.append(ImportedTrace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
+        aligned = align(profiles[0], profile) if traces else None
+        traces.append(ImportedTrace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
         taken += len(devices)
-    return ImportedLoop(traces=tuple(found), trial=_trial(found))
+    return ImportedLoop(traces=tuple(traces), trial=_trial(traces))
 
 
 def _trial(traces: Sequence[ImportedTrace]) -> Trial:
-    """Return the trial of the steps that all traces of a loop have."""
     names = [trace.attributed.names for trace in traces]
     everywhere = set(names[0]).intersection(*names[1:])
     common = [name for name in names[0] if name in everywhere]
     ranks = [_part(trace, traces[0], common) for trace in traces]
-    steps, spans = ledger.joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
+    steps, spans = joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
     return replace(
         ranks[0], case=_case(traces), steps=steps, spans=spans,
         samples=tuple(sample for rank in ranks for sample in rank.samples),
@@ -158,18 +158,18 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
 
 def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
     """Return the trial of one rank, on the clock of the first rank, with the device indices of the whole case."""
-    found, indices = trace.attributed, {HOST: HOST, **trace.indices}
+    attributed, indices = trace.attributed, {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
-    numbers = {number: places[name] for number, name in enumerate(found.names) if name in places}
-    steps = tuple(found.steps[number] for number in numbers)
+    numbers = {number: places[name] for number, name in enumerate(attributed.names) if name in places}
+    steps = tuple(attributed.steps[number] for number in numbers)
     spans = (
-        Span(numbers[one.step], one.phase, indices[one.device], one.clock, one.start_s, one.end_s)
-        for one in found.spans
-        if one.step in numbers
+        Span(numbers[span.step], span.phase, indices[span.device], span.clock, span.start_s, span.end_s)
+        for span in attributed.spans
+        if span.step in numbers
     )
     part = Trial(
         case=_case([trace]), source=Source.IMPORTED, reason="the trace ended", steps=steps, spans=tuple(spans),
-        samples=tuple(_samples(found.activities, steps, indices)), started_s=time.time(),
+        samples=tuple(_samples(attributed.activities, steps, indices)), started_s=time.time(),
     )  # fmt: skip
     shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
     return shifted(part, shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
@@ -182,12 +182,12 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
     """
     ends = [step.end_s for step in steps]
     within: list[list[Activity]] = [[] for _ in steps]
-    for one in activities:
-        for number in range(bisect_right(ends, one.start_s), len(steps)):
-            start_s, end_s = max(one.start_s, steps[number].start_s), min(one.end_s, ends[number])
+    for activity in activities:
+        for number in range(bisect_right(ends, activity.start_s), len(steps)):
+            start_s, end_s = max(activity.start_s, steps[number].start_s), min(activity.end_s, ends[number])
             if start_s < end_s:
-                within[number].append(one._replace(start_s=start_s, end_s=end_s))
-            if one.end_s <= ends[number]:
+                within[number].append(activity._replace(start_s=start_s, end_s=end_s))
+            if activity.end_s <= ends[number]:
                 break
     for step, mine in zip(steps, within, strict=True):
         for device, times in busy(mine).items():
@@ -227,7 +227,6 @@ def _workers(profile: TraceEvents) -> int | None:
 
 
 def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observed:
-    """Return the facts about the loop, with the parts of it that are unknown."""
     first = traces[0]
     copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
     pinned = not any("Pageable" in name for name in copies) if copies else None
@@ -248,7 +247,6 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
 
 
 def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about parts of the steps that are not known, and about events that were left out."""
     first = traces[0].profile
     if not common:
         yield "no step is in all traces: call the profiler's `step()` after each step, and record the same steps in all"
@@ -270,7 +268,6 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
 
 
 def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
-    """Return the facts about the trace files, for the provenance of a trial."""
     files = [
         {
             "path": str(trace.profile.path), "rank": trace.profile.rank, "backend": trace.profile.backend,
@@ -322,12 +319,12 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
     `WIDEST_S`. A kind of collective that occurs a different number of times in the two traces, as in sampled traces, is
     ignored.
     """
-    mine, theirs = _ends(first), _ends(other)
+    ends, other_ends = _ends(first), _ends(other)
     differences = [
         (a - b) / 1e6
-        for name in mine.keys() & theirs.keys()
-        if len(mine[name]) == len(theirs[name])
-        for a, b in zip(mine[name], theirs[name], strict=True)
+        for name in ends.keys() & other_ends.keys()
+        if len(ends[name]) == len(other_ends[name])
+        for a, b in zip(ends[name], other_ends[name], strict=True)
     ]
     if len(differences) < LEAST:
         return None

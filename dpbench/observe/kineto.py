@@ -153,12 +153,12 @@ def read(path: Path) -> TraceEvents:
     Raises UnreadableFile, with the path and the place in the file, if the file is not a trace or has no usable event.
     Raises OSError if it cannot be read.
     """
-    found = _decoded(path, _content(path))
+    file = _decoded(path, _content(path))
     host: list[HostEvent] = []
     launches: dict[int, RuntimeCall] = {}
     device: list[DeviceEvent] = []
     broken: list[int] = []
-    for place, event in enumerate(found.events):
+    for place, event in enumerate(file.events):
         if event.ph != "X":
             continue
         category = event.cat.lower()
@@ -184,14 +184,14 @@ def read(path: Path) -> TraceEvents:
             stream = _number(extra.stream, 0) if extra else 0
             correlation = _number(extra.correlation, -1) if extra else -1
             device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation))
-    notes = _notes(path, found.events, broken)
+    notes = _notes(path, file.events, broken)
     if not (host or device):
         raise UnreadableFile(
-            f"{path}: none of its {len(found.events)} events is a usable operator, annotation or kernel of "
+            f"{path}: none of its {len(file.events)} events is a usable operator, annotation or kernel of "
             f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
             "`tensorboard_trace_handler` wrote"
         )
-    ranks, gpus = found.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in found.gpus]
+    ranks, gpus = file.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in file.gpus]
     return TraceEvents(
         path=path, host=host, launches=launches, device=device, gpus=gpus, rank=ranks.rank,
         world_size=ranks.world_size, backend=visible(ranks.backend), notes=notes,
@@ -207,7 +207,6 @@ def _number(value: int | str | float | None, default: int) -> int:
 
 
 def _content(path: Path) -> bytes:
-    """Return the content of a file without a byte order mark, decompressed if it is compressed by gzip."""
     if path.is_dir():
         raise UnreadableFile(f"{path} is a folder; give the traces in it, such as {path}/*.json.gz")
     content = path.read_bytes()
@@ -263,7 +262,6 @@ def _decoded(path: Path, content: bytes) -> _File:
 
 
 def _parsed(content: bytes) -> _File:
-    """Return the decoded file, which is an object with the list of events in `traceEvents`, or only this list."""
     if content.lstrip()[:1] == b"[":
         return _File(events=msgspec.json.decode(content, type=list[_Event]))
     return msgspec.json.decode(content, type=_File)

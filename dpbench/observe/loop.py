@@ -200,12 +200,12 @@ def _count_gaps(
     If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown` does not change.
     """
     timed = [*zip(steps, gaps, strict=True)][WARMUP:]
-    found = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
-    places = Counter(max(sorted(gap), key=lambda place: gap[place]) for gap in found)
+    notable = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
+    places = Counter(max(sorted(gap), key=lambda place: gap[place]) for gap in notable)
     if places and max(places.values()) > max(2, SELDOM * len(timed)):
         ((before, after), _), *_ = places.most_common()
         where = f"after {before or 'the last step'} and before {after or 'the end of the step'}"
-        unknown[f"more than {GAP:.0%} of the time is in no phase, most of it {where}"] = len(found)
+        unknown[f"more than {GAP:.0%} of the time is in no phase, most of it {where}"] = len(notable)
 
 
 def _together(calls: int, batches: Counter[int]) -> int:
@@ -240,29 +240,28 @@ def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional
     if functional and interval.start is not None:
         starting = Raw(Phase.DATA, interval.start, interval.start, HOST)
         ordered = sorted([*ordered, *_forwards([starting, *ordered])], key=lambda raw: (raw.start, raw.end))
-    found: list[Raw] = []
-    for at, raw in enumerate(ordered):
+    defined: list[Raw] = []
+    for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
-            since = _last(ordered, at, Phase.FORWARD)
+            since = _last(ordered, place, Phase.FORWARD)
             whole = since is not None and ordered[since].note in own
-            found += _between(ordered, since, at, Phase.DATA if whole else Phase.LOSS)
+            defined += _between(ordered, since, place, Phase.DATA if whole else Phase.LOSS)
         elif raw.kind == Phase.CLIP:
-            found += _between(ordered, _last(ordered, at, Phase.BACKWARD, Phase.CLIP), at, Phase.CLIP)
-        elif raw.kind == Phase.OPTIMIZER and clips and ordered[at - 1].kind in (Phase.BACKWARD, Phase.REDUCE):
-            found += _between(ordered, _last(ordered, at, Phase.BACKWARD), at, Phase.CLIP)
+            defined += _between(ordered, _last(ordered, place, Phase.BACKWARD, Phase.CLIP), place, Phase.CLIP)
+        elif raw.kind == Phase.OPTIMIZER and clips and ordered[place - 1].kind in (Phase.BACKWARD, Phase.REDUCE):
+            defined += _between(ordered, _last(ordered, place, Phase.BACKWARD), place, Phase.CLIP)
         elif raw.kind == Phase.FORWARD:
-            since = _last(ordered, at, Phase.FORWARD, Phase.BACKWARD)
-            if since is not None and any(one.kind == Phase.LOSS for one in ordered[since:at]):
-                found += _between(ordered, since, at, Phase.LOSS)
+            since = _last(ordered, place, Phase.FORWARD, Phase.BACKWARD)
+            if since is not None and any(one.kind == Phase.LOSS for one in ordered[since:place]):
+                defined += _between(ordered, since, place, Phase.LOSS)
     if by_hand and interval.start is not None:
         closing = Raw(Phase.OPTIMIZER, interval.end, interval.end)
         since = _last([*ordered, closing], len(ordered), Phase.BACKWARD, Phase.CLIP)
-        found += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
-    return sorted([*ordered, *found], key=lambda raw: (raw.start, raw.end))
+        defined += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
+    return sorted([*ordered, *defined], key=lambda raw: (raw.start, raw.end))
 
 
 def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
-    """Yield the forwards of a loop that calls no module: from a batch or a backward to the next loss or backward."""
     for at, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
             since = _last(ordered, at, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
@@ -272,19 +271,18 @@ def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
     """Return all spans but the parts of an optimizer's span that lie between forward and backward of its closure."""
-    found: list[Raw] = []
+    kept: list[Raw] = []
     since = 0
     for raw in ordered:
         if raw.kind == Phase.FORWARD:
-            since = len(found)
-        elif raw.kind == Phase.BACKWARD and found and found[since].kind == Phase.FORWARD:
-            found[since:] = [one for one in found[since:] if (one.kind, one.note) != (Phase.OPTIMIZER, INTERRUPTED)]
-        found.append(raw)
-    return found
+            since = len(kept)
+        elif raw.kind == Phase.BACKWARD and kept and kept[since].kind == Phase.FORWARD:
+            kept[since:] = [one for one in kept[since:] if (one.kind, one.note) != (Phase.OPTIMIZER, INTERRUPTED)]
+        kept.append(raw)
+    return kept
 
 
 def _last(ordered: Sequence[Raw], before: int, *kinds: str) -> int | None:
-    """Return the index of the last span of one of the kinds before the index `before`; None if there is none."""
     return next((at for at in range(before - 1, -1, -1) if ordered[at].kind in kinds), None)
 
 
@@ -305,7 +303,6 @@ def _calls(raws: Sequence[Raw]) -> int:
 
 
 def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
-    """Return the most common number of calls of backward in a step in which no exception was raised."""
     calls = Counter(_calls(raws) for raws in rows if not any(raw.kind == FAILED for raw in raws))
     return calls.most_common(1)[0][0] if calls else 1
 
@@ -366,13 +363,15 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
                 taken[raw.note] += 1
             elif raw.kind in (EVALUATION, Phase.FORWARD):
                 if taken:  # of several datasets, the one with the most batches counts, or the last of equal ones
-                    source, taken = max(reversed(taken), key=lambda one: taken[one]), Counter()
+                    source, taken = max(reversed(taken), key=lambda source_number: taken[source_number]), Counter()
                 if raw.kind == EVALUATION:
                     evaluated.add(source)
                 else:
                     trained[source] += 1
-    source = max(trained, key=lambda one: (one != 0, trained[one]), default=0)
-    return source, frozenset(evaluated - {source} - {one for one, times in trained.items() if times > 1})
+    source = max(trained, key=lambda source_number: (source_number != 0, trained[source_number]), default=0)
+    return source, frozenset(
+        evaluated - {source} - {source_number for source_number, times in trained.items() if times > 1}
+    )
 
 
 def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:

@@ -117,7 +117,6 @@ class Outermost:
         return call
 
     def _hook(self, module: nn.Module) -> None:
-        """Record the calls of a module from now on."""
         recorder, opened, seen = self._recorder, self._opened, self._recorder.seen
 
         # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
@@ -385,12 +384,10 @@ class Averages:
             self._recorder.add(phase, block.start, self._recorder.now())
 
     def _weights(self) -> list[nn.Parameter]:
-        """Return the parameters of the trained modules."""
         modules, trained = self._outermost.known, self._recorder.seen.trained
         return [one for module in modules if id(module) in trained for one in module.parameters()]
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        """Return all tensors that have the shape of a weight, with their versions."""
         weights = self._weights()
         shapes, kept = {one.shape for one in weights}, [one.grad for one in weights]  # reading `grad` makes an object
         tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if kept else []

@@ -302,16 +302,16 @@ class Recorder:
 
     # -- intervals
 
-    def owner(self, one: Any) -> int:
+    def owner(self, thing: Any) -> int:
         """Return the number of an optimizer, a dataset or an engine.
 
         Unlike an id, the number is not used again for a later object, unless the first object is a list or a dict.
         """
-        number = self._owners.get(id(one))
+        number = self._owners.get(id(thing))
         if number is None:
-            number = self._owners[id(one)] = next(self._numbers)
+            number = self._owners[id(thing)] = next(self._numbers)
             with suppress(TypeError):  # a list or a dict cannot be referred to weakly
-                weakref.finalize(one, self._owners.pop, id(one), None).atexit = False
+                weakref.finalize(thing, self._owners.pop, id(thing), None).atexit = False
         return number
 
     def update(self, owner: int, name: str = "", end: Any = None) -> None:

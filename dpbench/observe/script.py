@@ -38,7 +38,6 @@ def run(script: str, arguments: Sequence[str], *, module: bool = False) -> int:
 
 @contextmanager
 def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
-    """Set `sys.argv`, `sys.path` and `__main__` for the script, and restore them afterwards."""
     argv, path, main = sys.argv, [*sys.path], sys.modules.get("__main__")
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(script).resolve().parent))
@@ -51,7 +50,6 @@ def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None
 
 
 def _run_file(script: str) -> None:
-    """Run the file as the module `__main__`."""
     main = types.ModuleType("__main__")
     main.__file__ = script
     main.__builtins__ = builtins  # type: ignore[attr-defined]
@@ -69,7 +67,6 @@ def _code(error: SystemExit) -> int:
 
 
 def _print(error: BaseException) -> None:
-    """Print an exception and its traceback without the frames of dpbench and runpy."""
     at = error.__traceback__
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     while at is not None and at.tb_frame.f_code.co_filename in ours:
@@ -105,9 +102,9 @@ def place(caller: types.FrameType, what: str) -> str:
     frame = calling_frame(caller)
     if frame is None:
         return what
-    found = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"
+    text = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"
     if frame is caller:
         if len(_places) >= _CALLS:
             _places.clear()
-        _places[key] = code, found
-    return found
+        _places[key] = code, text
+    return text

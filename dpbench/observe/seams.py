@@ -86,7 +86,6 @@ def installed(recorder: Recorder) -> Iterator[None]:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute of a module or a class by `make(original)` until the stack is closed."""
     own = name in vars(owner)
     was = getattr(owner, name)
     setattr(owner, name, make(was))
@@ -119,8 +118,6 @@ def _around(
 
 
 def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callable[..., Any]:
-    """Return a function that calls `was`, and adds `problem` to the problems of the loop."""
-
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder.seen.unknown[problem] = 0
@@ -264,8 +261,6 @@ def _optimizers(recorder: Recorder, averages: Averages, replace: Callable[..., N
 
 
 def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that replaces `was`, GradScaler.step, and ends the interval even if the step is skipped."""
-
     @functools.wraps(was)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.mine or recorder.deferred:
@@ -293,8 +288,6 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
 
 
 def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
-    """Hook into DataLoaders: record the wait for each batch, and the start of an iterator with its workers."""
-
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
         start = _around(recorder, was, Phase.DATA, operator.attrgetter("dataset"))
 
@@ -313,7 +306,6 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
 
 
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
-    """Hook into tensors: record copies to a device, and reads of values for which the host waits."""
     open_spans, seen = recorder.open, recorder.seen
 
     def moving(was: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,8 +350,6 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
 
 
 def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
-    """Hook into dpbench's engine, which marks its own phases: give it the recorder's `mark`."""
-
     def marked(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)
         def build(self: Any, *args: Any, **kwargs: Any) -> None:

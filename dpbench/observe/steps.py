@@ -109,7 +109,6 @@ def _annotated(marks: Sequence[tuple[HostEvent, int]]) -> Iterator[NamedStep]:
 
 
 def _updated(main: Sequence[HostEvent]) -> Iterator[NamedStep]:
-    """Yield the steps that end where an optimizer's step ends."""
     updates: list[HostEvent] = []
     for event in main:  # an optimizer may call another one within its step
         if UPDATE.match(event.name) and not (updates and event.start_us < updates[-1].end_us):
@@ -131,14 +130,14 @@ def step_at(steps: Sequence[NamedStep], at_us: float) -> int | None:
 
 def _work(host: Sequence[NamedStep], profile: TraceEvents) -> dict[int, Interval]:
     """Return, by the index of a step, the start and the end of the work of devices that the host launched in it."""
-    found: dict[int, Interval] = {}
+    work: dict[int, Interval] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
         number = None if launch is None else step_at(host, launch.start_us)
         if number is not None:
-            start_us, end_us = found.get(number, (event.start_us, event.end_us))
-            found[number] = min(start_us, event.start_us), max(end_us, event.end_us)
-    return found
+            start_us, end_us = work.get(number, (event.start_us, event.end_us))
+            work[number] = min(start_us, event.start_us), max(end_us, event.end_us)
+    return work
 
 
 def launched_before(profile: TraceEvents) -> list[DeviceEvent]:
@@ -200,7 +199,6 @@ def _timed(host: Sequence[NamedStep], work: Mapping[int, Interval], before_us: f
 def _notes(
     path: str, host: Sequence[NamedStep], timed: Sequence[NamedStep], work: Mapping[int, Interval]
 ) -> Iterator[str]:
-    """Yield sentences on steps that are not whole, and on steps that are left out."""
     partial = [step.name for step in timed if not step.whole]
     if partial:
         more = f" and of {count(len(partial) - NAMED, 'other step')}" if partial[NAMED:] else ""

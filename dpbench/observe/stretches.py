@@ -93,13 +93,13 @@ def stretches(
 def _with_backward(events: Sequence[HostEvent]) -> set[int]:
     """Return the indices of the optimizers' steps in `events` that run a backward pass, as a closure of LBFGS does."""
     starts = [event.start_us for event in events if event.backward]
-    found = set()
+    numbers = set()
     for number, event in enumerate(events):
         if UPDATE.match(event.name):
             place = bisect_right(starts, event.start_us)
             if place < len(starts) and starts[place] < event.end_us:
-                found.add(number)
-    return found
+                numbers.add(number)
+    return numbers
 
 
 class _State:

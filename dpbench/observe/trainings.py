@@ -28,20 +28,22 @@ def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[
     calls = [sum(raw.kind == Phase.BACKWARD for raw in one.spans) for one in intervals if one.owner != BY_HAND]
     unclear = [one for one in intervals if keys(one) == {BY_HAND}]
     accumulated = {one.number for one in unclear if len(unclear) < max(calls, default=0)}
-    found = _apart(intervals, lambda one: frozenset() if one.number in accumulated else keys(one))
-    chosen = max(found, key=_updates, default=[])
-    if len(found) < 2 or len(chosen) < 2:
+    trainings = _apart(intervals, lambda one: frozenset() if one.number in accumulated else keys(one))
+    chosen = max(trainings, key=_updates, default=[])
+    if len(trainings) < 2 or len(chosen) < 2:
         return intervals
-    place = found.index(chosen)
-    left = sum(map(_updates, found)) - _updates(chosen)
-    unknown[f"the script runs {len(found)} trainings one after another: only training {place + 1} is stored, which has "
-            f"the most updates; the other trainings have {count(left, 'update')}"] = 0  # fmt: skip
+    place = trainings.index(chosen)
+    left = sum(map(_updates, trainings)) - _updates(chosen)
+    problem = (
+        f"the script runs {len(trainings)} trainings one after another: only training {place + 1} is stored, which "
+        f"has the most updates; the other trainings have {count(left, 'update')}"
+    )
+    unknown[problem] = 0
     # the time since the last update of the previous training belongs to no step
     return [chosen[0]._replace(start=None), *chosen[1:]] if place else chosen
 
 
 def _updates(intervals: Sequence[Interval]) -> int:
-    """Return the number of updates from the first interval to the last, including those that were not kept."""
     return intervals[-1].number - intervals[0].number + 1
 
 
@@ -56,15 +58,15 @@ def keys(interval: Interval) -> frozenset[int]:
 
 def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]) -> list[list[Interval]]:
     """Return the intervals in parts. A part ends where none of the keys so far occurs in a later interval."""
-    last = {key: at for at, one in enumerate(intervals) for key in keys(one)}
-    found: list[list[Interval]] = [[]]
+    last = {key: place for place, interval in enumerate(intervals) for key in keys(interval)}
+    parts: list[list[Interval]] = [[]]
     reach = -1
-    for at, one in enumerate(intervals):
-        found[-1].append(one)
-        reach = max([reach, *(last[key] for key in keys(one))])
-        if at == reach:
-            found.append([])
-    return found[:-1]
+    for place, interval in enumerate(intervals):
+        parts[-1].append(interval)
+        reach = max([reach, *(last[key] for key in keys(interval))])
+        if place == reach:
+            parts.append([])
+    return parts[:-1]
 
 
 def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int]:
@@ -73,7 +75,7 @@ def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int
     A loop may use optimizers one after another, such as a new one in each epoch; the slowest one of each period is
     then returned. If it steps too rarely (`LONGEST`), a problem is added to `unknown`, and the set is empty.
     """
-    found: set[int] = set()
+    owners: set[int] = set()
     for part in _apart(ended, lambda one: frozenset({one.owner})):
         updates = Counter(one.owner for one in part)
         first = list(updates)  # in the order of their first steps
@@ -84,8 +86,8 @@ def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int
                 ended
             )
             return frozenset()
-        found.add(slowest)
-    return frozenset(found)
+        owners.add(slowest)
+    return frozenset(owners)
 
 
 def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[list[Interval]]:

@@ -110,8 +110,8 @@ class WatchedRank:
         while time.monotonic() < until and not all(self.file(rank).exists() for rank in others):
             time.sleep(POLL_S)
         there = [rank for rank in others if self.file(rank).exists()]
-        found, gpus, held = first.loop, [*first.gpus], [*first.held]
-        parts: list[tuple[Sequence[int], Trial]] = [(found.numbers, _trial(first))]
+        loop, gpus, held = first.loop, [*first.gpus], [*first.held]
+        parts: list[tuple[Sequence[int], Trial]] = [(loop.numbers, _trial(first))]
         for rank in there:
             data: dict[str, Any] = json.loads(self.file(rank).read_text(encoding="utf-8"))
             parts.append((data["numbers"], Trial.from_dict(data["trial"])))
@@ -120,18 +120,18 @@ class WatchedRank:
         self.clear()
         common = set.intersection(*(set(numbers) for numbers, _ in parts))
         whole = merge([_only(numbers, trial, common) for numbers, trial in parts])
-        unknown = [*found.unknown]
+        unknown = [*loop.unknown]
         if missing := [str(rank) for rank in others if rank not in there]:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
             problem = f"no steps arrived from {ranks} within {deadline_s:g} s: look for errors of the script there; "
             problem += "all ranks must write to one folder"
             unknown.append(Unknown(problem=problem, steps=len(whole.steps)))
-        if lost := len(found.steps) - len(whole.steps):
+        if lost := len(loop.steps) - len(whole.steps):
             problem = f"{count(lost, 'step')} of rank 0 {verb(lost, 'is', 'are')} left out, because not all ranks took "
             unknown.append(Unknown(problem=f"{problem}{verb(lost, 'it', 'them')}", steps=lost))
-        kept = [at for at, number in enumerate(found.numbers) if number in common]
+        kept = [place for place, number in enumerate(loop.numbers) if number in common]
         together = replace(
-            found, steps=tuple(whole.steps), spans=whole.spans, reads=tuple(found.reads[at] for at in kept),
+            loop, steps=tuple(whole.steps), spans=whole.spans, reads=tuple(loop.reads[place] for place in kept),
             numbers=tuple(sorted(common)), unknown=tuple(unknown),
         )  # fmt: skip
         return RankRecord(loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)), len(parts)
@@ -209,13 +209,16 @@ def _observed(watched: Watched, warm: int) -> Observed:
     )  # fmt: skip
 
 
-def store(path: Path, found: Sequence[Trial], naming: Naming, command: str) -> str:
+def store(path: Path, recorded: Sequence[Trial], naming: Naming, command: str) -> str:
     """Add a run with these trials to the store at `path`, and return the id of the run."""
-    count = torch.cuda.device_count() if found[0].case.device_kind == "cuda" else 0
+    count = torch.cuda.device_count() if recorded[0].case.device_kind == "cuda" else 0
     facts = {**provenance.collect(nvml.describe_for(gpu_uuids(range(count)))), "command": command}
     with Store.create(path, naming) as opened:
         return opened.add(
-            found, plan=f"watch {uuid.uuid4().hex}", host=provenance.host_key(facts), code=provenance.code_key(facts),
+            recorded,
+            plan=f"watch {uuid.uuid4().hex}",
+            host=provenance.host_key(facts),
+            code=provenance.code_key(facts),
             provenance=facts,
         )  # fmt: skip
 
@@ -234,7 +237,7 @@ def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
     return tuple(
         Held(
             rank=rank, gpu=gpu.index, uuid=gpu.uuid, held_bytes=size,
-            own=any(nvml.same_gpu(gpu.uuid, one) for one in own),
+            own=any(nvml.same_gpu(gpu.uuid, own_uuid) for own_uuid in own),
         )
         for gpu, size in (nvml.held_by(os.getpid(), library) if seen.device_ids else ())
     )  # fmt: skip

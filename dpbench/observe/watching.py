@@ -164,7 +164,6 @@ def _store(
 
 
 def _line(stream: TextIO) -> Callable[[array[float]], None]:
-    """Return a function that shows the number of updates, and the mean time of the last ones, on one line."""
     shown = [0, 0.0]
 
     def show(ends: array[float]) -> None:

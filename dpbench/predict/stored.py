@@ -23,7 +23,6 @@ from dpbench.records import (
     Source,
     Status,
     Trial,
-    ledger,
     registry,
 )
 from dpbench.records.machine import Machine, UnknownMachine
@@ -40,7 +39,7 @@ def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
     """
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
-        typical = ledger.typical(trial)
+        typical = trial.ledger.typical()
         for part in (*(phase.value for phase in Phase), UNATTRIBUTED):
             steps[trial.case.batch_size][part].append(typical.get(part, 0.0))
     parts = {n: {part: statistics.median(values) for part, values in found.items()} for n, found in steps.items()}

@@ -16,8 +16,8 @@ from dpbench.records.case import (
     host_device,
     no_mark,
 )
-from dpbench.records.series import Sample, Step
-from dpbench.records.trial import SCHEMA, Fault, Memory, Source, Span, Status, Trial, Verified
+from dpbench.records.series import Sample, Span, Step
+from dpbench.records.trial import SCHEMA, Fault, Memory, Source, Status, Trial, Verified
 from dpbench.records.work import Cost, Profile, Task
 
 __all__ = [

@@ -90,22 +90,22 @@ def length(disjoint: Iterable[Interval]) -> float:
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the intersection of `one` and `other`, which are results of `union`."""
-    found: list[Interval] = []
+    common: list[Interval] = []
     i = j = 0
     while i < len(one) and j < len(other):
         start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
         if start < end:
-            found.append((start, end))
+            common.append((start, end))
         if one[i][1] < other[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return common
 
 
 def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the parts of `one` that are not in `other`; both are results of `union`."""
-    found: list[Interval] = []
+    rest: list[Interval] = []
     j = 0
     for first, end in one:
         start = first
@@ -114,12 +114,12 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
         k = j
         while k < len(other) and other[k][0] < end:
             if start < other[k][0]:
-                found.append((start, other[k][0]))
+                rest.append((start, other[k][0]))
             start = max(start, other[k][1])
             k += 1
         if start < end:
-            found.append((start, end))
-    return found
+            rest.append((start, end))
+    return rest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,13 +163,13 @@ class Case:
                 f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}; update dpbench if a newer "
                 "version wrote the case"
             )
-        found = msgspec.convert(visible.everywhere(data), cls)
-        if not (1 <= found.devices <= MOST_DEVICES and found.hosts >= 1 and found.batch_size >= 0):
+        case = msgspec.convert(visible.everywhere(data), cls)
+        if not (1 <= case.devices <= MOST_DEVICES and case.hosts >= 1 and case.batch_size >= 0):
             raise ValueError(
-                f"no case has {found.devices} devices on {found.hosts} machines and a batch of {found.batch_size}; a "
+                f"no case has {case.devices} devices on {case.hosts} machines and a batch of {case.batch_size}; a "
                 f"case has 1 to {MOST_DEVICES} devices"
             )
-        return found
+        return case
 
     @property
     def fingerprint(self) -> str:

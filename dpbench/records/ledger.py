@@ -11,17 +11,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from dpbench.records.activity import length, union
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
-
-if TYPE_CHECKING:  # records.trial imports this module
-    from dpbench.records.series import Step
-    from dpbench.records.trial import Span, Trial
+from dpbench.records.series import Span, Step
 
 Value = TypeVar("Value")
 
@@ -69,6 +65,18 @@ class Ledger:
                 total[name] = total.get(name, 0.0) + seconds
         return total
 
+    def typical(self) -> dict[str, float]:
+        """Return the seconds of each phase in a typical step: the means over the middle half of the timed steps.
+
+        The fastest and the slowest quarter of the steps are left out, because they may have been disturbed. These
+        means sum to the mean step; the medians of the phases would not sum to the median step.
+        """
+        from statistics import mean  # every command imports this module
+
+        rows = _middle(self._steps, self.phases)
+        names = dict.fromkeys(name for row in rows for name in row)
+        return {name: mean(row.get(name, 0.0) for row in rows) for name in names}
+
     @cached_property
     def occupied(self) -> Mapping[int, array[float]]:
         """Return, by device, the seconds of each timed step during which at least one span was open on the device.
@@ -109,14 +117,14 @@ class Ledger:
         before it ends and after it, or its first span, began. The latter show that a device works
         on another step, and is not idle.
         """
-        found = typical_step(self._steps, self._spans)
-        if found is None:
+        number = typical_step(self._steps, self._spans)
+        if number is None:
             return None
-        step = self._steps[found]
-        own = [span.start_s for span in self._spans if span.step == found]
+        step = self._steps[number]
+        own = [span.start_s for span in self._spans if span.step == number]
         start_s = min([step.start_s, *own])
-        return found, tuple(
-            span for span in self._spans if span.step == found or (span.start_s < step.end_s and span.end_s > start_s)
+        return number, tuple(
+            span for span in self._spans if span.step == number or (span.start_s < step.end_s and span.end_s > start_s)
         )
 
     def close(self) -> Ledger:
@@ -302,59 +310,6 @@ def _by_phase(charged: Mapping[tuple[str, int], float]) -> dict[str, float]:
     return {name: seconds for name, seconds in total.items() if seconds or name == UNATTRIBUTED}
 
 
-def of_trial(trial: Trial) -> list[dict[str, float]]:
-    """Return the seconds by phase of every step of a trial, including warm-up, as the function `phases` does."""
-    return list(trial.ledger.phases)
-
-
-def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
-    """Return the steps and the spans of all ranks, merged as if they came from one process.
-
-    `parts` are the trials of the ranks. Each step of the result is that of the rank that finished it last. A reduction
-    starts only when the last rank arrives. Each rank's reduce span is therefore cut to begin at that time. A rank's
-    backward span that contains the beginning of the rank's last reduce span is cut to end there. The time in which
-    ranks wait for the last rank is thus charged to the last rank's spans.
-    """
-    steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
-    spans = [span for part in parts for span in part.spans]
-    arrived: dict[int, float] = {}
-    arrivals: dict[tuple[int, int], float] = {}
-    for span in spans:
-        if span.phase is Phase.REDUCE:
-            arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))
-            arrivals[span.step, span.device] = max(span.start_s, arrivals.get((span.step, span.device), span.start_s))
-
-    def cut(span: Span) -> Span:
-        if span.phase is Phase.REDUCE:
-            return replace(span, start_s=min(span.end_s, arrived[span.step]))
-        end_s = arrivals.get((span.step, span.device), span.end_s)
-        inside = span.phase is Phase.BACKWARD and span.start_s <= end_s < span.end_s
-        return replace(span, end_s=end_s) if inside else span
-
-    return steps, tuple(map(cut, spans))
-
-
-def typical(trial: Trial) -> dict[str, float]:
-    """Return the seconds of each phase in a typical step: the means over the middle half of the timed steps.
-
-    The fastest and the slowest quarter of the steps are left out, because they may have been disturbed. These means sum
-    to the mean step; the medians of the phases would not sum to the median step.
-    """
-    from statistics import mean  # every command imports this module
-
-    rows = middle(trial)
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: mean(row.get(name, 0.0) for row in rows) for name in names}
-
-
-def middle(trial: Trial) -> list[dict[str, float]]:
-    """Return the seconds by phase of each timed step of a trial, except the fastest and the slowest quarter.
-
-    The steps are sorted by duration.
-    """
-    return _middle(trial.steps, trial.ledger.phases)
-
-
 def _middle(steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     timed = [(step.seconds, parts) for step, parts in zip(steps, phases, strict=True) if not step.warmup]
     return [parts for _, parts in middle_half(sorted(timed, key=lambda one: one[0]))]
@@ -374,14 +329,14 @@ def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
 
     At the start of the step, the phase before is ""; at its end, the phase after is "".
     """
-    found: dict[tuple[str, str], float] = {}
+    seconds: dict[tuple[str, str], float] = {}
     reach, before = step.start_s, ""
     for start_s, end_s, phase in [
         *sorted((s.start_s, s.end_s, s.phase.value) for s in spans),
         (step.end_s, step.end_s, ""),
     ]:
         if start_s > reach:
-            found[before, phase] = found.get((before, phase), 0.0) + start_s - reach
+            seconds[before, phase] = seconds.get((before, phase), 0.0) + start_s - reach
         if end_s > reach:
             reach, before = end_s, phase
-    return found
+    return seconds

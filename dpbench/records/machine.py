@@ -273,7 +273,6 @@ def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Recor
 
 
 def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
-    """Return a clause with the first invalid value in `data` and its key; empty if no value is invalid."""
     for key, hint in get_type_hints(kind, include_extras=True).items():
         try:
             msgspec.convert(data.get(key), hint | None)
@@ -290,13 +289,11 @@ def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return a message that reports an unknown name, lists the known names and suggests the most similar one."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the source of each table of a machine file that states a source."""
     for key, value in data.items():
         if key == "source":
             yield "machine", str(value)

@@ -127,20 +127,19 @@ class Options:
     def command(self, *more: str) -> str:
         """Return these options as the text of a `dpbench run` command; `more` are further arguments."""
         words = ["dpbench", "run"]
-        for one in fields(self):
-            value, option = getattr(self, one.name), f"--{one.name.replace('_', '-')}"
-            if value == one.default:
+        for field in fields(self):
+            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            if value == field.default:
                 continue
-            if one.name in REPEATED:
+            if field.name in REPEATED:
                 words += [part for item in value for part in (option, str(item))]
             else:
-                words += [option] if value is True else [option, _text(value, one.name)]
+                words += [option] if value is True else [option, _text(value, field.name)]
         return shlex.join([*words, *more])
 
 
 @lru_cache
 def _kinds() -> dict[str, str]:
-    """Return the annotation of each option, by name."""
     return {one.name: str(one.type) for one in fields(Options)}
 
 
@@ -169,16 +168,16 @@ def _typed(name: str, value: Any, kind: str) -> Any:
     """
     several = kind.startswith("tuple[")
     allowed = [one for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ") if one in KINDS]
-    found = tuple(value) if several and isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    for one in found:
+    values = tuple(value) if several and isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    for one in values:
         # True is an int in Python, but not a number of devices
         fits = any(isinstance(one, KINDS[each]) and isinstance(one, bool) <= (each == "bool") for each in allowed)
         if not fits:
             listed = f"a list of {' or '.join(allowed)}" if several else " or ".join(allowed)
             raise ValueError(f"--{name.replace('_', '-')} must be {listed}, got {one!r} ({type(one).__name__})")
-    if several and not found:
+    if several and not values:
         raise ValueError(f"--{name.replace('_', '-')}: the list is empty; give at least one value, or leave it out")
-    return found if several else value
+    return values if several else value
 
 
 def check_names(

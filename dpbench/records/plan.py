@@ -100,20 +100,20 @@ def seeds(device_kind: str, **axes: Any) -> list[Case]:
     concurrent with itself. For a CPU, strategies of one process also run on emulated devices. `axes` are further axes
     of `sweep`.
     """
-    found = sweep(strategies=registry.names("strategies"), devices=(2,), device_kind=device_kind, **axes)
+    cases = sweep(strategies=registry.names("strategies"), devices=(2,), device_kind=device_kind, **axes)
     usual = {"strategies": default_strategies(device_kind), "devices": (2,), "device_kind": device_kind, **axes}
-    found += sweep(read_loss=(1, 10), **usual) + sweep(zero_grad=("zero",), **usual) + sweep(compile=(True,), **usual)
-    found += sweep(mode=("forward", "no_grad"), **usual) + sweep(loader=(0, 2), **usual)
+    cases += sweep(read_loss=(1, 10), **usual) + sweep(zero_grad=("zero",), **usual) + sweep(compile=(True,), **usual)
+    cases += sweep(mode=("forward", "no_grad"), **usual) + sweep(loader=(0, 2), **usual)
     alone = {**usual, "strategies": (registry.of_role(Role.BASELINE),), "devices": (1,)}
-    found += [case for model in axes["models"] for case in sweep(**{**alone, "models": (model,)}, neighbour=(model,))]
+    cases += [case for model in axes["models"] for case in sweep(**{**alone, "models": (model,)}, neighbour=(model,))]
     for precision in ("bf16", "fp16"):
-        found += sweep(precision=precision, **usual)
+        cases += sweep(precision=precision, **usual)
     if device_kind == "cuda":
-        return list(dict.fromkeys([*found, *sweep(inputs=options.INPUTS, **usual)]))
+        return list(dict.fromkeys([*cases, *sweep(inputs=options.INPUTS, **usual)]))
     emulated = {"devices": (2,), "device_kind": "emulated", **axes}
-    found += sweep(strategies=registry.names("strategies"), **emulated)
-    found += sweep(strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated)
-    return list(dict.fromkeys(case for case in found if case.device_kind != "emulated" or not case.traits.ranks))
+    cases += sweep(strategies=registry.names("strategies"), **emulated)
+    cases += sweep(strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated)
+    return list(dict.fromkeys(case for case in cases if case.device_kind != "emulated" or not case.traits.ranks))
 
 
 def together(models: Sequence[str], **axes: Any) -> list[Case]:
@@ -191,13 +191,13 @@ def groups(cases: Sequence[Case], number: int, *, paired: bool) -> list[tuple[Ca
     """
     if paired:
         return side_by_side(cases)
-    found: list[tuple[Case, ...]] = []
+    pairs: list[tuple[Case, ...]] = []
     for case in cases:
         wrapped = wrapped_as(case) if case.device_kind == "emulated" else None
         if wrapped and wrapped in cases:
-            found.append((case, wrapped) if number % 2 else (wrapped, case))
-    grouped = {case for group in found for case in group}
-    return [*found, *((case,) for case in cases if case not in grouped)]
+            pairs.append((case, wrapped) if number % 2 else (wrapped, case))
+    grouped = {case for group in pairs for case in group}
+    return [*pairs, *((case,) for case in cases if case not in grouped)]
 
 
 def wrapped_as(case: Case) -> Case | None:
@@ -256,16 +256,16 @@ def split_schedules(text: str) -> list[str]:
 
     Adjacent switches, such as workers=pool,replicas=cached, form one schedule; a `;` separates two schedules.
     """
-    found: list[str] = []
+    schedules: list[str] = []
     for group in text.split(";"):
         switches: list[str] = []
         for item in [*filter(None, map(str.strip, group.split(","))), ""]:
             if "=" in item:
                 switches.append(item)
                 continue
-            found += [_together(switches), item]
+            schedules += [_together(switches), item]
             switches = []
-    return [one for one in found if one]
+    return [one for one in schedules if one]
 
 
 def _together(switches: Sequence[str]) -> str:
@@ -287,13 +287,13 @@ def _schedule(text: str) -> str:
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
     """Return the names of the default strategies for a kind of device, or for the ranks of a launch ("launch")."""
-    known = {
+    by_kind = {
         "launch": ("single", "ddp", "fsdp"),
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
         "emulated": ("single", "dp", "torch_dp"),
     }
-    return known.get(device_kind, known["cpu"])
+    return by_kind.get(device_kind, by_kind["cpu"])
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:

@@ -200,14 +200,14 @@ def strategy(name: str) -> Any:
     """
     if ":" not in name:
         check("strategies", name)
-    found = outside("strategy", name) if ":" in name else _named(name)
-    missing = [part for part, there in _parts(found) if not there]
+    instance = outside("strategy", name) if ":" in name else _named(name)
+    missing = [part for part, there in _parts(instance) if not there]
     if missing:
         raise LookupError(
-            f"strategy {name}: this {type(found).__name__} has no {' and no '.join(missing)}; write a subclass of "
+            f"strategy {name}: this {type(instance).__name__} has no {' and no '.join(missing)}; write a subclass of "
             "dpbench.strategies.Strategy and give the name of an instance of that class"
         )
-    return found
+    return instance
 
 
 def _parts(found: Any) -> list[tuple[str, bool]]:

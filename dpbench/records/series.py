@@ -1,4 +1,4 @@
-"""Series: the steps and the samples of a trial, stored by column.
+"""Series: the steps, the spans and the samples of a trial; steps and samples are stored by column.
 
 A long run has millions of steps and samples, but a report reads few of them one by one. One object per step and sample
 would take most of a report's time and memory.
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import compress
 from typing import NamedTuple, Self, TypeVar, overload
+
+from dpbench.records.case import Phase
 
 Value = TypeVar("Value")
 
@@ -79,6 +81,41 @@ class Steps(Sequence[Step]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+JOINT = "_joint"
+"""The end of the name of a joint span's clock."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The start and the end of one phase on one device in the step with the index `step`.
+
+    `device` is -1 for the host. `clock` names the clock that measured the times. All times are converted to the
+    machine's monotonic clock.
+    """
+
+    step: int
+    phase: Phase
+    device: int
+    clock: str  # "host" | "cuda_event" | "profiled_step", followed by `JOINT` if the span is joint
+    start_s: float
+    end_s: float
+
+    @property
+    def joint(self) -> bool:
+        """Return whether one thread had opened the phase on several devices at once.
+
+        It then runs one operation for all of them, such as the backward from a loss of the gathered
+        batch. The span does not show when its device computed within this time. Trials that dpbench
+        stored before it knew joint spans have none.
+        """
+        return self.clock.endswith(JOINT)
+
+    @property
+    def on_host(self) -> bool:
+        """Return whether the host's clock measured the times."""
+        return self.clock.removesuffix(JOINT) == "host"
 
 
 @dataclass(frozen=True)

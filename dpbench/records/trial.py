@@ -19,7 +19,7 @@ import msgspec
 from dpbench.records import visible
 from dpbench.records.case import Case, Phase
 from dpbench.records.ledger import Ledger
-from dpbench.records.series import Sample, Samples, Step, Steps
+from dpbench.records.series import Sample, Samples, Span, Step, Steps
 
 
 class Doubt(StrEnum):
@@ -165,41 +165,6 @@ class Verified(StrEnum):
     NO = "no"
 
 
-JOINT = "_joint"
-"""The end of the name of a joint span's clock."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """The start and the end of one phase on one device in the step with the index `step`.
-
-    `device` is -1 for the host. `clock` names the clock that measured the times. All times are converted to the
-    machine's monotonic clock.
-    """
-
-    step: int
-    phase: Phase
-    device: int
-    clock: str  # "host" | "cuda_event" | "profiled_step", followed by `JOINT` if the span is joint
-    start_s: float
-    end_s: float
-
-    @property
-    def joint(self) -> bool:
-        """Return whether one thread had opened the phase on several devices at once.
-
-        It then runs one operation for all of them, such as the backward from a loss of the gathered
-        batch. The span does not show when its device computed within this time. Trials that dpbench
-        stored before it knew joint spans have none.
-        """
-        return self.clock.endswith(JOINT)
-
-    @property
-    def on_host(self) -> bool:
-        """Return whether the host's clock measured the times."""
-        return self.clock.removesuffix(JOINT) == "host"
-
-
 @dataclass(frozen=True)
 class Memory:
     """The peak memory of one device, in one phase or, if `phase` is empty, in whole steps.
@@ -314,16 +279,15 @@ class Trial:
         """Return, as text, the reason why the trial has no usable step times; an empty text if it has them."""
         if self.status is Status.OK and self.fault is None:
             return ""
-        said = {
+        reasons = {
             Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; a duration must be above 0 "
             f"and below {LONGEST_S:.0e} s",
             Fault.UNTIMED: "no step was timed",
         }
-        return said.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
+        return reasons.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
 
     @property
     def _impossible_s(self) -> float | None:
-        """Return the first duration of a timed step that is not above 0 or not below `LONGEST_S`; None without one."""
         return next((seconds for seconds in self.timed if not 0 < seconds < LONGEST_S), None)
 
     @property
@@ -373,6 +337,33 @@ class Trial:
             rows = zip(*(visible.column(columns.get(field, ())) for field in known), strict=True)
             values[name] = tuple(record(*row) for row in rows)
         return cls(**values)
+
+
+def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
+    """Return the steps and the spans of all ranks, merged as if they came from one process.
+
+    `parts` are the trials of the ranks. Each step of the result is that of the rank that finished it last. A reduction
+    starts only when the last rank arrives. Each rank's reduce span is therefore cut to begin at that time. A rank's
+    backward span that contains the beginning of the rank's last reduce span is cut to end there. The time in which
+    ranks wait for the last rank is thus charged to the last rank's spans.
+    """
+    steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
+    spans = [span for part in parts for span in part.spans]
+    arrived: dict[int, float] = {}
+    arrivals: dict[tuple[int, int], float] = {}
+    for span in spans:
+        if span.phase is Phase.REDUCE:
+            arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))
+            arrivals[span.step, span.device] = max(span.start_s, arrivals.get((span.step, span.device), span.start_s))
+
+    def cut(span: Span) -> Span:
+        if span.phase is Phase.REDUCE:
+            return replace(span, start_s=min(span.end_s, arrived[span.step]))
+        end_s = arrivals.get((span.step, span.device), span.end_s)
+        inside = span.phase is Phase.BACKWARD and span.start_s <= end_s < span.end_s
+        return replace(span, end_s=end_s) if inside else span
+
+    return steps, tuple(map(cut, spans))
 
 
 _SCALARS: dict[str, Any] = {

@@ -74,12 +74,16 @@ def summary(found: Comparisons) -> str:
     return ", ".join(f"{words.count(counts[verdict], 'case')} {verdict}" for verdict in ORDER if counts[verdict])
 
 
-def facts(before: Report, after: Report, found: Comparisons) -> list[tuple[str, str]]:
+def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple[str, str]]:
     """Return a line on each run, and a line on each fact in which their machines differ, as pairs of a name and a text.
 
     The names are "before" and "after" for the runs, and "UNLIKE" for each fact.
     """
-    return [("before", heading(before)), ("after", heading(after)), *(("UNLIKE", str(one)) for one in found.unlike)]
+    return [
+        ("before", heading(before)),
+        ("after", heading(after)),
+        *(("UNLIKE", str(one)) for one in comparisons.unlike),
+    ]
 
 
 def note(found: Comparisons) -> str:
@@ -115,7 +119,7 @@ class SideAnswer:
     cases: str = ""
 
 
-def page(before: Report, after: Report, found: Comparisons) -> str:
+def page(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the comparison as one HTML page: the answers of both runs, the table, and the steps of both runs.
 
     The page has the style sheet and the script of the page of a run, so that filters, tooltips and themes are the same.
@@ -123,36 +127,47 @@ def page(before: Report, after: Report, found: Comparisons) -> str:
     from dpbench.report import page as report_page
 
     styles = report_page.Styles()
-    drawn = [part for part in (_lanes(before, after, found, styles), _phases(before, after, found, styles)) if part]
-    shown = answers(before, after, found)
+    drawn = [
+        part
+        for part in (_lanes(before, after, comparisons, styles), _phases(before, after, comparisons, styles))
+        if part
+    ]
+    shown = answers(before, after, comparisons)
     style = f"{report_page.text_of('page.css')}{report_page.text_of('compare.css')}{styles}"
     script = report_page.text_of("page.js")
     allow = report_page.allowed
-    cases = [*(line.case for line in found.lines), *found.lost]
-    verdicts = [verdict for verdict in ORDER if found.verdicts[verdict]]
+    cases = [*(line.case for line in comparisons.lines), *comparisons.lost]
+    verdicts = [verdict for verdict in ORDER if comparisons.verdicts[verdict]]
     axes = [*naming.axes(cases), *([("verdict", "Verdict", verdicts)] if len(verdicts) > 1 else [])]
     rendered = report_page.template("compare.html").render(
         policy=Markup(f"default-src 'none'; style-src {allow(style)}; script-src {allow(script)}; img-src data:"),
-        style=Markup(style), script=Markup(script), numbers=Markup(table.embedded(numbers(found))),
-        summary=summary(found), runs=f"{before.run_id[:8]}-{after.run_id[:8]}", facts=facts(before, after, found),
+        style=Markup(style), script=Markup(script), numbers=Markup(table.embedded(numbers(comparisons))),
+        summary=summary(comparisons),
+        runs=f"{before.run_id[:8]}-{after.run_id[:8]}",
+        facts=facts(before, after, comparisons),
         contents=[
             *([("answers", "Answers")] if shown else []), ("cases", "Cases"), *((part.id, part.title) for part in drawn)
         ],
         axes=axes, answers=shown, columns=COLUMNS, text_columns=TEXT_COLUMNS,
-        lines=list(zip(map(naming.case_id, cases), cells(found), strict=True)), parts=drawn, legend=note(found),
+        lines=list(zip(map(naming.case_id, cases), cells(comparisons), strict=True)),
+        parts=drawn,
+        legend=note(comparisons),
         intervals=words.INTERVALS,
     )  # fmt: skip
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
 
 
-def numbers(found: Comparisons) -> list[dict[str, object]]:
+def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
     """Return one record per case, in the order of the table, with the case's settings, verdict and numbers.
 
     Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show a
     number, or None.
     """
-    return [*map(_record, found.lines), *(_work(case, "undecided", reason) for case, reason in found.lost.items())]
+    return [
+        *map(_record, comparisons.lines),
+        *(_work(case, "undecided", reason) for case, reason in comparisons.lost.items()),
+    ]
 
 
 def _record(line: Comparison) -> dict[str, object]:
@@ -190,15 +205,14 @@ def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswe
     return shown
 
 
-def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) -> PageSection | None:
-    """Return the section with one median step of each case in both runs, on one time axis; None without such steps."""
+def _lanes(before: Report, after: Report, comparisons: Comparisons, styles: Styles) -> PageSection | None:
     from dpbench.report import swim_lanes
 
     sides = [
         {case: one for (case, source), one in report.lanes.items() if source is not Source.PREDICTED}
         for report in (before, after)
     ]
-    drawable = [line for line in found.lines if line.case in sides[0] and line.other in sides[1]]
+    drawable = [line for line in comparisons.lines if line.case in sides[0] and line.other in sides[1]]
     panels = []
     for i, line in enumerate(drawable[:PANELS]):
         both = sides[0][line.case], sides[1][line.other]
@@ -210,12 +224,11 @@ def _lanes(before: Report, after: Report, found: Comparisons, styles: Styles) ->
     return _part("lanes", "One median step before and after", lead, panels, len(drawable), styles)
 
 
-def _phases(before: Report, after: Report, found: Comparisons, styles: Styles) -> PageSection | None:
-    """Return the section with the phases of each case in both runs; None if no case has enough rounds in both."""
+def _phases(before: Report, after: Report, comparisons: Comparisons, styles: Styles) -> PageSection | None:
     from dpbench.report import figures
 
     rows = [{row.case: row for row in report.rows} for report in (before, after)]
-    drawable = [line for line in found.lines if not (line.before.doubt or line.after.doubt)]
+    drawable = [line for line in comparisons.lines if not (line.before.doubt or line.after.doubt)]
     panels = []
     for i, line in enumerate(drawable[:PANELS]):
         panel = figures.compared(_title(line), rows[0][line.case], rows[1][line.other], f"case{i}")

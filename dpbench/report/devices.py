@@ -47,14 +47,14 @@ class TableSection(NamedTuple):
 
 def parts(report: Report) -> list[TableSection]:
     """Return the sections on latency, imbalance, memory, transfers and predictions, except for empty tables."""
-    found = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
+    ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
-        ("latency", "Latency", LATENCY, *_latency(found.rows)),
-        ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(found.imbalance)),
-        ("memory-by-phase", "Memory by phase", MEMORY, *_memory(found.memory)),
-        ("links", "Bytes over links", LINKS, *_links(found.flows)),
-        ("link-counters", "Bytes in device counters", COUNTERS, *_counters(found.counted)),
+        ("latency", "Latency", LATENCY, *_latency(ordered.rows)),
+        ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(ordered.imbalance)),
+        ("memory-by-phase", "Memory by phase", MEMORY, *_memory(ordered.memory)),
+        ("links", "Bytes over links", LINKS, *_links(ordered.flows)),
+        ("link-counters", "Bytes in device counters", COUNTERS, *_counters(ordered.counted)),
     ]
     sections = [
         TableSection(
@@ -63,7 +63,7 @@ def parts(report: Report) -> list[TableSection]:
         for id, title, lead, table, cases in tables
         if table.lines
     ]
-    return [*sections, *_forecast_section(found.forecasts)]
+    return [*sections, *_forecast_section(ordered.forecasts)]
 
 
 LATENCY = (
@@ -107,7 +107,6 @@ def _place(case: Case) -> tuple[object, ...]:
 
 
 def _case(case: Case) -> Cell:
-    """Return the cell that names a case: its strategy and devices, and in small type its model, settings and batch."""
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
     work = f"{naming.plain(naming.model(case))}{kind}, batch {case.batch}"
@@ -133,25 +132,25 @@ def _percentile(found: Percentile) -> Cell:
     return Cell(words.number(found.value * 1e3), f"{words.number(found.low * 1e3)}–{words.number(found.high * 1e3)}")
 
 
-def _imbalance(found: Sequence[Index]) -> tuple[Table, list[Case]]:
+def _imbalance(indexes: Sequence[Index]) -> tuple[Table, list[Case]]:
     columns = (
         "case", "quantity", "verdict", "device 0", "mean of others", "single", "device 0 / others", "largest / mean",
         "control, ddp",
     )  # fmt: skip
-    lines = tuple(_index(index) for index in found)
-    return Table("Imbalance", columns, lines, text=3), [index.case for index in found]
+    lines = tuple(_index(index) for index in indexes)
+    return Table("Imbalance", columns, lines, text=3), [index.case for index in indexes]
 
 
 def _index(index: Index) -> tuple[Cell, ...]:
-    said = SAID[index.unit]
+    as_text = SAID[index.unit]
     others = [amount for device, amount in index.devices.items() if device]
     return (
         _case(index.case),
         Cell(index.quantity, index.basis),
         Cell(index.verdict),
-        Cell(said(index.devices[0])),
-        Cell(said(sum(others) / len(others))),
-        Cell(said(index.floor)) if index.floor is not None else Cell(""),
+        Cell(as_text(index.devices[0])),
+        Cell(as_text(sum(others) / len(others))),
+        Cell(as_text(index.floor)) if index.floor is not None else Cell(""),
         _estimate(index.first),
         _estimate(index.most),
         _estimate(index.control) if index.control else Cell(""),
@@ -172,15 +171,15 @@ def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:
     ]
 
 
-def _footprint(one: Footprint) -> tuple[Cell, ...]:
-    excess = one.excess_bytes or 0.0
+def _footprint(footprint: Footprint) -> tuple[Cell, ...]:
+    excess = footprint.excess_bytes or 0.0
     sign = "−" if excess < 0 else ""
     return (
-        _case(one.case),
-        Cell(one.basis),
-        Cell(f"{sign}{words.size(abs(excess))}", f"peak in {one.top}"),
-        *(_phase(one.peaks.get(phase, {})) for phase in PHASES),
-        _phase(one.used),
+        _case(footprint.case),
+        Cell(footprint.basis),
+        Cell(f"{sign}{words.size(abs(excess))}", f"peak in {footprint.top}"),
+        *(_phase(footprint.peaks.get(phase, {})) for phase in PHASES),
+        _phase(footprint.used),
     )
 
 
@@ -191,27 +190,28 @@ def _phase(held: Mapping[int, int]) -> Cell:
     return Cell(words.size(held[0]), words.size(sum(others) / len(others)))
 
 
-def _forecast_section(found: Sequence[Forecast]) -> list[TableSection]:
-    """Return a list with the section that compares predictions with measurements; it is empty without predictions."""
-    if not found:
+def _forecast_section(forecasts: Sequence[Forecast]) -> list[TableSection]:
+    if not forecasts:
         return []
     lines = tuple(
         (
-            _case(one.case),
-            Cell(one.machine or "this run"),
-            estimate(one.predicted, 1e3),
-            estimate(one.measured, 1e3),
-            Cell(f"{'+' if one.error >= 0 else '-'}{words.percent(abs(one.error))}", sort=repr(one.error)),
-            Cell("yes" if one.inside else "no"),
+            _case(forecast.case),
+            Cell(forecast.machine or "this run"),
+            estimate(forecast.predicted, 1e3),
+            estimate(forecast.measured, 1e3),
+            Cell(
+                f"{'+' if forecast.error >= 0 else '-'}{words.percent(abs(forecast.error))}", sort=repr(forecast.error)
+            ),
+            Cell("yes" if forecast.inside else "no"),
         )
-        for one in found
+        for forecast in forecasts
     )
-    inside = f"{sum(one.inside for one in found)} of {words.count(len(found), 'measured step time')}"
+    inside = f"{sum(forecast.inside for forecast in forecasts)} of {words.count(len(forecasts), 'measured step time')}"
     table = Table(
         f"Predicted against measured: the intervals of the predictions contain {inside}",
         ("case", "predicted for", "predicted, ms", "measured, ms", "error", "inside"), lines, text=2,
     )  # fmt: skip
-    labels, cases = _union(one.labels for one in found), [one.case for one in found]
+    labels, cases = _union(forecast.labels for forecast in forecasts), [forecast.case for forecast in forecasts]
     opened = len(lines) <= OPEN
     return [TableSection("predicted", "Predicted against measured", FORECASTS, table, labels, opened, cases)]
 
@@ -248,13 +248,18 @@ def _ways(flow: PhaseTraffic) -> str:
     return "a ring" if len(flow.moves) == len(sources) else "each → each"
 
 
-def _counters(found: Sequence[Counted]) -> tuple[Table, list[Case]]:
+def _counters(counted: Sequence[Counted]) -> tuple[Table, list[Case]]:
     columns = ("case", "link", "device", "received", "computed", "sent", "computed")
     lines = tuple(
         (
-            _case(one.case), Cell(one.link), Cell(str(one.device)), Cell(words.size(one.received)),
-            Cell(words.size(one.computed_received)), Cell(words.size(one.sent)), Cell(words.size(one.computed_sent)),
+            _case(counter.case),
+            Cell(counter.link),
+            Cell(str(counter.device)),
+            Cell(words.size(counter.received)),
+            Cell(words.size(counter.computed_received)),
+            Cell(words.size(counter.sent)),
+            Cell(words.size(counter.computed_sent)),
         )
-        for one in found
-    )  # fmt: skip
-    return Table("Bytes in device counters", columns, lines, text=2), [one.case for one in found]
+        for counter in counted
+    )
+    return Table("Bytes in device counters", columns, lines, text=2), [counter.case for counter in counted]

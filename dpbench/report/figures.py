@@ -38,12 +38,12 @@ ENDS = (
 
 def over_commits(report: Report) -> Section | None:
     """Return the section on the history of the report's cases; None if no case has enough commits."""
-    found = {one.case: one for one in report.histories}
-    if not found:
+    by_case = {one.case: one for one in report.histories}
+    if not by_case:
         return None
-    rows = [row for row in small_multiples.order(report.rows) if row.case in found]
+    rows = [row for row in small_multiples.order(report.rows) if row.case in by_case]
     cases = list(dict.fromkeys(row.case for row in rows))
-    drawn = [found[case] for case in cases[: small_multiples.PANELS]]
+    drawn = [by_case[case] for case in cases[: small_multiples.PANELS]]
     with svg.theme():
         panels = [_commits_panel(one, f"history{i}") for i, one in enumerate(drawn)]
     left_out = len(cases) - len(panels)
@@ -91,17 +91,16 @@ def _commits_panel(history: History, key: str) -> Panel:
 
 
 def _commits_caption(history: History) -> str:
-    """Return the caption of a panel: the number of commits, and each detected change with its size and its commit."""
-    said = [f"{words.count(len(history.points), 'commit')}."]
+    sentences = [f"{words.count(len(history.points), 'commit')}."]
     levels = history.levels or ()
     for before, after in pairwise(levels):
         change = after.seconds / before.seconds - 1
         way = "longer" if change > 0 else "shorter"
         commit = history.points[after.first].commit
-        said.append(f"From commit {commit} on, the step is {words.percent(abs(change))} {way}.")
+        sentences.append(f"From commit {commit} on, the step is {words.percent(abs(change))} {way}.")
     if history.levels is not None and len(levels) == 1:
-        said.append("No change is detected.")
-    return naming.plain(" ".join(said))
+        sentences.append("No change is detected.")
+    return naming.plain(" ".join(sentences))
 
 
 def ladder_section(ladders: Sequence[Ladder]) -> Section:
@@ -169,19 +168,19 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: fl
     """
     if rung.change is None:
         (bar,) = axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
-        low, high, at = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
+        low, high, end = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
     else:
         start, gain = steps[rung.change.over], rung.change.gain_s
         colour = _colour(rung.change)
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
-        at = start - gain.value * 1e3
+        end = start - gain.value * 1e3
         low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # a step time is not negative
-        (bar,) = axes.barh(y, at - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
+        (bar,) = axes.barh(y, end - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
         axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
-        axes.plot([0, min(at, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
+        axes.plot([0, min(end, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
     over = f", {words.times(rung.change.ratio)} over {rung.change.over}" if rung.change else ""
     marks.explain(bar, f"{_name(rung)}: a step takes {words.ms(rung.step)}{over}, {naming.basis(rung.row)}")
-    svg.whisker(axes, y, min(max(at, low), high), (low, high), farthest)
+    svg.whisker(axes, y, min(max(end, low), high), (low, high), farthest)
     return min(high, farthest)
 
 
@@ -209,7 +208,6 @@ def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
 
 
 def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
-    """Yield the handles of the legend of a ladder's panel."""
     seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
     for verdict, colour in COLOURS.items():
         if verdict in seen:
@@ -221,17 +219,16 @@ def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
 
 
 def _caption(ladder: Ladder) -> str:
-    """Return the caption of a ladder's panel: the number of rounds, and notes on what the panel shows or lacks."""
-    said = [naming.rounds([rung.row for rung in ladder.rungs])]
+    sentences = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"
-        said.append(f"The limit is the step time of one device's share of the batch, measured as {share}.")
+        sentences.append(f"The limit is the step time of one device's share of the batch, measured as {share}.")
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        said.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis.")
+        sentences.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis.")
     if ladder.case.device_kind == "emulated":
-        said.append("The steps show host cost only, and no speed-up.")
-    return " ".join(said)
+        sentences.append("The steps show host cost only, and no speed-up.")
+    return " ".join(sentences)
 
 
 def sections(report: Report) -> list[Section]:

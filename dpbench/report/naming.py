@@ -175,7 +175,6 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _date(seconds: float) -> str:
-    """Return a time, in seconds since the epoch, as text; "unknown" for 0, which exported trials have."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
 
 
@@ -195,7 +194,6 @@ def gpus(found: Mapping[str, Any]) -> str:
 
 
 def _code(code: Mapping[str, Any]) -> str:
-    """Return a text with a version, its commit, and "dirty" if the code had uncommitted changes."""
     commit = f"commit {code['commit'][:12]}" if code.get("commit") else ""
     dirty = "dirty" if code.get("dirty") else ""
     return " ".join(filter(None, (str(code.get("version", "")), commit, dirty))) or "unknown"
@@ -213,17 +211,16 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     If workers have different values, commas separate the values.
     """
     # the page shows the self-check's results in a separate section
-    found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
+    entries = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
         same = {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
         for name, value in _flat(same, "worker."):
             workers.setdefault(name, {})[value] = None
-    return found + [(name, ", ".join(values)) for name, values in workers.items()]
+    return entries + [(name, ", ".join(values)) for name, values in workers.items()]
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield nested facts as pairs of a name with dots, such as "host.cpu", and a text."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _flat(inner, f"{prefix}{name}.")

@@ -43,22 +43,23 @@ def render(report: Report) -> str:
     return str(Markup('<div class="dpbench">{}</div>').format(Markup("\n").join(parts)))
 
 
-def compared(before: Report, after: Report, found: Comparisons) -> str:
+def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the HTML of two runs that are compared: a line on each run, and the table of their common cases."""
-    head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, found)]
+    head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, comparisons)]
     cells = [
         Markup("").join(
             _cell("td", *pair, text=comparing.TEXT_COLUMNS) for pair in zip(comparing.COLUMNS, line, strict=True)
         )
-        for line in comparing.cells(found)
+        for line in comparing.cells(comparisons)
     ]
     columns = Markup("").join(_cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS)
-    summary = Markup('<div class="card"><b>{}</b>{}</div>').format(comparing.summary(found), Markup("").join(head))
+    summary = Markup('<div class="card"><b>{}</b>{}</div>').format(
+        comparing.summary(comparisons), Markup("").join(head)
+    )
     return str(Markup('<div class="dpbench">{}{}{}</div>').format(Markup(STYLE), summary, _rows(columns, cells)))
 
 
 def _card(answer: Answer) -> Markup:
-    """Return the card of an answer as HTML: its headline, its reasons, the command to run next, and its labels."""
     clauses = [clause for clause in (answer.reason, answer.certainty, answer.memory) if clause]
     said = Markup("").join(map(_line, clauses))
     following = Markup("<p>Next: <code>{}</code></p>").format(answer.command) if answer.command else ""
@@ -80,7 +81,6 @@ def _badges(labels: Iterable[str]) -> Markup:
 
 
 def _table(report: Report) -> Markup:
-    """Return the table of all cases; a case without a result has the reason below its line."""
     columns, found = table.all_cases(report)
     head = Markup("").join(_cell("th", name, name) for name in columns)
     lines = []
@@ -97,13 +97,11 @@ def _table(report: Report) -> Markup:
 
 
 def _rows(head: Markup, lines: Iterable[Markup]) -> Markup:
-    """Return a table; `head` and each of `lines` are the cells of a row."""
     body = Markup("").join(Markup("<tr>{}</tr>").format(line) for line in lines)
     return Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(head, body)
 
 
 def _cell(tag: str, column: str, said: str, small: str = "", text: Collection[str] = table.TEXT_COLUMNS) -> Markup:
-    """Return a cell of a table; `tag` is th or td, and columns in `text` are aligned at the left."""
     align = Markup(' class="text"') if column in text else ""
     under = Markup("<small>{}</small>").format(small) if small else ""
     return Markup("<{0}{1}>{2}{3}</{0}>").format(Markup(tag), align, said, under)

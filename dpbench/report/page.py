@@ -119,7 +119,7 @@ class Styles:
 def render(report: Report) -> str:
     """Return the HTML text of the page."""
     styles = Styles()
-    found = _parts(report, styles)
+    sections = _parts(report, styles)
     columns, lines = table.all_cases(report)
     style, script = f"{text_of('page.css')}{styles}", text_of("page.js")
     command = str(report.provenance.get("command", ""))
@@ -132,7 +132,7 @@ def render(report: Report) -> str:
         command=command,
         badges=naming.badges(report.rows),
         axes=naming.axes([row.case for row in report.rows]),
-        contents=_contents(found, findings=bool(report.diagnoses), command=bool(command)),
+        contents=_contents(sections, findings=bool(report.diagnoses), command=bool(command)),
         alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
@@ -141,7 +141,7 @@ def render(report: Report) -> str:
         headline=text.headline,
         finding_parts=text.parts,
         findings_note=text.NOTE,
-        parts=found,
+        parts=sections,
         columns=columns,
         text_columns=table.TEXT_COLUMNS,
         lines=lines,
@@ -172,15 +172,14 @@ def allowed(content: str) -> str:
 
 
 def _parts(report: Report, styles: Styles) -> list[PageSection]:
-    """Return the sections with drawings or tables, in the order of the page."""
     drawn = (_drawn(section, report, styles) for section in figures.sections(report))
-    found = [*drawn, *(_tabled(section) for section in devices.parts(report))]
+    parts = [*drawn, *(_tabled(section) for section in devices.parts(report))]
     if machines := table.machines(report):
         lead = "The machines of the launch. A slow machine delays every rank at each collective."
-        found.append(
+        parts.append(
             PageSection("hosts", "Hosts", lead, naming.labels(report.rows), tables=[Numbers(machines, (), open=True)])
         )
-    return sorted(found, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
+    return sorted(parts, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
 
 
 def _drawn(section: Section, report: Report, styles: Styles) -> PageSection:
@@ -207,14 +206,14 @@ def _tabled(section: devices.TableSection) -> PageSection:
     return PageSection(section.id, section.title, section.lead, section.labels, tables=tables)
 
 
-def _contents(found: Sequence[PageSection], *, findings: bool, command: bool) -> list[tuple[str, str]]:
+def _contents(sections: Sequence[PageSection], *, findings: bool, command: bool) -> list[tuple[str, str]]:
     """Return the id and the title of each section of the page, in order.
 
     `findings` and `command` are True if the page has the section on causes and remedies, and the one on the command.
     """
     return [
         ("answers", "Answers"),
-        *((part.id, part.title) for part in found),
+        *((part.id, part.title) for part in sections),
         ("cases", "All cases"),
         *([("findings", "Causes and remedies")] if findings else []),
         ("method", "How it was measured"),
@@ -287,17 +286,16 @@ def _entry(report: Report) -> Entry:
 
 def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
     """Return the entries of the runs in a folder, the newest first, and the folders whose facts cannot be read."""
-    found, unreadable = [], []
+    entries, unreadable = [], []
     for path in folder.glob(f"*/{FACTS}"):
         try:
-            found.append(msgspec.json.decode(path.read_bytes(), type=Entry))
+            entries.append(msgspec.json.decode(path.read_bytes(), type=Entry))
         except msgspec.MsgspecError:
             unreadable.append(path.parent.name)
-    return sorted(found, key=lambda one: (-one.started_s, one.run_id)), sorted(unreadable)
+    return sorted(entries, key=lambda entry: (-entry.started_s, entry.run_id)), sorted(unreadable)
 
 
 def _list(entries: list[Entry], unreadable: list[str]) -> str:
-    """Return the HTML text of the list of runs."""
     style = text_of("page.css")
     policy = Markup(f"default-src 'none'; style-src {allowed(style)}")
     rendered = template("runs.html").render(entries=entries, unreadable=unreadable, style=Markup(style), policy=policy)

@@ -44,7 +44,6 @@ def section(rows: Sequence[Row]) -> Section:
 
 
 def _identity(row: Row) -> tuple[Hashable, ...]:
-    """Return the key of the line to which a row belongs; rows with equal keys form one line of a panel."""
     return (*small_multiples.rank(row.case), row.source)
 
 
@@ -56,19 +55,18 @@ def _both_ways(rows: Sequence[Row]) -> list[Row]:
     """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
-    found = []
+    doubled = []
     for row in rows:
         start = replace(row, scaling="weak")
         starts_weak = row.case.devices == 1 and _place(start) in weak
         if not starts_weak or _place(row) in strong:
-            found.append(row)
+            doubled.append(row)
         if starts_weak:
-            found.append(start)
-    return found
+            doubled.append(start)
+    return doubled
 
 
 def _place(row: Row) -> tuple[object, ...]:
-    """Return the key of the panel to which a row belongs."""
     return (small_multiples.setting(row.case), *_work(row))
 
 
@@ -122,7 +120,6 @@ def _cases(line: Points) -> list[Case]:
 
 
 def _said(row: Row, speedup: Estimate) -> str:
-    """Return the text on a point: its case, its speed-up with the interval, and the rounds."""
     count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
     return f"{naming.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
 
@@ -145,7 +142,6 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
 
 
 def _name(case: Case, labels: Iterable[str], value: str) -> str:
-    """Return a line's name in the legend: those labels that are in `svg.ODD`, strategy, schedule, options, value."""
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
     name = " ".join(filter(None, (odd, naming.strategy(case), options)))

@@ -340,18 +340,17 @@ def _shortened(value: str) -> str:
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
         return value
-    path, at = "", ("", "")
+    path, last = "", ("", "")
     for close, command, x, y in re.findall(r"(z)|([ML]) (\S+) (\S+)", value):
-        level, upright = command == "L" and y == at[1], command == "L" and x == at[0]
+        level, upright = command == "L" and y == last[1], command == "L" and x == last[0]
         if not (level and upright):
             path += close or (f"H{x}" if level else f"V{y}" if upright else f"{command}{x} {y}")
-        at = (x, y)
+        last = (x, y)
     return path
 
 
 @lru_cache(maxsize=1024)
 def _styled(style: str) -> str:
-    """Return a style with CSS variables as colours and without matplotlib's font, so that the page's font applies."""
     style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
     # matplotlib writes the font as one property or, in newer versions, as several
     style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)

@@ -32,10 +32,10 @@ PALE = 0.35
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
-def section(rows: Sequence[Row], found: Drawn) -> Section:
+def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
     # a timed step is drawn even if its rounds are too few for an estimate; the caption then names the case
-    shown = [row for row in rows if (row.case, row.source) in found]
+    shown = [row for row in rows if (row.case, row.source) in lanes_of]
     facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
     return Section(
         "lanes", "One median step, device by device",
@@ -43,7 +43,7 @@ def section(rows: Sequence[Row], found: Drawn) -> Section:
         "The lanes of a panel share one time axis. A bar is a phase on a device; a pale bar belongs to the step before "
         "or after. Where a lane is grey, no phase is open on the device. A thick outline is the critical path: the "
         "bars that the end of the step waited for.",
-        [_panel(facet, found, f"lanes{i}") for i, facet in enumerate(facets)],
+        [_panel(facet, lanes_of, f"lanes{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )  # fmt: skip
 
@@ -91,13 +91,13 @@ def _drawing(
     title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
 ) -> str:  # fmt: skip
     """Return the timelines as one drawing with a common time axis; `cases`, if given, has the case of each timeline."""
-    said = [_said(one) for one in shown]
+    captions = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in _shown(one) for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
     idle = any(lane.idle for one in shown for lane in one.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
-    figure, axes, tops = svg.lanes(names, said, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases)
+    figure, axes, tops = svg.lanes(names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases)
     begin_s = min(lane.begin_s for one in shown for lane in one.lanes)
     end_s = max([*(one.seconds for one in shown), *(bar.end_s for one in shown for bar in _own(one))])
     width = (end_s - begin_s) * 1e3 * 1.01
@@ -113,7 +113,6 @@ def _drawing(
 
 
 def _own(one: Lanes) -> Iterator[Bar]:
-    """Yield the bars of the step itself, without those of other steps."""
     return (bar for lane in one.lanes for bar in lane.bars if not bar.step)
 
 
@@ -122,32 +121,29 @@ def _path_key() -> Patch:
 
 
 def _said(one: Lanes) -> str:
-    """Return the duration of a step, and in brackets the range of the idle shares if it has several devices."""
     took = f"{words.number(one.seconds * 1e3)} ms"
     shares = [lane.idle_share for lane in one.lanes if lane.device >= 0]
     return f"{took} (devices idle {_range(shares)})" if len(shares) > 1 else took
 
 
 def _range(shares: Sequence[float]) -> str:
-    """Return the lowest and the highest of some fractions as text, or one text if both are the same."""
     return " to ".join(dict.fromkeys(words.percent(share) for share in (min(shares), max(shares))))
 
 
-def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
-    """Draw the lanes of one case from the height `top` downwards; `width` is the length of the time axis in ms."""
+def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
     critical: dict[tuple[int | None, Bar | None], float] = {}
-    for part in one.path:
+    for part in lanes.path:
         at = (part.device, part.bar)
         critical[at] = critical.get(at, 0.0) + part.end_s - part.start_s
     edges: dict[int | None, float] = {}
     start = top
-    for lane in _shown(one):
+    for lane in _shown(lanes):
         edges[lane.device] = top
         svg.write_beside(axes, top + 11, _short(lane.device), LEFT, fontsize=svg.SMALL)
         for begin, end in lane.idle:
             box = _box(axes, (begin, end), top, lane.rows * ROW, **IDLE)
             _write(axes, ("idle",), (begin, end), top, width, svg.MUTED)
-            marks.explain(box, f"{_place(lane.device)} idle: {_extent(begin, end, one.seconds)}")
+            marks.explain(box, f"{_place(lane.device)} idle: {_extent(begin, end, lanes.seconds)}")
         for bar in lane.bars:
             look, y = svg.PHASES[bar.phase], top + bar.row * ROW
             pale = {"alpha": PALE} if bar.step else {}
@@ -157,14 +153,13 @@ def _timeline(axes: Axes, one: Lanes, top: float, width: float) -> None:
             _write(axes, names, (bar.start_s, bar.end_s), y, width, ink)
             waited = critical.get((lane.device, bar), 0.0)
             on_path = f"; critical for {words.time(waited)}" if waited else ""
-            extent = _extent(bar.start_s, bar.end_s, one.seconds)
+            extent = _extent(bar.start_s, bar.end_s, lanes.seconds)
             marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}")
         top += lane.rows * ROW + GAP
-    _outline(axes, one.path, edges, (start, top - GAP))
+    _outline(axes, lanes.path, edges, (start, top - GAP))
 
 
 def _named(bar: Bar) -> str:
-    """Return the name of the bar's phase, whether it is joint, and its step if this is not the drawn step."""
     phase = f"joint {bar.phase}" if bar.joint else bar.phase.value
     if not bar.step:
         return phase
@@ -185,13 +180,11 @@ def _place(device: int) -> str:
 
 
 def _extent(start_s: float, end_s: float, step_s: float) -> str:
-    """Return, as text, an interval's duration, its start relative to the step's start, and its share of the step."""
     took = end_s - start_s
     return f"{words.time(took)} from {words.time(start_s)} on, {words.percent(took / step_s)} of the step"
 
 
 def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> Rectangle:
-    """Draw and return a box over an interval in seconds, with its top edge at the height `y`."""
     start, end = interval
     return svg.bar(axes, (start * 1e3, (end - start) * 1e3), (y, height - 1), linewidth=0, **look)
 
@@ -199,7 +192,6 @@ def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **l
 def _write(
     axes: Axes, texts: Sequence[str], interval: tuple[float, float], y: float, width: float, ink: str
 ) -> None:  # fmt: skip
-    """Write the first of `texts` that fits into a row over an interval in seconds; write nothing if none fits."""
     start, end = (at * 1e3 for at in interval)
     room = svg.room(end - start, width, LEFT)
     if text := next((text for text in texts if len(text) <= room), ""):
@@ -234,56 +226,50 @@ def _outline(
 
 
 def _edges(part: PathSegment, edges: Mapping[int | None, float]) -> tuple[float, float]:
-    """Return the top and the bottom edge of the bar in which a stretch of the critical path lies."""
     assert part.bar
     top = edges[part.device] + part.bar.row * ROW
     return top, top + ROW - 1
 
 
 def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tuple[float, float]]]:
-    """Return the codes and the points of the outline of a stretch of the critical path."""
     left, right = part.start_s * 1e3, part.end_s * 1e3
     corners = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
     return list(zip([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], corners, strict=True))
 
 
 def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
-    """Return the caption of a panel: each case's step and idle shares, and the cases with too few rounds."""
-    said = _sentences(facet.names, shown)
+    sentences = _sentences(facet.names, shown)
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
         these = words.verb(len(doubtful), "this case", "these cases")
-        said.append(f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}.")
-    return " ".join(said)
+        sentences.append(f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}.")
+    return " ".join(sentences)
 
 
 def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
-    """Return sentences on each timeline: which step it is, the idle shares of its devices, and devices not drawn."""
-    said = []
-    for name, one in zip(names, shown, strict=True):
-        took = words.time(one.seconds)
-        place = f"step {one.step} of {naming.unit(one.case)} {one.round + 1}"
-        measured = f"{place}, {took}, closest to the medians of its {words.count(one.timed, 'timed step')}"
-        which = f"predicted, {took}" if one.source is Source.PREDICTED else measured
-        said.append(f"{name}: {which}{_idle(one)}.")
-        if left_out := len(one.lanes) - len(_shown(one)):
-            said.append(f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn.")
-        if joint := sorted({bar.phase for bar in _own(one) if bar.joint}):
-            said.append(
+    sentences = []
+    for name, lanes in zip(names, shown, strict=True):
+        took = words.time(lanes.seconds)
+        place = f"step {lanes.step} of {naming.unit(lanes.case)} {lanes.round + 1}"
+        measured = f"{place}, {took}, closest to the medians of its {words.count(lanes.timed, 'timed step')}"
+        which = f"predicted, {took}" if lanes.source is Source.PREDICTED else measured
+        sentences.append(f"{name}: {which}{_idle(lanes)}.")
+        if left_out := len(lanes.lanes) - len(_shown(lanes)):
+            sentences.append(f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn.")
+        if joint := sorted({bar.phase for bar in _own(lanes) if bar.joint}):
+            sentences.append(
                 f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')} ({', '.join(joint)}) "
                 f"{words.verb(len(joint), 'is', 'are')} one operation for all devices; the bars do not show when each "
                 "device works."
             )
-    return said
+    return sentences
 
 
 def _shown(one: Lanes) -> Sequence[Lane]:
-    """Return the lanes that are drawn: those of the hosts, and those of the first devices."""
     return [lane for lane in one.lanes if lane.device < DEVICES]
 
 
 def _idle(one: Lanes) -> str:
-    """Return a clause with the idle shares of device 0 and of the others; an empty text if there is only one device."""
     first = [lane.idle_share for lane in one.lanes if lane.device == 0]
     rest = [lane.idle_share for lane in one.lanes if lane.device > 0]
     if not first or not rest:
@@ -292,18 +278,17 @@ def _idle(one: Lanes) -> str:
     return f"; idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
-def _description(one: Lanes) -> str:
-    """Return a text on all that the drawing of a case shows: the phases of each lane, and the critical path."""
+def _description(drawn: Lanes) -> str:
     lanes = []
-    for lane in _shown(one):
+    for lane in _shown(drawn):
         total: dict[str, float] = {}
         for bar in lane.bars:
             total[_named(bar)] = total.get(_named(bar), 0.0) + bar.end_s - bar.start_s
         parts = [f"{phase} {words.time(seconds)}" for phase, seconds in total.items()]
         lanes.append(f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}")
     path: dict[str, float] = {}
-    for part in one.path:
+    for part in drawn.path:
         name = f"{_named(part.bar)} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
-    return f"a step of {words.time(one.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
+    return f"a step of {words.time(drawn.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."

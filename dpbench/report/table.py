@@ -104,13 +104,13 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     return TableLine(naming.case_id(case), cells, row.outcome, _notes(row, trials))
 
 
-def estimate(found: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
+def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
     """Return the cell of an estimate, multiplied by `scale`, with its interval; empty for None."""
-    if found is None:
+    if estimated is None:
         return Cell("")
-    if found.doubt:
-        return Cell(words.withheld(found), words.count(found.n, "round"))
-    return Cell(words.number(found.value * scale) + unit, words.interval(found, scale), repr(found.value))
+    if estimated.doubt:
+        return Cell(words.withheld(estimated), words.count(estimated.n, "round"))
+    return Cell(words.number(estimated.value * scale) + unit, words.interval(estimated, scale), repr(estimated.value))
 
 
 def _efficiency(estimate: Estimate | None) -> Cell:
@@ -130,7 +130,6 @@ def _speedup(row: Row) -> Cell:
 
 
 def _memory(row: Row) -> Cell:
-    """Return the cell with the highest memory peak of all devices, or with the host's peak if no device has one."""
     if row.memory:
         device = max(row.memory, key=lambda d: row.memory[d])
         peak = row.memory[device]
@@ -141,25 +140,23 @@ def _memory(row: Row) -> Cell:
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
     """Return each distinct problem of a case as a pair: a headline that names the rounds with it, and the reason."""
-    found: dict[tuple[str, str], list[int]] = {}
+    rounds_of: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
-            found.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(trial.round)
-    if not found and row.outcome != Status.OK:
+            rounds_of.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(trial.round)
+    if not rounds_of and row.outcome != Status.OK:
         return ((row.outcome, row.reason or "no reason given"),)
-    return tuple(
-        (
-            f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {', '.join(str(at + 1) for at in rounds)}",
-            reason,
-        )
-        for (outcome, reason), rounds in found.items()
-    )
+    notes = []
+    for (outcome, reason), rounds in rounds_of.items():
+        numbers = ", ".join(str(number + 1) for number in rounds)
+        notes.append((f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {numbers}", reason))
+    return tuple(notes)
 
 
 def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
     """Return a table with the milliseconds of each phase and of the step, one line per measured case; and the cases."""
     measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
-    found = tuple(
+    lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
             *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in PHASE_COLUMNS),
@@ -168,7 +165,7 @@ def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
         for row, name in zip(measured, small_multiples.named(measured) if measured else (), strict=True)
     )
     columns = ("case", *PHASE_COLUMNS, "step")
-    return Table("Milliseconds of a step by phase", columns, found), [row.case for row in measured]
+    return Table("Milliseconds of a step by phase", columns, lines), [row.case for row in measured]
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -192,7 +189,7 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
 
 def machines(report: Report) -> Table | None:
     """Return the table of a launch's machines, with the step time of `single` on each; None for a single machine."""
-    found = report.provenance.get(HOSTS, {}).get("machines", ())
+    listed = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
         paces.setdefault(pace.host, []).append(
@@ -200,14 +197,14 @@ def machines(report: Report) -> Table | None:
         )
     lines = tuple(
         (
-            Cell(naming.plain(one["name"]), one["machine"][:8]),
-            Cell(one["facts"]["host"]["cpu"], words.count(one["facts"]["host"]["cores"], "core")),
-            Cell(words.size(one["facts"]["host"]["memory_bytes"])),
-            Cell(naming.gpus(one["facts"].get("gpus") or {})),
-            Cell(one["facts"]["software"]["torch"]),
-            Cell("; ".join(paces.get(one["name"], []))),
+            Cell(naming.plain(machine["name"]), machine["machine"][:8]),
+            Cell(machine["facts"]["host"]["cpu"], words.count(machine["facts"]["host"]["cores"], "core")),
+            Cell(words.size(machine["facts"]["host"]["memory_bytes"])),
+            Cell(naming.gpus(machine["facts"].get("gpus") or {})),
+            Cell(machine["facts"]["software"]["torch"]),
+            Cell("; ".join(paces.get(machine["name"], []))),
         )
-        for one in found
+        for machine in listed
     )
     columns = ("machine", "processor", "memory", "GPUs", "torch", "step of single, relative to the fastest machine")
     return Table("Machines", columns, lines, text=6) if len(lines) > 1 else None
@@ -300,7 +297,6 @@ def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Ce
 
 
 def _saved(change: RungGain) -> Cell:
-    """Return the cell with the milliseconds that a change saves; the number is negative if the change adds time."""
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
         return Cell(words.withheld(gain_s if gain_s.doubt else change.ratio))

@@ -56,15 +56,16 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
 
 
 def _series(trial: Trial) -> Series:
-    """Return the readings of the utilisation of each GPU in a trial, or of each core if no GPU was sampled."""
     samples = trial.grouped
-    places = {("GPU", device): one for device, one in samples.series("utilization_ratio").items() if device >= 0} or {
-        ("core", int(core[1])): one
+    places = {
+        ("GPU", device): series for device, series in samples.series("utilization_ratio").items() if device >= 0
+    } or {
+        ("core", int(core[1])): series
         for metric in samples.metrics
         if (core := _CORE.fullmatch(metric))
-        for one in samples.series(metric).values()
+        for series in samples.series(metric).values()
     }
-    return {place: sorted(zip(*one, strict=True)) for place, one in sorted(places.items())}
+    return {place: sorted(zip(*series, strict=True)) for place, series in sorted(places.items())}
 
 
 def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key: str) -> Panel:
@@ -137,7 +138,6 @@ def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8],
 
 
 def _colour_scale(figure: Figure) -> None:
-    """Draw the legend of the utilisation's colours below the plot."""
     height = figure.get_figheight() * 72
     axes = figure.add_axes((84 / svg.WIDTH, 4 / height, 120 / svg.WIDTH, 9 / height))
     axes.imshow(np.linspace(0, 1, 64)[None], cmap="cividis", aspect="auto", interpolation="none")
@@ -167,7 +167,6 @@ def imbalance(rows: Sequence[Row]) -> Section:
 
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
-    """Return the panel with the busy time of device 0 and of the other devices."""
     values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
     amounts = [{device: seconds * 1e3 for device, seconds in row.busy.items()} for row in facet.rows]
     drawing = _pairs(
@@ -184,14 +183,14 @@ def _sentence(facet: small_multiples.Facet) -> str:
 
     Return an empty text if the ratio is not known for any case.
     """
-    known = [
+    known_ratios = [
         (row.imbalance, row.memory_imbalance, name)
         for row, name in zip(facet.rows, facet.names, strict=True)
         if row.imbalance and naming.drawable(row.imbalance)
     ]
-    if not known:
+    if not known_ratios:
         return ""
-    ratio, memory, name = max(known, key=lambda one: one[0].value)
+    ratio, memory, name = max(known_ratios, key=lambda one: one[0].value)
     if ratio.low <= 1 <= ratio.high:
         same = "device 0 shows no difference from the others"
         return f"With {name}, which has the highest ratio, {same}: {words.times(ratio)}."
@@ -202,7 +201,6 @@ def _sentence(facet: small_multiples.Facet) -> str:
 
 
 def _memory(facet: small_multiples.Facet, key: str) -> Panel:
-    """Return the panel with the peak memory of device 0 and of the other devices."""
     ratios = [row.memory_imbalance for row in facet.rows]
     values = [f"{words.number(ratio)}×" if ratio is not None else "" for ratio in ratios]
     unit, scale = words.binary(max(max(row.memory.values()) for row in facet.rows))
@@ -312,7 +310,6 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
-    """Draw the median step as a vertical line and its interval as a band, from `top` to `bottom`."""
     low, high = step.low * 1e3, step.high * 1e3
     axes.add_patch(Rectangle((low, top), high - low, bottom - top, facecolor=svg.MUTED, alpha=0.25, linewidth=0))
     axes.plot([step.value * 1e3] * 2, [top, bottom], color=svg.FOREGROUND, linewidth=1.0)
@@ -362,7 +359,6 @@ def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], l
 
 
 def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, float]) -> None:
-    """Draw the warm-up steps of a case as circles at the height `y`, or as arrows where they are beyond the axis."""
     low, high = ends
     warm = [s * 1e3 for steps in (t.by_column for t in group) for s in compress(steps.seconds, steps.warmup)]
     places = {round(axes.transData.transform((x, y))[0]): x for x in warm if low <= x <= high}
@@ -389,12 +385,12 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
 
 def _left_out(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float) -> str:
     """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds that are not drawn."""
-    said = []
+    sentences = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
         if beyond := [time for time in times if time > end]:
             count = words.count(len(times), "timed step")
-            said.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
+            sentences.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
     if any(len(series[row.case]) > ROUNDS for row in facet.rows):
-        said.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
-    return " ".join(said) or "All timed steps."
+        sentences.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
+    return " ".join(sentences) or "All timed steps."

@@ -25,7 +25,7 @@ from dpbench.analysis.findings.rule import (
     Missing,
     contexts,
 )
-from dpbench.analysis.findings.text import paragraph
+from dpbench.analysis.findings.sentences import paragraph
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial, schedule, words
@@ -77,17 +77,17 @@ def diagnose(
 def _diagnosis(context: CaseContext) -> Diagnosis:
     rules = OBSERVED_RULES if context.case.traits.observed else RULES
     judged = [(rule, rule.when(context)) for rule in rules]
-    found = [
+    findings = [
         _finding(context, rule, seen) for rule, seen in judged if isinstance(seen, Evidence) and _worth(context, seen)
     ]
-    found.sort(key=lambda one: -one.stake)
+    findings.sort(key=lambda finding: -finding.stake)
     missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
     missing += loops.unclear(context.observed) if context.observed else ()
     return Diagnosis(
         row=context.row,
         labels=context.labels,
-        text=paragraph(context, found),
-        findings=tuple(found),
+        text=paragraph(context, findings),
+        findings=tuple(findings),
         unjudged=(*missing, *(() if context.observed else _doubtful(judged))),
         open=tuple(
             seen for _, seen in judged if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen)
@@ -96,7 +96,6 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
-    """Yield one text that names all rules whose finding needs more rounds; yield nothing if there are none."""
     names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
@@ -117,12 +116,12 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     share = seen.size_s.value / context.step_s if seen.size_s else 0.0
     tried = rule.remedies(context.case)
-    found = Finding(
+    finding = Finding(
         rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule),
         labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
         command=seen.command or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
     )  # fmt: skip
-    return replace(found, code=seen.code or _code(found, tried))
+    return replace(finding, code=seen.code or _code(finding, tried))
 
 
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
@@ -142,13 +141,13 @@ def _code(finding: Finding, tried: Sequence[Case]) -> str:
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
     """Return the measured cases of the same work that apply the rule's remedy, with their gains, the fastest first."""
-    found = []
+    measured = []
     candidates = [*context.rivals, context.all_cores()]
     for row in candidates:
         if row is not None and _applies(row, rule):
             ratio = context.ratio(row)
-            found.append(Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio)))
-    return tuple(sorted(found, key=lambda cure: -cure.ratio.value))
+            measured.append(Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio)))
+    return tuple(sorted(measured, key=lambda cure: -cure.ratio.value))
 
 
 def _applies(row: Row, rule: FindingRule) -> bool:

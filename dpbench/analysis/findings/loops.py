@@ -107,7 +107,6 @@ def _between(context: CaseContext, loop: Observed) -> Judgement:
 
 
 def _script(case: Case) -> str:
-    """Return the script of an observed loop; for a trace, whose script is unknown, return train.py."""
     return case.model if case.model.endswith(".py") else "train.py"
 
 
@@ -229,7 +228,6 @@ def _amount(one: Held) -> str:
 
 
 def _strays(held: Sequence[Held], loop: Observed) -> str:
-    """Return a clause such as "ranks 1, 2 and 3 hold 1.50 GiB on GPU 0, on which rank 0 trains"."""
     *before, last = [str(one.rank) for one in held]
     subject = f"ranks {', '.join(before)} and {last} hold" if before else f"rank {last} holds"
     home = next((one.rank for one in loop.held if one.own and one.uuid == held[0].uuid), None)

@@ -133,12 +133,13 @@ class CaseContext:
     @cached_property
     def rivals(self) -> list[Row]:
         """Return the rows of other strategies and schedules that were measured on the same work and devices."""
-        mine = replace(self.case, strategy="", schedule="")
+        setting = replace(self.case, strategy="", schedule="")
         return [
             row
             for case, row in self.rows.items()
-            if (case.batch_size, case.devices) == (mine.batch_size, mine.devices)  # a copy of every case takes long
-            and (row.series and case != self.case and replace(case, strategy="", schedule="") == mine)
+            # a copy of every case takes long
+            if (case.batch_size, case.devices) == (setting.batch_size, setting.devices)
+            and (row.series and case != self.case and replace(case, strategy="", schedule="") == setting)
         ]
 
     @cached_property
@@ -184,13 +185,13 @@ class CaseContext:
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
-        found = []
+        rows = []
         for count in range(2, self.case.devices):
             share, rest = divmod(self.case.batch_size * count, self.case.devices)
             same = self.other(devices=count)
             weak = None if rest else self.other(devices=count, batch_size=share)
-            found += [row for row in (same or weak,) if row]
-        return found[-1] if found else None
+            rows += [row for row in (same or weak,) if row]
+        return rows[-1] if rows else None
 
     # -- seconds
 
@@ -220,14 +221,12 @@ class CaseContext:
         return around(value, stats.difference(mine, alone)) if mine and alone else None
 
     def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
-        """Return, by round, the seconds that the phases `names` take together in each timed step of `case`."""
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
         noisy = {trial.round for trial in trials if foreign_load.noisy(trial)}
         return parts(case, stats.Timed({trial.round: _timed(trial, names) for trial in trials}, noisy))
 
 
 def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
-    """Return the seconds that the phases `names` take together in each timed step of a trial."""
     columns = [trial.ledger.seconds[name] for name in names if name in trial.ledger.seconds]
     whole = columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
     return trial.by_column.timed(whole or [0.0] * len(trial.steps))
@@ -284,7 +283,7 @@ def contexts(
     for row in measured:
         if row.case.devices > 1 and not row.case.traits.observed:
             groups.setdefault(_setting(row.case), []).append(row)
-    found = [
+    diagnosed = [
         CaseContext(row, by_case, of_case, machine, alternatives.get(row.case, ""))
         for row in measured
         if row.case.traits.observed
@@ -296,8 +295,8 @@ def contexts(
             if row.case.devices == most:
                 batches.setdefault(row.case.batch_size, []).append(row)
         for alike in batches.values():
-            found.append(CaseContext(min(alike, key=_rank), by_case, of_case, machine))
-    return found
+            diagnosed.append(CaseContext(min(alike, key=_rank), by_case, of_case, machine))
+    return diagnosed
 
 
 def _setting(case: Case) -> Case:

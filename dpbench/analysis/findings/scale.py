@@ -17,7 +17,7 @@ from dpbench.analysis.findings.rule import (
     scaled,
     share_of,
 )
-from dpbench.analysis.findings.text import devices, strategy
+from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
 from dpbench.records import Case, Phase
 from dpbench.records.registry import Parallelism, Role
@@ -274,12 +274,12 @@ def _bigger(context: CaseContext) -> Judgement:
     if best.step.doubt:
         return _doubted(f"whether batch {best.case.batch_size} scales better")
     work = context.case.batch_size / best.case.batch_size
-    mine, its = (f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown" for r in (context.row, best))
+    own, its = (f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown" for r in (context.row, best))
     return Evidence(
         says=f"with a batch of {best.case.batch_size}, the time per {count(context.case.batch_size, 'sample')} is "
         f"{time(best.step.value * work)}",
         numbers=f"with a batch of {context.case.batch_size}, a step takes {time(context.step_s)}; the speed-up over "
-        f"one device is {its} at batch {best.case.batch_size} and {mine} at batch {context.case.batch_size}",
+        f"one device is {its} at batch {best.case.batch_size} and {own} at batch {context.case.batch_size}",
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
         measured=True,
     )
@@ -337,23 +337,19 @@ def _diminishing(context: CaseContext) -> Judgement:
 
 
 def _balanced(case: Case) -> list[Case]:
-    """Return cases of the same work that use less memory on device 0: local loss, sharded optimizer, and ddp."""
     return remedial(case, {"loss": ("local",), "update": ("sharded",)}, [Role.CONTROL])
 
 
 def _fewer(case: Case) -> list[Case]:
-    """Return the case on half as many devices, rounded down; empty if that would be one device."""
     return [replace(case, devices=case.devices // 2)] if case.devices > 3 else []
 
 
 def _even(case: Case) -> list[Case]:
-    """Return the case with the next smaller and the next larger batch size that splits evenly over its replicas."""
     replicas = case.devices // case.traits.devices_per_replica
     return [replace(case, batch_size=size) for size in _multiples(case.batch_size, replicas)]
 
 
 def _multiples(batch: int, devices: int) -> list[int]:
-    """Return the multiples of `devices` next to `batch`, the smaller one first; no multiple is 0."""
     return [*dict.fromkeys((batch // devices * devices or devices, -(-batch // devices) * devices))]
 
 

@@ -34,8 +34,8 @@ class StorageLedger:
         """
         key, size = id(storage), storage.nbytes()
         with self._lock:
-            known = self._owned.get(key)
-            before = None if known is None else known[1]
+            entry = self._owned.get(key)
+            before = None if entry is None else entry[1]
             bound = self._bound.get(device)
             if bound is not None and self._now[device] + size - (before or 0) > bound:
                 full = DeviceFull(
@@ -45,13 +45,12 @@ class StorageLedger:
                 full.ordinal = device.index
                 raise full
             if before != size:
-                kept = known[2] if known else weakref.ref(storage, functools.partial(self._free, key))
+                kept = entry[2] if entry else weakref.ref(storage, functools.partial(self._free, key))
                 self._owned[key] = (device, size, kept)
                 self._now[device] += size - (before or 0)
                 self._peak[device] = max(self._peak[device], self._now[device])
 
     def _free(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
-        """Subtract the bytes of a storage that was freed; `key` is the id of the storage."""
         with self._lock:
             device, size, _ = self._owned.pop(key)
             self._now[device] -= size

@@ -152,7 +152,6 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
 
 
 def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
-    """Return an emulated tensor from its pickled parts; `rest` has the other attributes by name."""
     install()
     tensor = wrap(inner, device)
     tensor.__dict__.update(rest)
@@ -199,13 +198,11 @@ def load_operators() -> None:
 
 
 def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
-    """Return a new emulated tensor with undefined values: the kernel of aten::empty."""
     kept = {} if memory_format is None else {"memory_format": memory_format}
     return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
 
 
 def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
-    """Return a new emulated tensor with these strides and undefined values: the kernel of aten::empty_strided."""
     return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
 
 
@@ -219,7 +216,6 @@ def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool 
 
 
 def _numbered(device: Any) -> torch.device:
-    """Return `device` with an index; the index is 0 if `device` has none."""
     device = torch.device(device)
     return device if device.index is not None else torch.device(device.type, 0)
 
@@ -230,12 +226,12 @@ def counting() -> Iterator[list[int]]:
 
     Only bytes copied between two devices count: an operator that does not copy between devices appends 0.
     """
-    found: list[int] = []
-    _counters.append(found)
+    copied: list[int] = []
+    _counters.append(copied)
     try:
-        yield found
+        yield copied
     finally:
-        _counters[:] = [counter for counter in _counters if counter is not found]
+        _counters[:] = [counter for counter in _counters if counter is not copied]
 
 
 def _copied_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -278,18 +274,18 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     result = func(*[_map(_held, value) for value in args], **inner)
     if result is None or target.type != LAZY:
         return result
-    known: dict[int, torch.Tensor] = {id(t.held): t for t in emulated}
+    arguments: dict[int, torch.Tensor] = {id(t.held): t for t in emulated}
     if len(emulated) < len(tensors):
-        known |= {id(t): t for t in tensors}
+        arguments |= {id(t): t for t in tensors}
     if by_position:
-        return [_outside(t, known, s.device) for t, s in zip(result, args[0], strict=True)]
+        return [_outside(t, arguments, s.device) for t, s in zip(result, args[0], strict=True)]
     if func is aten._pack_padded_sequence.default:  # batch sizes stay on the host
-        return _outside(result[0], known, target), result[1]
+        return _outside(result[0], arguments, target), result[1]
     # a view made in inference mode is an inference tensor only if its base is
     if torch.is_inference_mode_enabled() and func.is_view and not emulated[0].is_inference():
         with torch.inference_mode(False):
-            return _map(lambda tensor: _outside(tensor, known, target), result)
-    return _map(lambda tensor: _outside(tensor, known, target), result)
+            return _map(lambda tensor: _outside(tensor, arguments, target), result)
+    return _map(lambda tensor: _outside(tensor, arguments, target), result)
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -310,28 +306,28 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
 
 
 def _check_positions(func: Any, args: Sequence[Any]) -> None:
-    """Raise RuntimeError if tensors at the same index in the lists of a multi-tensor op are on different devices."""
     lists = [value for value in args if isinstance(value, list | tuple)]
     for tensors in zip(*(each for each in lists if isinstance(each[0], torch.Tensor)), strict=True):
         _check_devices(func, tensors, tensors[0].device)
 
 
-def _outside(tensor: torch.Tensor, known: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
+def _outside(tensor: torch.Tensor, arguments: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the emulated tensor for a result of an op: the argument that the op wrote to, or a new tensor.
 
-    `tensor` is the result of running the op on wrapped tensors. `known` maps the id of each wrapped argument to the
+    `tensor` is the result of running the op on wrapped tensors. `arguments` maps the id of each wrapped argument to the
     argument.
     """
-    found = known.get(id(tensor))
-    if found is None:
+    argument = arguments.get(id(tensor))
+    if argument is None:
         return wrap(tensor, device)
-    if isinstance(found, EmulatedTensor) and (found.shape != tensor.shape or found.stride() != tensor.stride()):
-        found.data = wrap(tensor, device)  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
-    return found
+    if isinstance(argument, EmulatedTensor) and (
+        argument.shape != tensor.shape or argument.stride() != tensor.stride()
+    ):
+        argument.data = wrap(tensor, device)  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
+    return argument
 
 
 def _held(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the wrapped tensor of an emulated tensor; return any other tensor unchanged."""
     return tensor.held if isinstance(tensor, EmulatedTensor) else tensor
 
 
@@ -347,15 +343,15 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(values: Sequence[Any], found: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+def _tensors(values: Sequence[Any], tensors: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Return the tensors in `values`, the arguments of an op, including those in nested lists and tuples.
 
-    They are appended to `found`, if it is given.
+    They are appended to `tensors`, if it is given.
     """
-    found = [] if found is None else found
+    tensors = [] if tensors is None else tensors
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            _tensors(value, found)
-    return found
+            _tensors(value, tensors)
+    return tensors

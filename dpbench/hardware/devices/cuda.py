@@ -187,7 +187,6 @@ class CudaDevice:
             return Nccl(devices) if nccl.is_available(probe) else None
 
     def _follow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make this device's stream wait for the current streams of the GPUs that `tensors` are on."""
         for ordinal in {tensor.device.index for tensor in tensors if tensor.is_cuda}:
             source = torch.cuda.current_stream(ordinal)
             if source != self.stream:

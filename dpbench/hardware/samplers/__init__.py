@@ -225,7 +225,6 @@ def _closed(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the sampler process to end, and wait; if it does not end in time, kill it."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()

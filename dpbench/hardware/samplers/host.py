@@ -59,7 +59,7 @@ def descendants(root: int) -> frozenset[int]:
     """Return the process ids of `root` and all its descendants; empty if `root` has ended."""
     if not has_children_files():
         return _descendants_by_psutil(root)
-    found: set[int] = set()
+    pids: set[int] = set()
     todo = [root]
     while todo:
         pid = todo.pop()
@@ -67,8 +67,8 @@ def descendants(root: int) -> frozenset[int]:
             todo += _children(pid)
         except OSError:  # ended between being listed and being read
             continue
-        found.add(pid)
-    return frozenset(found)
+        pids.add(pid)
+    return frozenset(pids)
 
 
 def has_children_files() -> bool:
@@ -218,16 +218,16 @@ def rates(before: CpuTimes, now: CpuTimes) -> dict[str, float]:
     elapsed_s = now.time_s - before.time_s
     known = now.process_s.keys() & before.process_s.keys()
     process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in known)
-    found: dict[str, float] = {}
+    rates_now: dict[str, float] = {}
     all_busy = 0
     for core, ticks in now.core_ticks.items():
         earlier = before.core_ticks.get(core, ticks)
         busy, total = ticks.busy - earlier.busy, ticks.total - earlier.total
         all_busy += busy
         if total > 0:  # the kernel's counts may stay the same or decrease
-            found[f"core{core}_utilization_ratio"] = max(0, busy) / total
+            rates_now[f"core{core}_utilization_ratio"] = max(0, busy) / total
     if now.process_s:
-        found["process_cpu_ratio"] = process_s / elapsed_s
+        rates_now["process_cpu_ratio"] = process_s / elapsed_s
     own_s = now.own_s - before.own_s
-    found["foreign_cpu_ratio"] = max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
-    return found
+    rates_now["foreign_cpu_ratio"] = max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
+    return rates_now

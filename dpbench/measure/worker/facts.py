@@ -44,7 +44,7 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     """
     inputs, target = positional(batch[0]), batch[1]
     samples = rows_in(batch)
-    found = {
+    facts = {
         **sizes(model.module),
         "input_bytes": bytes_in(inputs) / samples,
         "target_bytes": bytes_in(target) / samples,
@@ -55,10 +55,10 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = functional_call(model.module, statistics, arguments)
-        found["output_bytes"] = sum(tensor.nbytes for tensor in tensors_in(output)) / min(2, samples)
+        facts["output_bytes"] = sum(tensor.nbytes for tensor in tensors_in(output)) / min(2, samples)
     except Exception:  # a model may raise any error: leave the unknown fact out
-        return found
-    return found
+        return facts
+    return facts
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
@@ -89,7 +89,6 @@ def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
 
 
 def _ordinals(case: Case) -> tuple[int, ...]:
-    """Return the CUDA ordinals of a case's GPUs, in the order of the replicas; only one if all replicas share a GPU."""
     count = case.devices if case.placement == "spread" else 1
     return case.device_ids[:count] or tuple(range(count))
 
@@ -118,14 +117,14 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     case = trial.case
     if case.device_kind != "cuda" or case.placement != "spread" or case.traits.ranks or len(devices) == 1:
         return trial
-    at = time.perf_counter()
+    began_s = time.perf_counter()
     try:
-        found = [asdict(link) for link in links(devices)]
+        measured = [asdict(link) for link in links(devices)]
     except torch.OutOfMemoryError:
         return trial
     return replace(
-        trial, setup={**trial.setup, "links_s": time.perf_counter() - at},
-        provenance={**trial.provenance, LINKS: found},
+        trial, setup={**trial.setup, "links_s": time.perf_counter() - began_s},
+        provenance={**trial.provenance, LINKS: measured},
     )  # fmt: skip
 
 

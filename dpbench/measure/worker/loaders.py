@@ -125,13 +125,13 @@ def opened(loading: Loading) -> Any:
     if ":" not in name:
         raise Unfit(f"dataset {name}: give file.py:name or package.module:name")
     try:
-        found = registry.outside("dataset", name)
+        dataset = registry.outside("dataset", name)
     except LookupError as error:
         raise Unfit(error.args[0]) from error
-    if isinstance(found, Dataset) or not callable(found):
-        return found
+    if isinstance(dataset, Dataset) or not callable(dataset):
+        return dataset
     try:
-        return found()
+        return dataset()
     except Exception as error:
         raise Unfit(f"dataset {name}: the call without arguments failed: {of_error(error).reason}") from error
 

@@ -60,7 +60,7 @@ def check(case: Case) -> Trial:
     that raises no error itself.
     """
     torch.set_num_threads(1)
-    at = time.perf_counter()
+    began_s = time.perf_counter()
     model = models.load(case.model, case.size, case.seed)
     if ":" not in case.model and case.devices == 1:
         return _step(case, model)
@@ -77,7 +77,7 @@ def check(case: Case) -> Trial:
     facts.seen["memory"] = (
         f"{in_bytes(processes.resident_peak())} at the peak of this process, which includes torch itself"
     )
-    facts.seen["check_s"] = time.perf_counter() - at
+    facts.seen["check_s"] = time.perf_counter() - began_s
     return Trial(case=case, provenance={"model_check": {"seen": facts.seen, "notes": facts.notes}})
 
 
@@ -106,38 +106,39 @@ class _Facts:
         if isinstance(module, WRAPPERS):
             raise self._fault("build", f"returned a {type(module).__name__}: return the module inside it, because each "
                               "strategy wraps the module itself")  # fmt: skip
-        found = list(module.parameters())
-        if any(map(nn.parameter.is_lazy, found)):
+        parameters = list(module.parameters())
+        if any(map(nn.parameter.is_lazy, parameters)):
             raise self._fault("build", "returned a module with lazy parameters, which have no shape yet: call its "
                               "forward once in build(), or give the sizes of its layers")  # fmt: skip
-        if not found:
+        if not parameters:
             raise self._fault("build", "returned a module without parameters, so there is nothing to train")
-        if not any(one.requires_grad for one in found):
+        if not any(parameter.requires_grad for parameter in parameters):
             raise self._fault("build", "returned a module whose parameters all have requires_grad=False")
-        elsewhere = {str(one.device) for one in found if one.device.type not in ("cpu", "meta")}
+        elsewhere = {str(parameter.device) for parameter in parameters if parameter.device.type not in ("cpu", "meta")}
         if elsewhere:
             raise self._fault("build", f"put parameters on {', '.join(sorted(elsewhere))}; build on the CPU: each "
                               "strategy moves the module itself")  # fmt: skip
-        needed, there = COPIES * sum(one.nbytes for one in found), _available_bytes()
+        needed, there = COPIES * sum(parameter.nbytes for parameter in parameters), _available_bytes()
         if there and needed > there and self._case.device_kind == "cpu":
             raise self._fault("build", f"returned a module that needs at least {in_bytes(needed)} for weights, "
                               f"gradients and momentum, and this machine has {in_bytes(there)} free: build a smaller "
                               "model for this size")  # fmt: skip
-        if any(one.is_meta for one in found):
+        if any(parameter.is_meta for parameter in parameters):
             raise self._fault("build", "left parameters on the meta device, which have no values: build on the CPU")
-        numbers = sum(one.numel() for one in found)
-        frozen = sum(not one.requires_grad for one in found)
-        self.seen["parameters"] = (
-            f"{numbers:,} in {count(len(found), 'tensor')}, {in_bytes(sum(one.nbytes for one in found))}"
-            + (f"; frozen: {count(frozen, 'tensor')}" if frozen else "")
+        numbers = sum(parameter.numel() for parameter in parameters)
+        frozen = sum(not parameter.requires_grad for parameter in parameters)
+        size = in_bytes(sum(parameter.nbytes for parameter in parameters))
+        self.seen["parameters"] = f"{numbers:,} in {count(len(parameters), 'tensor')}, {size}" + (
+            f"; frozen: {count(frozen, 'tensor')}" if frozen else ""
         )
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        if len(names) > len(found):
+        if len(names) > len(parameters):
             self.notes.append(
-                f"build(): {len(names)} names of parameters are registered for {count(len(found), 'parameter')}; a "
-                "parameter with several names is one parameter, and its gradient is the sum over all its uses"
+                f"build(): {len(names)} names of parameters are registered for "
+                f"{count(len(parameters), 'parameter')}; a parameter with several names is one parameter, and its "
+                "gradient is the sum over all its uses"
             )
-        self.seen["dtypes"] = ", ".join(sorted({str(one.dtype) for one in found}))
+        self.seen["dtypes"] = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
 
     def batch(self, batch: tuple[Any, Any]) -> None:
         """Record the tensors of a batch, and note if the same seed gives other values in a second call.
@@ -201,12 +202,12 @@ class _Facts:
 
         Raises ModelFault if the output has no tensor.
         """
-        found = tensors_by_name(output)
-        if not found:
+        tensors = tensors_by_name(output)
+        if not tensors:
             raise self._fault("build", f"returned a module whose forward returned no tensor, but an object of type "
                               f"{type(output).__name__}: return a tensor, or a structure of tensors")  # fmt: skip
-        self.seen["output"] = "; ".join(f"{name} {_told(tensor)}" for name, tensor in found.items())
-        wrong = [f"{name} {_told(tensor)}" for name, tensor in found.items() if tensor.dim() and len(tensor) != ROWS]
+        self.seen["output"] = "; ".join(f"{name} {_told(tensor)}" for name, tensor in tensors.items())
+        wrong = [f"{name} {_told(tensor)}" for name, tensor in tensors.items() if tensor.dim() and len(tensor) != ROWS]
         if wrong:
             self.notes.append(
                 f"forward returned {', '.join(wrong)} for {ROWS} samples; replicas' outputs are concatenated along "
@@ -247,8 +248,7 @@ class _Facts:
                               "inputs of batch() and the initial weights of build()")  # fmt: skip
 
     def _registered(self, module: nn.Module, loss: torch.Tensor) -> None:
-        """Note tensors that get a gradient from the loss but are not parameters of the module."""
-        known, found = {id(one) for one in module.parameters()}, dict[int, torch.Tensor]()
+        registered, unregistered = {id(one) for one in module.parameters()}, dict[int, torch.Tensor]()
         nodes, seen = [loss.grad_fn], set[Any]()
         while nodes:
             node = nodes.pop()
@@ -256,14 +256,14 @@ class _Facts:
                 seen.add(node)
                 nodes += [one for one, _ in node.next_functions]
                 leaf = getattr(node, "variable", None)
-                if isinstance(leaf, torch.Tensor) and id(leaf) not in known:
-                    found[id(leaf)] = leaf
-        if found:
-            first = tuple(next(iter(found.values())).shape)
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in registered:
+                    unregistered[id(leaf)] = leaf
+        if unregistered:
+            first = tuple(next(iter(unregistered.values())).shape)
             self.notes.append(
-                f"the loss depends on trainable tensors that are not registered in the module ({len(found)}; shape of "
-                f"the first: {first}): no strategy trains, copies or reduces them; keep layers in nn.ModuleList or "
-                "nn.ModuleDict, and weights in nn.Parameter"
+                "the loss depends on trainable tensors that are not registered in the module "
+                f"({len(unregistered)}; shape of the first: {first}): no strategy trains, copies or reduces "
+                "them; keep layers in nn.ModuleList or nn.ModuleDict, and weights in nn.Parameter"
             )
 
     def loop(self) -> None:
@@ -307,15 +307,15 @@ class _Facts:
         devices = open_devices(two.device_kind, 2, ids=two.device_ids, placement=two.placement)
         try:
             model = models.load(two.model, two.size, two.seed)
-            found = verification.check(plug.start, two, model, devices, precision_of, split=plug.split)
+            verdict = verification.check(plug.start, two, model, devices, precision_of, split=plug.split)
         except Exception as error:  # the user's module may raise any error
             first = str(error).strip().partition("\n")[0]
             self.notes.append(f"a step on two devices failed: {type(error).__name__}: {first}")
             self.seen["two devices"] = Status.FAILED.value
             return
-        self.seen["two devices"] = found.verified.value
-        if found.verified is Verified.NO:
-            self.notes.append(f"a step on two devices does not pass verification: {found}")
+        self.seen["two devices"] = verdict.verified.value
+        if verdict.verified is Verified.NO:
+            self.notes.append(f"a step on two devices does not pass verification: {verdict}")
             return
         self._averaged(replace(two, batch_size=4 * two.devices - 1), devices[0])
         if self._draws:  # each chunk draws other numbers than the whole batch
@@ -333,17 +333,17 @@ class _Facts:
         """Add a note if the mean of the gradients of ranks is not the gradient of the whole batch of a case."""
         averaging = "ddp and other strategies that average the gradients of ranks or micro-batches"
         try:
-            found = verification.averaging(case, device, precision_of)
+            averaged = verification.averaging(case, device, precision_of)
         except Exception as error:  # the user's loss may raise any error for the rows of one rank
             first = str(error).strip().partition("\n")[0]
             self.notes.append(f"{averaging} would fail: {type(error).__name__}: {first}")
             return
-        if found:
+        if averaged:
             self.notes.append(
-                f"with {averaging}, the gradient differs from that of the whole batch by {percent(found.low)} to "
-                f"{percent(found.high)} (on {count(case.devices, 'rank')}, with {count(found.rows, 'sample')}): the "
-                "loss is no mean over samples, as with ignore_index or a mask; a run measures these strategies, and "
-                "says so"
+                f"with {averaging}, the gradient differs from that of the whole batch by {percent(averaged.low)} to "
+                f"{percent(averaged.high)} (on {count(case.devices, 'rank')}, with {count(averaged.rows, 'sample')}): "
+                "the loss is no mean over samples, as with ignore_index or a mask; a run measures these strategies, "
+                "and says so"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:

@@ -54,17 +54,17 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
     if not case.neighbour:
         yield facts
         return
-    ours, theirs = _FORK.Pipe()
+    own_end, other_end = _FORK.Pipe()
     killed_before = processes.killed_for_memory()
-    process = _FORK.Process(target=_run, args=(case, draw, theirs, os.getpid()), name="neighbour")
+    process = _FORK.Process(target=_run, args=(case, draw, other_end, os.getpid()), name="neighbour")
     process.start()
-    theirs.close()
+    other_end.close()
     try:
-        before = _reply(case, ours, process, killed_before)
+        before = _reply(case, own_end, process, killed_before)
         yield facts
         with suppress(OSError):  # the neighbour has ended: `_reply` raises the reason
-            ours.send("stop")
-        facts["neighbour_steps"] = _reply(case, ours, process, killed_before) - before
+            own_end.send("stop")
+        facts["neighbour_steps"] = _reply(case, own_end, process, killed_before) - before
     finally:
         process.kill()
         process.join()
@@ -79,13 +79,13 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
     `killed_before` is passed on to `processes.advice`.
     """
     try:
-        found = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
+        reply = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
     except (EOFError, OSError):  # OSError: the neighbour died within its message
         process.join(WAIT_S)
-        found = processes.ending(process.exitcode) + processes.advice(process.exitcode, killed_before)
-    if isinstance(found, int):
-        return found
-    raise NeighbourFailed(f"the model {case.neighbour}, which runs concurrently, failed: {found}")
+        reply = processes.ending(process.exitcode) + processes.advice(process.exitcode, killed_before)
+    if isinstance(reply, int):
+        return reply
+    raise NeighbourFailed(f"the model {case.neighbour}, which runs concurrently, failed: {reply}")
 
 
 def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:

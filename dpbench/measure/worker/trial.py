@@ -95,19 +95,18 @@ def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> 
 
 
 def _check_weights(prepared: PreparedCase) -> None:
-    """Raise ValueError if the timed steps have left weights that are not finite, unless the case is unverified."""
     if prepared.case.trains and not prepared.case.unverified:
         verification.check_weights(prepared.model.module)
 
 
 def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
     """Take two additional steps; return the trial with memory peaks by phase, or with the reason for their absence."""
-    at = time.perf_counter()
+    began_s = time.perf_counter()
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
     )
     return replace(
-        timed, memory=(*timed.memory, *by_phase), setup={**timed.setup, "memory_s": time.perf_counter() - at},
+        timed, memory=(*timed.memory, *by_phase), setup={**timed.setup, "memory_s": time.perf_counter() - began_s},
         provenance={**timed.provenance, **({"no_memory_by_phase": absent} if absent else {})},
     )  # fmt: skip
 
@@ -124,17 +123,17 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     _allow_tf32(case, devices[0])
     if threads == 1:  # a strategy that uses all cores must not be bound to one of them
         devices[0].settle()
-    at = [time.perf_counter()]
+    times_s = [time.perf_counter()]
     leads = rank is None or rank.rank == 0
     verdict = _verify(case, strategy, devices, rank)
-    at.append(time.perf_counter())
+    times_s.append(time.perf_counter())
     check_threads(strategy)
     _forget(devices)
     model = models.load(case.model, case.size, case.seed)
     batches = _placed_batches(case, model, devices[0])
     drawn = _batches(case, model) if case.loader >= 0 else []
     examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
-    at.append(time.perf_counter())
+    times_s.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
     if verdict.averaging:
         facts[AVERAGING] = asdict(verdict.averaging)
@@ -145,7 +144,11 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     return PreparedCase(
         case=case, strategy=strategy, devices=devices, model=model, batches=batches, examples=examples,
         verified=verdict.verified, facts=facts,
-        setup={"verify_s": at[1] - at[0] - sum(compiling.values()), "build_s": at[2] - at[1], **compiling},
+        setup={
+            "verify_s": times_s[1] - times_s[0] - sum(compiling.values()),
+            "build_s": times_s[2] - times_s[1],
+            **compiling,
+        },
     )  # fmt: skip
 
 
@@ -181,7 +184,6 @@ def _allow_tf32(case: Case, device: Device) -> None:
 
 
 def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Device]:
-    """Open the devices of the case and return them; with `rank`, return only the devices of this rank."""
     each = strategy.traits.devices_per_replica
     devices = open_devices(
         case.device_kind, case.devices if rank is None else (rank.place + 1) * each, ids=case.device_ids,
@@ -221,7 +223,6 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: Ran
 
 
 def _forget(devices: Sequence[Device]) -> None:
-    """Release the memory that verification used, and reset the memory peaks of the devices and of this process."""
     gc.collect()
     processes.release()
     for device in devices:
@@ -231,20 +232,17 @@ def _forget(devices: Sequence[Device]) -> None:
 
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
-    """Return the memory peaks of this process and of devices that count memory, since the last call of `_forget`."""
     source = "ledger" if case.device_kind == "emulated" else "allocator"
     peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
     return (*peaks, Memory(HOST, processes.resident_peak(), "rss"))
 
 
 def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
-    """Return the distinct batches that the steps of a case use in turn, on the host."""
     count = 1 if case.inputs == "device" else BATCHES  # a second batch on the device would count as its memory
     return [model.batch(case.batch_size, case.seed + i) for i in range(count)]
 
 
 def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Return the batches of a case in the memory that `case.inputs` names; see `_placed`."""
     return [_placed(batch, case, device) for batch in _batches(case, model)]
 
 
@@ -304,7 +302,6 @@ def run(case: Case, effort: Effort, folder: Path) -> Trial:
 
 
 def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
-    """Call `do` and return its trial; if `do` raises an exception, return a trial of `case` with the failure."""
     try:
         return do()
     except RanksFailed as failed:
@@ -379,7 +376,6 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
 
 
 def _failed(case: Case, failure: Failure) -> Trial:
-    """Return a trial that records a failure of a case."""
     return Trial(
         case=case, status=failure.status, reason=failure.reason, verified=failure.verified,
         failed_device=failure.device if failure.status is Status.OOM else None,

@@ -30,7 +30,6 @@ from dpbench.records import (
     Step,
     Trial,
     Verified,
-    ledger,
     visible,
     words,
 )
@@ -146,7 +145,7 @@ def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: (
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
-            for step, phases in zip(trial.steps, ledger.of_trial(trial), strict=True)
+            for step, phases in zip(trial.steps, trial.ledger.phases, strict=True)
         ]
         line = words.dumps(
             {
@@ -388,5 +387,5 @@ def _rows(run_id: str, trial: Trial, labels: Labels) -> list[dict[str, Any]]:
             **same, "step": number, "seconds": step.seconds, "warmup": step.warmup,
             **{f"phase_{phase}_s": phases.get(phase, 0.0) for phase in (*Phase, UNATTRIBUTED)},
         }
-        for number, (step, phases) in enumerate(zip(trial.steps, ledger.of_trial(trial), strict=True))
+        for number, (step, phases) in enumerate(zip(trial.steps, trial.ledger.phases, strict=True))
     ]  # fmt: skip
