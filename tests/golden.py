@@ -24,7 +24,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from dpbench import cli
-from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified, ledger
+from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified
 from dpbench.store import Store
 from dpbench.store.export import read_run
 from tests import exported, observed_loops, test_noisy
@@ -66,7 +66,7 @@ def printed(arguments: Sequence[str]) -> str:
 def with_spans(trial: Trial) -> Trial:
     """Return an exported trial with one span of the host for each phase of a step, from the phase's seconds."""
     spans: list[Span] = []
-    for index, (step, phases) in enumerate(zip(trial.steps, ledger.of_trial(trial), strict=True)):
+    for index, (step, phases) in enumerate(zip(trial.steps, trial.ledger.phases, strict=True)):
         at_s = step.end_s - step.seconds
         for name, seconds in phases.items():
             if name == UNATTRIBUTED:
