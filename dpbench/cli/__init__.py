@@ -41,7 +41,6 @@ def cli(context: click.Context, no_config: bool) -> None:
 for command in (
     running.run, observing.watch, observing.import_, own.check, own.init, own.loaders, reading.report,
     reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
-    managing.store_,
     predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)
