@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from dpbench import cli
+from dpbench.cli.options import EXIT_UNDECIDED, EXIT_WORSE
 from dpbench.records import Case
 from dpbench.store import Naming, Store, StoreError, file
 from tests import writers
@@ -86,6 +87,10 @@ def call(arguments: Sequence[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+RESULTS = (0, EXIT_WORSE, EXIT_UNDECIDED)
+"""The exit codes of commands that gave a result."""
+
+
 def damage_stores(count: int, seed: int = 0) -> list[str]:
     """Damage a store `count` times, run every command on each copy, and return the complaints."""
     complaints: list[str] = []
@@ -104,9 +109,10 @@ def damage_stores(count: int, seed: int = 0) -> list[str]:
                 codes.append(code)
                 if code == -1 or "Traceback" in err:
                     complaints.append(f"store {number}: {' '.join(arguments)}: {err[-2000:]}")
-                elif code and "store" not in err:
+                elif code not in RESULTS and "store" not in err:
                     complaints.append(f"store {number}: {' '.join(arguments)}: the error names no store: {err}")
-            print(f"store {number}: {codes.count(0)} of {len(codes)} commands gave a result")
+            given = sum(code in RESULTS for code in codes)
+            print(f"store {number}: {given} of {len(codes)} commands gave a result")
     return complaints
 
 

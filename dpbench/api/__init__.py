@@ -92,8 +92,8 @@ def run(
         )
     cases, budget_s = selection.cases_of(asked)
     path = Path(store)
-    repeated = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
-    naming = selection.naming(asked, options.command_in(Path.cwd(), repeated))
+    command = asked.command(*([] if str(path) == STORE else ["--store", str(path)]))
+    naming = selection.naming(asked, options.without_config(command))
     detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:

@@ -34,8 +34,8 @@ def cli(context: click.Context, no_config: bool) -> None:
     `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish, replace bash_source
     by zsh_source or fish_source. The variable NO_COLOR turns off colours.
     """
-    if not no_config and (found := options.read(Path.cwd(), cli.commands)):
-        context.obj, context.default_map = found, {name: {**values} for name, values in found.values.items()}
+    if not no_config:
+        context.obj, context.default_map = options.read(Path.cwd(), cli.commands)
 
 
 for command in (
@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        click.echo(visible(shown.getvalue(), lines=True), err=True, nl=False)
+        text = shown.getvalue().removesuffix("\n") + options.origin(error)
+        click.echo(visible(text, lines=True), err=True)
         sys.exit(EXIT_USAGE)
     except (OSError, UnreadableFile) as error:
         click.echo(f"error: {visible(str(error), lines=True)}", err=True)

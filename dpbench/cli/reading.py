@@ -227,6 +227,10 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         chosen = opened.runs()[::-1] if several else [choose(opened, run_id)]
         read = opened.trials if format == "trace" else opened.summaries  # only a timeline needs all spans
         runs = [(run, read(run.id)) for run in chosen]
+    if format == "parquet":
+        assert output is not None  # export.check has refused stdout
+        frames.parquet([(run.id, trials) for run, trials in runs], output)
+        return
     if format == "csv":
         tables = [(run.id, row) for run, trials in runs for row in summary.rows(trials)]
         ids = [run for run, _ in tables]
@@ -235,8 +239,8 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         )
         pieces = iter([frames.csv(frames.frame([row for _, row in tables], ids, beside))])
     else:
-        pieces = export.pieces(format, runs, summary.labels, every=every, output=output, **only)
+        pieces = export.pieces(format, runs, summary.labels, every=every, **only)
     try:
-        export.write(pieces, None if format == "parquet" else output)
+        export.write(pieces, output)
     except BrokenPipeError:
         last_words("the output was closed")

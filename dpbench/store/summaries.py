@@ -143,7 +143,7 @@ def unpacked(summary: bytes | None) -> StoredLedger | None:
 
 
 def _consistent(found: _Packed) -> bool:
-    """Return whether the phases of a summary are known, and its series and spans fit together."""
+    """Return whether the phases of a summary are known and sum to its steps, and its parts fit together."""
     phases = {phase for phase, _ in found.keys} | {span[0] for span in found.spans}
     if not {*phases, *found.concurrency, *found.middle} <= {*_PHASES, UNATTRIBUTED}:
         return False
@@ -154,7 +154,19 @@ def _consistent(found: _Packed) -> bool:
         and len(found.keys) == len(found.charged)
         and len(found.places) == len(found.spans)
         and (found.median is None or 0 <= found.median < steps)
+        and math.isclose(
+            sum(map(_total, found.charged)),
+            sum(_numbers(found.seconds)),
+            rel_tol=0.01,  # the ends of steps are rounded, so that those of short steps differ slightly
+        )
     )
+
+
+def _total(column: bytes) -> float:
+    """Return the sum of a series without the NaN of steps that lack the key."""
+    values = _numbers(column)
+    total = sum(values)
+    return total if not math.isnan(total) else sum(one for one in values if not math.isnan(one))
 
 
 def _column(values: Sequence[float]) -> bytes:
