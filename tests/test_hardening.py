@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import load
+from dpbench.api.reports import report_of
 from dpbench.cli import showing
 from dpbench.records import Case, Sample, Status
 from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, rows
@@ -378,7 +379,7 @@ def test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed(path, how) 
 def test_a_page_that_cannot_be_written_does_not_hide_the_result(path, capsys) -> None:
     run_id = stored(path, made(SINGLE))
     with Store.read(path) as opened:
-        report = showing.report_of(opened.runs()[0], opened.summaries(run_id))
+        report = report_of(opened.runs()[0], opened.summaries(run_id))
     assert not showing.try_report(path / "below-a-file" / "page.html", report, path)
     first, last = capsys.readouterr().err.splitlines()
     assert first.startswith("report: not written")

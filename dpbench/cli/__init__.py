@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 
-from dpbench import __version__
 from dpbench.cli import comparing, managing, observing, options, own, predicting, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
 from dpbench.records.files import UnreadableFile
@@ -20,7 +19,7 @@ from dpbench.records.visible import visible
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="dpbench")
+@click.version_option(package_name="torch-dpbench", prog_name="dpbench")
 @click.option("--no-config", is_flag=True, help="Ignore dpbench.toml, and [tool.dpbench] in pyproject.toml.")
 @click.pass_context
 def cli(context: click.Context, no_config: bool) -> None:

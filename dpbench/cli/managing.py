@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import shapes
 from dpbench.cli.options import EXIT_FAILED, EXITS, Documented, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
-from dpbench.cli.showing import choose, list_unreadable
 from dpbench.records import words
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from enum import Enum, auto
 from pathlib import Path
 from reprlib import repr as abridged
 from typing import Any, NoReturn
@@ -22,16 +21,14 @@ from typing import Any, NoReturn
 import click
 from click.core import ParameterSource
 
+from dpbench.api import LATEST, REPORTS, STORE
 from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
-REPORTS = Path("reports")
-LATEST = REPORTS / "latest" / "index.html"
 PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
 """The help of the options that name the report page."""
-STORE = Path("dpbench.db")
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
 )
@@ -76,17 +73,6 @@ def open_streams() -> None:
                 os.close(opened)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115  # for good
-
-
-class Detail(Enum):
-    """The amount of progress that `dpbench run` prints."""
-
-    QUIET = auto()
-    """No progress."""
-    USUAL = auto()
-    """One line per trial, and a live display on a terminal."""
-    VERBOSE = auto()
-    """Also the stages, steps and memory of each trial."""
 
 
 class Listed(click.ParamType[tuple[Any, ...]]):
@@ -291,16 +277,7 @@ def origin(error: click.ClickException) -> str:
     return f" (a default from {file})" if source is ParameterSource.DEFAULT_MAP else ""
 
 
-def command_of(context: click.Context, repeated: str) -> str:
-    """Return `repeated` with the option --no-config; "" if the current command took no default from a file.
-
-    `context` is the click context of the current command. `repeated` is a `dpbench run` command that sets every option
-    whose value is not dpbench's own default, including those from the file. It therefore works without the file.
-    """
-    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
-    return without_config(repeated) if given else ""
-
-
-def without_config(command: str) -> str:
-    """Return `command`, which begins with `dpbench`, with the option --no-config."""
-    return f"dpbench --no-config {command.removeprefix('dpbench ')}"
+def has_defaults(context: click.Context) -> bool:
+    """Return whether the current command, with click's context `context`, took a default from a file."""
+    sources = map(context.get_parameter_source, context.params)
+    return ParameterSource.DEFAULT_MAP in sources

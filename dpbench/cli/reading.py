@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from dpbench.api.reports import report_of, write_report
+from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
     PAGE,
@@ -22,7 +24,7 @@ from dpbench.cli.options import (
     run_option,
     store_option,
 )
-from dpbench.cli.showing import choose, list_unreadable, read, report_of, write_report
+from dpbench.cli.showing import read
 from dpbench.records import registry, words
 from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS, TRAIN_STEP
 
