@@ -87,6 +87,8 @@ def test_defaults_are_for_every_command_that_has_the_option(dpbench, tmp_path):
     assert "dpbench.db" in is_error(*dpbench("--no-config", "list", "runs"), expected=2)
     assert dpbench("list", "runs", "--store", "mine.db")[0] == 0
     assert dpbench("list", "models")[0] == 0
+    for command in ("watch", "import"):
+        assert "mine.db" in dpbench(command, "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,7 @@ def test_defaults_are_for_every_command_that_has_the_option(dpbench, tmp_path):
         ("[run]\nmodles = 'mlp'\n", ["[run]", "'modles'", "models"]),
         ("[run]\nbatch_sizes = 8\n", ["'batch_sizes'", "batch-sizes"]),
         ("[run]\nhelp = true\n", ["'help'"]),
+        ("[compare]\nbefore = '@last'\n", ["[compare]", "'before'"]),
         ("[run]\nrounds = 'many'\n", ["--rounds", "'many'"]),
         ("[run]\nwithin = 3\n", ["--within", "3"]),
         ("[run]\nsize = 'huge'\n", ["--size", "huge"]),

@@ -78,8 +78,7 @@ def run(
     """
     given = dict(locals())
     del given["store"], given["quiet"], given["verbose"]
-    if quiet and verbose:
-        raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
+    detail = Detail.of(quiet=quiet, verbose=verbose)
     asked = Options.of(**{name: value for name, value in given.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
@@ -89,7 +88,6 @@ def run(
     path = Path(store)
     elsewhere = [] if path == STORE else ["--store", str(path)]
     naming = selection.naming(asked, asked.command(*elsewhere, config=False))
-    detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
             outcome = selection.measure(asked, cases, opened, budget_s=budget_s, listen=progress.listen)

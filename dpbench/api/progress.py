@@ -33,6 +33,13 @@ class Detail(Enum):
     VERBOSE = auto()
     """Also the stages, steps and memory of each trial."""
 
+    @classmethod
+    def of(cls, *, quiet: bool, verbose: bool) -> Self:
+        """Return the amount that these options select. Raises ValueError if they contradict each other."""
+        if quiet and verbose:
+            raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
+        return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.USUAL
+
 
 class _Console(Console):
     """A console that raises BrokenPipeError if the reader has closed the output; rich's own console would exit."""

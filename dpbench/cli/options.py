@@ -245,7 +245,13 @@ def _default_map(table: Mapping[str, Any], file: str, commands: Mapping[str, cli
     shared = {key: value for key, value in table.items() if key in SHARED}
     found = {}
     for name, command in commands.items():
-        options = {max(one.opts, key=len).removeprefix("--"): one for one in command.params}
+        options = {
+            long.removeprefix("--"): one
+            for one in command.params
+            if isinstance(one, click.Option)
+            for long in one.opts
+            if long.startswith("--")
+        }
         own = _table(table, name, file)
         _refuse_unknown(own, f"{file}: [{name}]", [*options])
         given = {key: value for key, value in shared.items() if key in options} | own
@@ -259,7 +265,7 @@ def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) 
             raise click.UsageError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}")
 
 
-def _given(option: click.Parameter, value: Any) -> str | list[str]:
+def _given(option: click.Option, value: Any) -> str | list[str]:
     """Return the text that would set an option on the command line; a list of texts for a repeated option."""
     texts = [
         {True: "on", False: "off"}[one] if isinstance(one, bool) else str(one)

@@ -272,9 +272,7 @@ def run(
     from dpbench.measure import launch
     from dpbench.records.options import Options
 
-    if quiet and verbose:
-        raise click.UsageError("--quiet and --verbose contradict each other: leave out one of them")
-    detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
+    detail = Detail.of(quiet=quiet, verbose=verbose)
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})

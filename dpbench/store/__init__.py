@@ -142,7 +142,8 @@ class Store:
                 return row[0], True
             run_id = os.urandom(16).hex()
             self._db.execute(
-                f"INSERT INTO run ({rows.RUN}) VALUES (?,?,?,?,?,?,NULL,?,?,?,?)",
+                "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born, provenance) "
+                "VALUES (?,?,?,?,?,?,?,?,?,?)",
                 (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
             )
             return run_id, False

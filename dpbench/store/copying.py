@@ -60,10 +60,10 @@ def _shared(source: file.Connection, target: file.Connection, table: str) -> lis
     return [name for name in rows.columns_of(source, table) if name in known]
 
 
-def copy_run(source: file.Connection, row: int, target: file.Connection) -> None:
-    """Copy the run with this rowid, without its trials, into the database `target`."""
+def _copy_run(source: file.Connection, run_id: str, target: file.Connection) -> None:
+    """Copy a run, without its trials, into the database `target`."""
     names = ", ".join(_shared(source, target, "run"))
-    values = source.execute(f"SELECT {names} FROM run WHERE rowid=?", (row,)).fetchone()
+    values = source.execute(f"SELECT {names} FROM run WHERE id=?", (run_id,)).fetchone()
     target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
 
 
@@ -97,9 +97,9 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
-    for row, run_id in source.execute("SELECT rowid, id FROM run ORDER BY started, rowid").fetchall():
+    for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
         if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
-            copy_run(source, row, target)
+            _copy_run(source, run_id, target)
             missing = _ids(source, run_id)
             copied = Merged(copied.runs + 1, copied.trials + len(missing), copied.known)
         else:

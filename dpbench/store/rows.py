@@ -1,10 +1,4 @@
-"""Rows: the only module that makes objects from rows of the file; a row that cannot be read raises UnreadableRow.
-
-A run and an ended trial have checksums of their columns, so that a changed byte is found even in a row that can still
-be parsed. `checksum` covers the row itself and, for a trial, its steps; `parts_checksum` covers the spans, memory and
-series of a trial; `summary_checksum` covers all that `summary` reads: the row, its column `summary`, memory and series.
-Rows of schemas before 3, and trials that have not ended, have no checksums; rows of schema 3 have no summaries.
-"""
+"""Rows: the only module that makes objects from rows of the file; a row that cannot be read raises UnreadableRow."""
 
 from __future__ import annotations
 
@@ -26,7 +20,6 @@ from dpbench.store import facts, file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
-RUN = "id, plan, host, code, status, started, ended, rounds, pid, pid_born, provenance"
 TRIAL = (
     "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup, provenance, failed_device"
 )
