@@ -420,6 +420,20 @@ FAULTS = (
         ("tests/test_summaries.py::test_a_summary_that_contradicts_itself_is_computed_from_the_rows",),
     ),
     Fault(
+        "old-columns",
+        "a store whose older schema has more columns is merged",
+        "return [name for name in rows.columns_of(source, table) if name in known]",
+        "return rows.columns_of(source, table)",
+        ("tests/test_manage.py::test_a_store_with_checksums_is_written_and_merged",),
+    ),
+    Fault(
+        "unknown-default",
+        "an unknown key in a file of defaults is an error",
+        '_refuse_unknown(own, f"{file}: [{name}]", [*options])',
+        '_refuse_unknown({}, f"{file}: [{name}]", [*options])',
+        ("tests/test_config.py::test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing",),
+    ),
+    Fault(
         "dropped-locks",
         "a process that ends does not merge the log of a store into which another process writes",
         "    if size == 1:  # for SQLite",

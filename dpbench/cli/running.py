@@ -370,7 +370,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
 
     Each attempt is printed to stderr, and the results are printed to stdout.
     """
-    from dpbench.api.progress import brief
+    from dpbench.api.progress import Detail, brief
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store

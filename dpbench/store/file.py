@@ -209,7 +209,10 @@ def damaged(path: Path, why: object) -> DamagedStore:
 def way_out(path: object) -> str:
     """Return a clause with the command that saves what can be read of a damaged store."""
     command = f'sqlite3 {shlex.quote(str(path))} ".recover" | sqlite3 NEW.db'
-    return f"`{command}` copies what can be read into a new store"
+    return (
+        f"`{command}` copies what can be read into a new store (sqlite.org's sqlite3 has .recover; "
+        "that of some systems lacks it)"
+    )
 
 
 def open_to_write(path: Path) -> Connection:
