@@ -632,8 +632,8 @@ FAULTS = (
     Fault(
         "config-command",
         "the stored command of a run with defaults from a file repeats it without the file",
-        'return _ignoring(repeated) if given else ""',
-        'return ""',
+        'command=asked.command(*more, config=False) if given else "",',
+        'command="",',
         ("tests/test_config.py::test_the_stored_command_repeats_the_run_without_the_file",),
     ),
     # -- GPUs

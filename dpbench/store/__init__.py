@@ -298,11 +298,6 @@ class Store:
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
-    def cases(self, run_id: str) -> int:
-        """Return the number of different cases that a run has started."""
-        query = "SELECT count(DISTINCT fingerprint) FROM trial WHERE run_id=?"
-        return int(self._db.execute(query, (run_id,)).fetchone()[0])
-
     def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
         """Return, for each case that a run has started, the number of its trials by status.
 
