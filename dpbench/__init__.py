@@ -21,8 +21,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 __all__ = [
     "__version__",
     "run",
@@ -42,7 +40,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from dpbench.api import Run, load, open_trials, run
+    __version__: str
+    from dpbench.api.functions import load, open_trials, run
+    from dpbench.api.runs import Run
     from dpbench.engine import (
         DataParallel,
         TrainStep,
@@ -56,12 +56,20 @@ if TYPE_CHECKING:
     )
     from dpbench.observe.watching import watch
 
-_HOMES = dict.fromkeys(("run", "load", "open_trials", "Run"), "dpbench.api") | {"watch": "dpbench.observe.watching"}
+_HOMES = {
+    "run": "dpbench.api.functions",
+    "load": "dpbench.api.functions",
+    "open_trials": "dpbench.api.functions",
+    "Run": "dpbench.api.runs",
+    "watch": "dpbench.observe.watching",
+}
 """The names in `__all__` that `dpbench.engine` does not define, with the modules that define them."""
 
 
 def __getattr__(name: str) -> Any:
     """Import and return the object `name` of the interface; raise AttributeError if `name` is not in `__all__`."""
+    if name == "__version__":
+        return import_module("dpbench.hardware.provenance").own_version()
     if name in __all__:
         return getattr(import_module(_HOMES.get(name, "dpbench.engine")), name)
     raise AttributeError(f"module 'dpbench' has no attribute {name!r}")

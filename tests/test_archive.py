@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.analysis.report import Report
-from dpbench.cli import showing
-from dpbench.cli.options import LATEST
+from dpbench.api import LATEST, reports
 from dpbench.records import Case, Source, Status
 from dpbench.report import page
 from tests.report_rows import HOSTILE, Row, Tags, answer, made, run_of
@@ -41,8 +40,8 @@ def kept(folder: Path) -> dict[str, bytes]:
 
 def test_a_run_has_a_page_of_its_own_and_the_newest_is_the_latest(folder: Path) -> None:
     older, newer = run("a", 1e9, GOOD, answers=[answer(GOOD)]), run("b", 2e9, GOOD)
-    assert showing.write_report(None, newer) == LATEST
-    assert showing.write_report(None, older) == Path("reports/runs/aaaaaaaaaaaa/index.html")
+    assert reports.write_report(None, newer) == LATEST
+    assert reports.write_report(None, older) == Path("reports/runs/aaaaaaaaaaaa/index.html")
     found = kept(folder)
     assert set(found) == {
         "latest/index.html", "runs/index.html", "runs/aaaaaaaaaaaa/index.html", "runs/aaaaaaaaaaaa/run.json",
@@ -54,28 +53,28 @@ def test_a_run_has_a_page_of_its_own_and_the_newest_is_the_latest(folder: Path) 
     assert links == ["bbbbbbbbbbbb/index.html", "aaaaaaaaaaaa/index.html"]
     for text in ("2001-09-09 01:46", "dpbench run --models mlp --seed a", answer(GOOD).headline, "1 of 1"):
         assert text in unescape(list_)
-    showing.write_report(None, older)
+    reports.write_report(None, older)
     assert kept(folder) == found, "the same runs give the same bytes"
 
 
 def test_a_run_without_a_result_never_replaces_the_latest_page(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert showing.write_report(None, run("a", 1e9, GOOD)) == LATEST
+    assert reports.write_report(None, run("a", 1e9, GOOD)) == LATEST
     good = kept(folder)["latest/index.html"]
-    assert showing.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
+    assert reports.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
     assert kept(folder)["latest/index.html"] == good
     assert f"no case has a result, so {LATEST} remains the page of run aaaaaaaa" in capsys.readouterr().err
     assert "no result" in kept(folder)["runs/index.html"].decode()
 
 
 def test_a_first_run_without_a_result_makes_no_latest_page(folder: Path) -> None:
-    assert showing.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
+    assert reports.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
     assert not LATEST.exists()
 
 
 def test_a_named_page_is_the_only_file_that_is_written(folder: Path, tmp_path: Path) -> None:
-    assert showing.write_report(tmp_path / "deep" / "page.html", run("f", 2e9, LOST)) == tmp_path / "deep" / "page.html"
+    assert reports.write_report(tmp_path / "deep" / "page.html", run("f", 2e9, LOST)) == tmp_path / "deep" / "page.html"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "deep" / "page.html"]
 
 

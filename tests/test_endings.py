@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpbench.cli.progress import brief
+from dpbench.api.progress import brief
 from dpbench.hardware import processes
 from dpbench.measure import failures
 from dpbench.measure.cluster import Cluster

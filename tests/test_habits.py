@@ -14,7 +14,7 @@ import torch
 from dpbench import models, strategies
 from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
-from dpbench.cli import progress
+from dpbench.cli import tables
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.verification import Verification
 from dpbench.measure.worker import trial
@@ -187,7 +187,7 @@ def report() -> Report:
 
 def test_every_reader_tells_the_habits_apart() -> None:
     found = report()
-    lines = progress.table(found.rows).splitlines()[2:]
+    lines = tables.table(found.rows).splitlines()[2:]
     names = [line.partition("  2  ")[0].split("  ", 1)[1].strip() for line in lines if " dp" in line]
     assert names == ["dp", "dp, loss read", "dp, inputs device", "dp, inputs device, loss read"]
     assert len(set(lines)) == len(lines) == 8

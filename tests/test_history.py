@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dpbench.analysis.report import Report
-from dpbench.cli.showing import choose, report_of
+from dpbench.api.reports import report_of
+from dpbench.api.stored import choose
 from dpbench.records import Case, Source, Step, Trial, Verified
 from dpbench.report import figures, markdown, page
 from dpbench.store import Store

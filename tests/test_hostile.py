@@ -200,7 +200,8 @@ def test_no_text_of_a_csv_is_a_formula_and_numbers_stay_numbers(dpbench, tmp_pat
 
 
 def test_nothing_of_a_hostile_run_is_executed_by_its_page(tmp_path) -> None:
-    from dpbench.cli.showing import read, report_of
+    from dpbench.api.reports import report_of
+    from dpbench.api.stored import read
     from tests.report_rows import Tags
 
     case = poisoned_field(FULL, "model")

@@ -16,7 +16,7 @@ from dpbench import strategies
 from dpbench.analysis import frames, stats, summary, transfers
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
-from dpbench.cli import progress
+from dpbench.cli import tables
 from dpbench.measure.worker import trial
 from dpbench.predict import stored
 from dpbench.records import Case, Effort, Phase, Status, Step, Trial, Verified, plan, registry
@@ -204,7 +204,7 @@ def report() -> Report:
 
 
 def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(report: Report) -> None:
-    lines = progress.latencies(report.rows).splitlines()
+    lines = tables.latencies(report.rows).splitlines()
     assert len(lines) == 2 + 3, "training has no latency"
     for line in lines[2:]:
         assert "3, 300" in line
@@ -222,7 +222,7 @@ def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(rep
 
 
 def test_the_forward_is_verified_by_its_outputs_and_says_so(report: Report) -> None:
-    lines = progress.table(report.rows).splitlines()[2:]
+    lines = tables.table(report.rows).splitlines()[2:]
     assert [("bitwise (outputs)" in line) for line in lines] == ["forward" in line for line in lines]
     assert sum("forward" in line for line in lines) == 3
 

@@ -9,7 +9,6 @@ import codecs
 from pathlib import Path
 
 import pytest
-from click import Group
 
 from benchmarks.prediction import published
 from dpbench.cli import cli
@@ -25,7 +24,7 @@ STORE_READERS = (
 )  # fmt: skip
 READERS = (
     *(f"{command} --store {{}}" for command in STORE_READERS),
-    "merge {}", "store check {}", "store recover {} --output new.db", "import {}", "watch {}",
+    "merge {}", "import {}", "watch {}",
     "check --model {}.py:net", "run --model {}.py:net", "run --strategy {}.py:way", "loaders --dataset {}.py:data",
     "loaders --dataset x.py:data --model {}.py:net", "predict --machine {}.toml --models mlp",
     "predict --machine dgx-a100 --from {}", "predict --machine dgx-a100 --models mlp --bus {}",
@@ -41,9 +40,6 @@ def dpbench(tmp_path, monkeypatch, capfd):
 
 def test_every_command_that_reads_a_file_is_among_them() -> None:
     assert {reader.split()[0] for reader in READERS} == {*cli.commands} - READ_NOTHING
-    stores = cli.commands["store"]
-    assert isinstance(stores, Group)
-    assert {reader.split()[1] for reader in READERS if reader.startswith("store ")} == {*stores.commands}
 
 
 @pytest.mark.parametrize("reader", [one for one in READERS if "--dry-run" not in one])

@@ -13,7 +13,7 @@ import pytest
 
 from dpbench.analysis import caveats, diagnosis, ladder, summary
 from dpbench.analysis.report import Report
-from dpbench.cli import progress
+from dpbench.cli import tables
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
 from dpbench.report import figures, markdown, page
 from tests.report_rows import badges, part
@@ -272,7 +272,7 @@ def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() 
     assert "the best rung is overlap, 3.0" in note
     assert "the rung with the largest gain is local_backward, 1.5" in note
     assert "over local_loss" in note
-    lines = progress.table(content().rows, content().ladders).splitlines()
+    lines = tables.table(content().rows, content().ladders).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
     assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]
     assert max(map(len, lines)) < 190

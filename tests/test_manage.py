@@ -245,6 +245,32 @@ def test_a_store_of_the_first_schema_is_merged(path, tmp_path):
         assert len(store.trials(run_id)) == 1
 
 
+def test_a_store_with_checksums_is_written_and_merged(path, tmp_path):
+    """Versions 3 and 4 of the schema have checksums of rows, which this version does not update."""
+    old = tmp_path / "old.db"
+    run_id = add(old, made(), plan="p", end="interrupted")
+    with closing(sqlite3.connect(old)) as db:
+        db.executescript(
+            "ALTER TABLE run ADD COLUMN checksum INTEGER;"
+            "ALTER TABLE trial ADD COLUMN checksum INTEGER;"
+            "ALTER TABLE trial ADD COLUMN parts_checksum INTEGER;"
+            "ALTER TABLE trial ADD COLUMN summary_checksum INTEGER;"
+            "UPDATE run SET checksum=1; UPDATE trial SET checksum=2, summary_checksum=3;"
+            "PRAGMA user_version=4"
+        )
+    with Store.create(path) as store:
+        assert store.merge(old) == Merged(1, 1, 0)
+    assert query(old, "PRAGMA user_version") == [(4,)], "a store that is only read is not changed"
+    assert add(old, made(number=1), plan="p") == run_id
+    with Store.create(path) as store:
+        assert store.merge(old) == Merged(0, 1, 1)
+        assert [trial.round for trial in store.trials(run_id)] == [0, 1]
+    with Store.create(old) as store:
+        assert store.merge(path) == Merged(0, 0, 1)
+        assert [trial.round for trial in store.trials(run_id)] == [0, 1]
+    assert query(old, "SELECT trial.checksum FROM trial ORDER BY id") == [(2,), (None,)]
+
+
 @pytest.fixture
 def copies(path, tmp_path):
     """Two copies of an interrupted run with one trial, and the run's id."""
@@ -285,9 +311,9 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("UPDATE run SET code='other', checksum=NULL", "`code` is 'c' in this store and 'other' in the other"),
+        ("UPDATE run SET code='other'", "`code` is 'c' in this store and 'other' in the other"),
         ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 of this store and trial 1 of the other differ"),
-        ("UPDATE trial SET verified='no', checksum=NULL", "differ in their results"),
+        ("UPDATE trial SET verified='no'", "differ in their results"),
     ],
 )
 def test_a_copy_that_was_changed_is_an_error_that_names_the_rows(copies, change, words):

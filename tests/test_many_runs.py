@@ -32,10 +32,10 @@ def multiplied(path: Path, run_id: str, times: int) -> None:
         facts = json.loads(run[names["run"].index("provenance")])
         runs, trials = [], []
         for number in range(times):
-            own = {"id": f"{number:032x}", "started": 1e9 + number, "checksum": None}
+            own = {"id": f"{number:032x}", "started": 1e9 + number}
             own["provenance"] = json.dumps({**facts, "name": f"run{number}", "dpbench": {"commit": f"{number:040x}"}})
             runs.append([own.get(name, value) for name, value in zip(names["run"], run, strict=True)])
-            mine = {"id": None, "run_id": own["id"], "checksum": None, "parts_checksum": None}
+            mine = {"id": None, "run_id": own["id"]}
             trials.append([mine.get(name, value) for name, value in zip(names["trial"], trial, strict=True)])
         db.executemany(f"INSERT INTO run VALUES ({','.join('?' * len(run))})", runs)
         db.executemany(f"INSERT INTO trial VALUES ({','.join('?' * len(trial))})", trials)
@@ -150,7 +150,7 @@ def test_runs_whose_facts_sqlite_cannot_read_are_found_by_name_and_commit(dpbenc
         stored(path, made(OTHER))
         with closing(sqlite3.connect(path)) as db, db:
             last = "(SELECT max(rowid) FROM run)"
-            db.execute(f"UPDATE run SET provenance={damage}, checksum=NULL WHERE rowid={last}")
+            db.execute(f"UPDATE run SET provenance={damage} WHERE rowid={last}")
             for name in file.INDEXES:
                 db.execute(f"DROP INDEX {name}")
     stored(path, made(OTHER))

@@ -15,7 +15,7 @@ import dpbench as dp
 from dpbench.analysis import comparison, ladder, stats, summary, validity
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
-from dpbench.cli.progress import RunningSpeedups
+from dpbench.api.progress import RunningSpeedups
 from dpbench.hardware.foreign_load import FACT, Load
 from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Phase, Span, Step, Trial, Verified, plan

@@ -12,7 +12,7 @@ import pytest
 
 from dpbench import load
 from dpbench.analysis.report import Report
-from dpbench.cli import progress
+from dpbench.cli import tables
 from dpbench.records import Case, Phase, Source, Trial
 from dpbench.report import figures, markdown, notebook, page, table
 from dpbench.store import Naming
@@ -45,7 +45,7 @@ every_kind = pytest.mark.parametrize("kind", ["plain", "unknown batch", "data pa
 @every_kind
 def test_every_format_shows_an_observed_run_without_comparisons(kind: str) -> None:
     found = kinds()[kind]
-    for text in (page.render(found), markdown.render(found), progress.table(found.rows), notebook.render(found)):
+    for text in (page.render(found), markdown.render(found), tables.table(found.rows), notebook.render(found)):
         assert "train.py" in text or "trace.json.gz" in text
         for word in ("speed-up", "effic", "not_applicable", "nan", "verified"):
             assert word not in text.partition("How it was measured")[0].rpartition("</style>")[2], (kind, word)

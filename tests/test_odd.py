@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 
 from dpbench.analysis import frames, summary
 from dpbench.analysis.findings import text
-from dpbench.cli.progress import table
-from dpbench.cli.showing import report_of
+from dpbench.api.reports import report_of
+from dpbench.cli.tables import table
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.report import markdown, page
 from dpbench.store import StoredRun, export

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from dpbench.api.progress import Progress, device_bars
 from dpbench.cli import predicted as tables
 from dpbench.cli import shapes
-from dpbench.cli.progress import Progress, device_bars
 from dpbench.measure import run as runner
 from dpbench.measure import selection
 from dpbench.measure.batch_search import Found

@@ -15,7 +15,7 @@ from tests.marked import patience
 from tests.test_run import slots
 
 PARENT = [
-    "measure.run", "records.plan", "store", "measure.server", "hardware.provenance", "cli.progress", "cli",
+    "measure.run", "records.plan", "store", "measure.server", "hardware.provenance", "api.progress", "cli",
     "hardware.foreign_load", "measure.checks",
 ]  # fmt: skip
 

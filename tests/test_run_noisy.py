@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dpbench.cli import showing
+from dpbench.api import reports
 from dpbench.hardware import foreign_load
 from dpbench.hardware.foreign_load import Load, UnknownLoad
 from dpbench.measure import run as module
@@ -55,7 +55,7 @@ def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_thi
     crowded.update({1, 6})
     outcome = run(CASES[:3], store, rounds=2, patience_s=1)
     assert measured(outcome, store) == (7, 6, {"during": "1 trial ran under too much foreign load"})
-    content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
+    content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
     assert content.notes[-1].endswith("NOISY: 1 trial ran under too much foreign load.")
     assert ["NOISY" in row.labels for row in content.rows].count(True) == 1
 
@@ -148,7 +148,7 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
     monkeypatch.setattr(foreign_load, "measure", lambda: BUSY)
     outcome = run(CASES[:1], store, rounds=1, patience_s=0)
     assert list(measured(outcome, store)[2]) == ["before"]
-    content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
+    content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
     assert "NOISY: other processes took 50%" in " ".join(content.notes)
 
 
@@ -156,6 +156,6 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
 def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
     monkeypatch.setattr(foreign_load, "measure", lambda: UnknownLoad("no counts here"))
     outcome = run(CASES[:1], store, rounds=1)
-    content = showing.report_of(store.runs()[0], store.trials(outcome.run_id))
+    content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
     assert "it is unknown whether other processes used the cores: no counts here" in map(str, content.warnings)
     assert "NOISY" not in " ".join(content.notes)

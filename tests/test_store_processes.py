@@ -238,7 +238,7 @@ def test_a_process_that_only_inherited_the_pid_does_not_hold_the_run(path):
     with Store.create(path) as store:
         run_id, _ = begin(store)
     with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE run SET pid=?, pid_born=pid_born-1000, checksum=NULL", (os.getppid(),))
+        db.execute("UPDATE run SET pid=?, pid_born=pid_born-1000", (os.getppid(),))
     assert psutil.pid_exists(os.getppid())
     with Store.create(path) as store:
         assert begin(store) == (run_id, True)
@@ -344,11 +344,10 @@ def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
                 ("compare", "@part", "@second"),
                 ("export", "csv"),
                 ("export", "trace", "--output", path.with_name("trace.json")),
-                ("store", "check", path),
                 ("rm", "@part", "--yes"),
             )
             for command in commands:
-                code, _, err = dpbench(*command, *(() if command[0] == "store" else ("--store", path)))
+                code, _, err = dpbench(*command, "--store", path)
                 assert (code, err.count("error: ")) == (3 if command[0] == "compare" else 0, 0), (command, err)
             assert len(load(path, run_id).trials) == 1
     assert seen == []

@@ -13,8 +13,8 @@ from dpbench.analysis import findings, imbalance, ladder, stats, summary
 from dpbench.analysis.answer import answers
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
-from dpbench.cli import progress
-from dpbench.cli.showing import report_of
+from dpbench.api.reports import report_of
+from dpbench.cli import tables
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
 from dpbench.records import words as explained
@@ -56,7 +56,7 @@ DOUBTFUL = {
 
 def terminal(shown: Report) -> str:
     said = [answer.text for answer in shown.answers]
-    return "\n".join([*said, progress.table(shown.rows, shown.ladders), *shown.notes, *map(str, shown.warnings)])
+    return "\n".join([*said, tables.table(shown.rows, shown.ladders), *shown.notes, *map(str, shown.warnings)])
 
 
 def test_three_sound_rounds_are_shown_in_full() -> None:
@@ -90,7 +90,7 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
 @pytest.mark.parametrize("name", DOUBTFUL)
 def test_every_report_says_so_in_the_place_of_the_number_and_what_would_help(name: str) -> None:
     shown = DOUBTFUL[name]
-    (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
+    (line,) = [line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert line.count("not enough rounds") >= 2
     assert not re.search(r"\d-\d|\d–\d|\dx", line)
     for rendered in (terminal(shown), page.render(shown), markdown.render(shown)):
@@ -105,7 +105,7 @@ def test_every_report_says_so_in_the_place_of_the_number_and_what_would_help(nam
 def test_the_issues_line_is_gone() -> None:
     """Three rounds of which one is off by orders of magnitude: neither the step nor the speed-up is printed."""
     shown = content(rounds(SINGLE, 0.0142), rounds(DP, 0.02146, (1.0, 4e3, 1e-3)))
-    (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
+    (line,) = [line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert re.split(r"  +", line)[4:6] == ["not enough rounds", "not enough rounds"]
 
 
@@ -169,7 +169,7 @@ def test_a_prediction_is_shown_although_it_has_no_rounds() -> None:
     rows = summary.rows([predicted(SINGLE, 0.03), predicted(DP, 0.02)])
     assert [row.step.n for row in rows if row.step] == [0, 0]
     assert [row.step.doubt for row in rows if row.step] == [None, None]
-    assert "not enough rounds" not in progress.table(rows)
+    assert "not enough rounds" not in tables.table(rows)
     (answer,) = answers(rows, Resources())
     assert "1.50×" in answer.headline
 
@@ -204,7 +204,7 @@ def test_findings_in_doubt_are_named_and_not_sized() -> None:
 
 def test_weak_scaling_is_named_beside_a_speed_up_that_is_shown() -> None:
     shown = content(rounds(SINGLE, 0.02), rounds(replace(DP, batch_size=128), 0.03))
-    (line,) = [line for line in progress.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
+    (line,) = [line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)]
     assert "1.33x weak" in line
     (answer,) = shown.answers
     assert answer.headline.startswith("on this CPU, use dp on 2 logical CPU devices: 1.33× ")

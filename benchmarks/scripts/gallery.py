@@ -19,7 +19,7 @@ import msgspec
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from dpbench.cli import showing
+from dpbench.api import reports, stored
 from dpbench.report import naming, page
 from dpbench.store import Store
 from dpbench.store.export import formats
@@ -95,8 +95,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -> None:
     """Write the page, the trials and the facts of a stored run into a folder."""
-    run, trials, unreadable = showing.read(store, run_id)
-    report = showing.report_of(run, trials, unreadable=unreadable)
+    run, trials, unreadable = stored.read(store, run_id)
+    report = reports.report_of(run, trials, unreadable=unreadable)
     facts = dict(naming.facts(report))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "index.html").write_text(page.render(report), encoding="utf-8")

@@ -107,7 +107,7 @@ def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
         yield Caveat(
             kind="unreadable",
             text=f"{words.count(amount, 'row')} of the store could not be read, and {words.verb(amount, 'is', 'are')} "
-            f"left out: {where}; `dpbench store check` gives the reasons, and `dpbench store recover` copies the rest",
+            f"left out: {where}",
         )
 
 

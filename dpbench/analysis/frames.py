@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 
 import pandas as pd
 
 from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, Trial
+from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -37,6 +38,37 @@ def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
         }
 
     return _table(run_id, trials, columns)
+
+
+MISSING = (
+    "the format parquet needs the package pyarrow, which is not installed; install it with "
+    "pip install 'torch-dpbench[parquet]', or export csv instead"
+)
+
+
+def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
+    """Write a Parquet file with one row per step of every trial of several runs, given with their ids.
+
+    The columns are those of `steps`, `verified`, and one column `phase_*_s` per phase. The columns of
+    the phases, including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not have
+    is 0. Raises LookupError if pyarrow is not installed.
+    """
+
+    def columns(trial: Trial) -> Columns:
+        split = trial.ledger.phases
+        return {
+            "step": range(len(trial.steps)),
+            "warmup": trial.by_column.warmup,
+            "seconds": trial.by_column.seconds,
+            "verified": [trial.verified.value] * len(trial.steps),
+            **{f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split] for phase in (*Phase, UNATTRIBUTED)},
+        }
+
+    table = pd.concat([_table(run_id, trials, columns) for run_id, trials in runs])
+    try:
+        table.to_parquet(path, engine="pyarrow", index=False)
+    except ImportError as error:
+        raise LookupError(MISSING) from error
 
 
 def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:

@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from dpbench.analysis import comparison, frames, stats
 from dpbench.analysis.comparison import Comparison, Unlike
 from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
-from dpbench.cli import comparing, showing
+from dpbench.api import STORE
+from dpbench.api.reports import report_of, write_report
+from dpbench.api.stored import list_unreadable, side
 from dpbench.records import Trial, words
 from dpbench.store import Store, StoredRun, UnreadableRow
 
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.comparison import Comparisons
     from dpbench.analysis.report import Report
-
-
-STORE = "dpbench.db"
-"""The results file of the command line and of this interface."""
 
 
 class Run:
@@ -72,13 +68,13 @@ class Run:
         """Return the trials of the run, with the spans of all steps; exported trials have no spans."""
         if self._store is None:
             return self._trials
-        with Store.read(self._store, showing.list_unreadable) as opened:
+        with Store.read(self._store, list_unreadable) as opened:
             return opened.trials(self.id)
 
     @cached_property
     def analysis(self) -> Report:
         """Return the analysis of the run, from which all other results are taken."""
-        return showing.report_of(self._stored, self._trials, self._store, self._unreadable)
+        return report_of(self._stored, self._trials, self._store, self._unreadable)
 
     @property
     def answers(self) -> Sequence[Answer]:
@@ -128,7 +124,7 @@ class Run:
 
     def report(self, path: str | Path) -> Path:
         """Write the report of the run as one HTML file, and return its path."""
-        showing.write_report(Path(path), self.analysis)
+        write_report(Path(path), self.analysis)
         return Path(path)
 
     def compare(self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False) -> Compared:
@@ -140,10 +136,7 @@ class Run:
         ValueError if the machines, the kinds of devices or the versions of torch differ.
         """
         if not isinstance(after, Run):
-            try:
-                after = Run(*comparing.side(self._store or Path(STORE), str(after)), None)
-            except click.UsageError as error:
-                raise ValueError(error.message) from None
+            after = Run(*side(self._store or STORE, str(after)), None)
         found = comparison.between(self.analysis, after.analysis, margin=margin, unlike=unlike)
         return Compared(self.analysis, after.analysis, found)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 
-from dpbench import __version__
 from dpbench.cli import comparing, managing, observing, options, own, predicting, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
 from dpbench.records.files import UnreadableFile
@@ -20,7 +19,7 @@ from dpbench.records.visible import visible
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="dpbench")
+@click.version_option(package_name="torch-dpbench", prog_name="dpbench")
 @click.option("--no-config", is_flag=True, help="Ignore dpbench.toml, and [tool.dpbench] in pyproject.toml.")
 @click.pass_context
 def cli(context: click.Context, no_config: bool) -> None:
@@ -34,14 +33,13 @@ def cli(context: click.Context, no_config: bool) -> None:
     `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish, replace bash_source
     by zsh_source or fish_source. The variable NO_COLOR turns off colours.
     """
-    if not no_config and (found := options.read(Path.cwd(), cli.commands)):
-        context.obj, context.default_map = found, {name: {**values} for name, values in found.values.items()}
+    if not no_config:
+        context.obj, context.default_map = options.read(Path.cwd(), cli.commands)
 
 
 for command in (
     running.run, observing.watch, observing.import_, own.check, own.init, own.loaders, reading.report,
     reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
-    managing.store_,
     predicting.predict, predicting.probe,
 ):  # fmt: skip
     cli.add_command(command)
@@ -61,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        click.echo(visible(shown.getvalue(), lines=True), err=True, nl=False)
+        text = shown.getvalue().removesuffix("\n") + options.origin(error)
+        click.echo(visible(text, lines=True), err=True)
         sys.exit(EXIT_USAGE)
     except (OSError, UnreadableFile) as error:
         click.echo(f"error: {visible(str(error), lines=True)}", err=True)

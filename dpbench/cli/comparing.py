@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from dpbench.cli import shapes, showing
+from dpbench.api.reports import report_of
+from dpbench.api.stored import side
+from dpbench.cli import shapes
 from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_UNDECIDED,
@@ -25,8 +27,7 @@ from dpbench.cli.shapes import AnswerFacts, EstimateFacts, RunFacts
 if TYPE_CHECKING:
     from dpbench.analysis.comparison import Comparison
     from dpbench.analysis.report import Report
-    from dpbench.records import Trial
-    from dpbench.store import Store, StoredRun
+    from dpbench.store import StoredRun
 
 
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,7 +133,7 @@ def compare(
     from dpbench.analysis import comparison
     from dpbench.report import comparing
 
-    sides = [(run, showing.report_of(run, trials)) for run, trials in (side(store, one) for one in (before, after))]
+    sides = [(run, report_of(run, trials)) for run, trials in (side(store, one) for one in (before, after))]
     first, second = (report for _, report in sides)
     found = comparison.between(first, second, margin=margin, unlike=unlike)
     if as_json:
@@ -152,51 +153,3 @@ def compare(
         click.echo(f"page: {page}", err=True)
     verdicts = found.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)
-
-
-def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
-    """Return the run that `asked` names, and its trials without their spans.
-
-    The help of `dpbench compare` explains the names. Raises UsageError if `asked` matches no run, or several.
-    """
-    path, colon, run = asked.rpartition(":")
-    whole = Path(asked).is_file()
-    if whole or (colon and Path(path).is_file()):
-        return _in_file(Path(asked if whole else path), "" if whole else run)
-    from dpbench.store import Store
-
-    with Store.read(store, showing.list_unreadable) as opened:
-        chosen = _of_commit(opened, asked) or showing.choose(opened, asked)
-        return chosen, opened.summaries(chosen.id)
-
-
-def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
-    """Return the run `run` of a store or of an exported file, and its trials.
-
-    An empty `run` means the newest run of a store, or the only run of an exported file.
-    """
-    if path.suffix in (".jsonl", ".gz"):
-        from dpbench.store import export
-
-        return export.read_run(path, run)
-    return showing.read(path, run or None)[:2]
-
-
-def _of_commit(opened: Store, asked: str) -> StoredRun | None:
-    """Return the newest run of a store whose commit begins with `asked`; None if no run has such a commit.
-
-    Raises UsageError if `asked` matches several commits, or a commit and the id of a run.
-    """
-    if asked.startswith("@"):
-        return None
-    found: dict[str, StoredRun] = {}
-    for run in opened.of_commit(asked):
-        for code in ("dpbench", "project"):
-            commit = str((run.provenance.get(code) or {}).get("commit") or "")
-            if commit.startswith(asked):
-                found.setdefault(commit, run)
-    also = [run.id for run in opened.matching(asked)] if found else []
-    if len(found) + len(also) > 1:
-        matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
-        raise click.UsageError(f"{asked} is the beginning of several commits or ids: {matches}; give more characters")
-    return next(iter(found.values()), None)

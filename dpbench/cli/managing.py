@@ -1,11 +1,10 @@
-"""Managing: the commands that look after a store and its runs: show, rm, merge, `store check` and `store recover`.
+"""Managing: the commands that look after a store and its runs: show, rm and merge.
 
 The module also makes the lines of `dpbench list runs`.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import shapes
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, EXIT_WORSE, EXITS, Documented, json_option, store_option
+from dpbench.cli.options import EXIT_FAILED, EXITS, Documented, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
-from dpbench.cli.showing import choose, list_unreadable
 from dpbench.records import words
 
 if TYPE_CHECKING:
@@ -164,48 +163,3 @@ def merge(other: Path, store: Path) -> None:
         f"{store}: {words.count(done.runs, 'run')} and {words.count(done.trials, 'trial')} added from {other}; "
         f"{words.count(done.known, 'run')} {words.verb(done.known, 'was', 'were')} there already"
     )
-
-
-@click.group("store", short_help="Check the file of a store, or recover its trials.")
-def store_() -> None:
-    """Check the file of a store for damage, or recover the trials of a damaged store."""
-
-
-@store_.command(
-    cls=Documented,
-    short_help="List the damage of a store.",
-    exits={0: "no damage was found", EXIT_WORSE: "the store is damaged", EXIT_FAILED: "the file is not a store",
-           EXIT_USAGE: "wrong usage"},
-)  # fmt: skip
-@click.argument("file", type=click.Path(path_type=Path))
-def check(file: Path) -> None:
-    """Check the structure of the store FILE, and read every run and every trial; print each fault on a line."""
-    from dpbench.store import copying
-
-    if faults := copying.check(file):
-        click.echo("\n".join(faults))
-        click.echo(f"{file}: {words.count(len(faults), 'fault')}", err=True)
-        sys.exit(EXIT_WORSE)
-    click.echo(f"{file}: no damage found")
-
-
-@store_.command(
-    cls=Documented,
-    short_help="Copy the readable runs and trials of a damaged store.",
-    exits={0: "everything was copied", EXIT_WORSE: "some rows are lost", EXIT_FAILED: "nothing can be read, or a file "
-           "cannot be written", EXIT_USAGE: "wrong usage"},
-)  # fmt: skip
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="The new store, which must not exist.")
-def recover(file: Path, output: Path) -> None:
-    """Copy all readable runs, and all readable ended trials, of the store FILE to a new store; FILE is not changed."""
-    from dpbench.store import copying
-
-    done = copying.recover(file, output)
-    for fault in done.lost:
-        click.echo(f"lost: row {fault.row} of the table {fault.table}: {fault.why}", err=True)
-    click.echo(
-        f"{output}: {words.count(done.runs, 'run')} and {words.count(done.trials, 'trial')} recovered from {file}, "
-        f"{words.count(len(done.lost), 'row')} lost"
-    )
-    sys.exit(EXIT_WORSE if done.lost else 0)

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
+from dpbench.api import STORE
+from dpbench.api.reports import report_of
+from dpbench.api.stored import choose
 from dpbench.cli import shapes
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, STORE, Documented, Tag, json_option
-from dpbench.cli.showing import choose, print_answers, print_notes, print_table, print_warnings, report_of, try_report
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Documented, Tag, json_option
+from dpbench.cli.showing import print_answers, print_notes, print_table, print_warnings, try_report
 from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:

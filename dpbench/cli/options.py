@@ -8,34 +8,27 @@ with the defaults that come from a file, and with the command's exit codes.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum, auto
 from pathlib import Path
 from reprlib import repr as abridged
 from typing import Any, NoReturn
 
 import click
-import msgspec
 from click.core import ParameterSource
 
+from dpbench.api import LATEST, REPORTS, STORE
 from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
-REPORTS = Path("reports")
-LATEST = REPORTS / "latest" / "index.html"
 PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
 """The help of the options that name the report page."""
-STORE = Path("dpbench.db")
 store_option = click.option(
     "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
 )
@@ -53,7 +46,6 @@ MOST_BYTES = 1e18
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")
 """The options whose defaults a file may set for all commands at once, outside of the tables of the commands."""
-Value = str | int | float | bool | list[str | int | float | bool]
 EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 """The meaning of the exit codes of most commands."""
 
@@ -81,17 +73,6 @@ def open_streams() -> None:
                 os.close(opened)
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115  # for good
-
-
-class Detail(Enum):
-    """The amount of progress that `dpbench run` prints."""
-
-    QUIET = auto()
-    """No progress."""
-    USUAL = auto()
-    """One line per trial, and a live display on a terminal."""
-    VERBOSE = auto()
-    """Also the stages, steps and memory of each trial."""
 
 
 class Listed(click.ParamType[tuple[Any, ...]]):
@@ -198,19 +179,6 @@ class Bytes(click.ParamType[int]):
         return int(size) if size < MOST_BYTES else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)
 
 
-@dataclass(frozen=True)
-class Defaults:
-    """Defaults of options from the file `path`.
-
-    `words` gives, by command and option, the words that would set the option on the command line.
-    """
-
-    path: Path
-    words: Mapping[str, Mapping[str, Sequence[str]]]
-    values: Mapping[str, Mapping[str, Any]]
-    """The defaults by command and parameter, in the form of click's `default_map`."""
-
-
 class Documented(click.Command):
     """A command whose help ends with the defaults from a file and with the command's exit codes."""
 
@@ -220,157 +188,102 @@ class Documented(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Add to the help the defaults that a file gives, and the exit codes."""
-        found = ctx.find_root().obj
-        if isinstance(found, Defaults) and (words := found.words.get(self.name or "")):
-            with formatter.section(f"Defaults from {found.path.name}"):
-                formatter.write_dl([(f"--{name}", _shown(given)) for name, given in words.items()])
+        given = ctx.default_map or {}
+        if shown := [
+            (max(option.opts, key=len), _shown(given[option.name])) for option in self.params if option.name in given
+        ]:
+            with formatter.section(f"Defaults from {ctx.find_root().obj}"):
+                formatter.write_dl(shown)
         with formatter.section("Exit codes"):
             formatter.write_dl([(str(code), meaning) for code, meaning in self.exits.items()])
 
 
-def _shown(words: Sequence[str]) -> str:
-    """Return the value that the words of an option set, as text; "on" or "off" for an option without a value."""
-    return shlex.join(words[1:]) or ("on" if words else "off")
+def _shown(value: str | list[str]) -> str:
+    """Return the value of an option in a `default_map` as text."""
+    return value if isinstance(value, str) else " ".join(value)
 
 
-def read(folder: Path, commands: Mapping[str, click.Command]) -> Defaults | None:
-    """Return the defaults that a file in `folder` has for the options of `commands`; None without such a file.
+def read(folder: Path, commands: Mapping[str, click.Command]) -> tuple[str, dict[str, Any]]:
+    """Return the name of the file in `folder` that has defaults, and the defaults as click's `default_map`.
 
-    Raises UnreadableFile if a file is not TOML. Raises UsageError if two files have defaults, if a key is unknown, or
-    if an option does not accept its value. The message names the files, or the file and the key.
+    Both are empty without such a file. Raises UnreadableFile if a file is not TOML. Raises UsageError if two files have
+    defaults, or if a key is unknown; the message names the files, or the file and the key.
     """
-    found = [(path, where, table) for path, where in _sources(folder) if (table := _table(path, where)) is not None]
-    if not found:
-        return None
-    if len(found) > 1:
+    own, project = (_toml(folder / name) for name in (OWN, PROJECT))
+    ours = _table(_table(project, "tool", PROJECT), "dpbench", PROJECT)
+    if own and ours:
         raise click.UsageError(f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them")
-    path, where, table = found[0]
-    words: dict[str, dict[str, Sequence[str]]] = {name: {} for name in commands}
-    values: dict[str, dict[str, Any]] = {name: {} for name in commands}
-    for command, name, value in _entries(table, path, where, commands):
-        at = f"{path.name}: {'.'.join(filter(None, [where, command if command in table else '']))}"
-        option = _options(commands[command])[name]
-        words[command][name] = _words(option, name, value, at)
-        values[command][option.name or ""] = _checked(option, value, commands[command], f"{at} {name}")
-    return Defaults(path, words, values)
+    if own:
+        return OWN, _default_map(own, OWN, commands)
+    return (PROJECT, _default_map(ours, PROJECT, commands)) if ours else ("", {})
 
 
-def command_of(context: click.Context, repeated: str) -> str:
-    """Return `repeated` with the option --no-config; "" if the current command took no default from a file.
-
-    `context` is the click context of the current command. `repeated` is a `dpbench run` command that sets every option
-    whose value is not dpbench's own default, including those from the file. It therefore works without the file.
-    """
-    given = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.DEFAULT_MAP]
-    return _ignoring(repeated) if given else ""
-
-
-def command_in(folder: Path, repeated: str) -> str:
-    """Return the command `repeated`, with the option --no-config if `folder` has a file that may set defaults.
-
-    Runs that Python starts do not read such a file, so the command that repeats them must not read it either.
-    """
-    return _ignoring(repeated) if any(path.is_file() for path, _ in _sources(folder)) else repeated
-
-
-def _ignoring(command: str) -> str:
-    """Return `command`, which begins with `dpbench`, with the option --no-config."""
-    return f"dpbench --no-config {command.removeprefix('dpbench ')}"
-
-
-def _sources(folder: Path) -> Iterator[tuple[Path, str]]:
-    yield folder / OWN, ""
-    yield folder / PROJECT, "tool.dpbench"
-
-
-def _table(path: Path, where: str) -> Mapping[str, Any] | None:
-    """Return the table `where`, such as "tool.dpbench", of a TOML file; None if there is no such file or table.
-
-    If `where` is empty, the whole file is the table. Raises UnreadableFile if the file is not TOML, and UsageError if
-    the table has values of a wrong type.
-    """
+def _toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file; empty without such a file. Raises UnreadableFile if the file is not TOML."""
     import tomllib
 
     if not path.is_file():
-        return None
+        return {}
     try:
-        table: Any = everywhere(tomllib.loads(text_of(path)))
+        found: dict[str, Any] = everywhere(tomllib.loads(text_of(path)))
     except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and for numbers with too many digits
         raise UnreadableFile(f"{path.name} is not valid TOML: {error}") from None
-    for key in where.split(".") if where else ():
-        if not isinstance(table, dict):
-            raise click.UsageError(f"{path.name}: `tool` is {abridged(table)}; it must be a table")
-        table = table.get(key)
-        if table is None:
-            return None
-    try:
-        return msgspec.convert(table, dict[str, Value | dict[str, Value]])
-    except msgspec.ValidationError as error:
-        raise click.UsageError(f"{path.name}: {where or 'the file'}: {error}") from None
+    return found
 
 
-def _entries(
-    table: Mapping[str, Any], path: Path, where: str, commands: Mapping[str, click.Command]
-) -> Iterator[tuple[str, str, Any]]:
-    """Yield the command, the option and the value of each entry of a table of defaults.
-
-    First come the entries that apply to all commands, then those of one command, which replace them.
-    """
-    for key, value in table.items():
-        if key in SHARED and not isinstance(value, dict):
-            yield from ((name, key, value) for name, command in commands.items() if key in _options(command))
-        elif key not in commands or not isinstance(value, dict):
-            raise _unknown(f"{path.name}: {where or 'the file'}", key, [*SHARED, *(f"[{name}]" for name in commands)])
-    for command, entries in table.items():
-        for key, value in entries.items() if isinstance(entries, dict) else ():
-            known = _options(commands[command])
-            if key not in known:
-                raise _unknown(f"{path.name}: {'.'.join(filter(None, [where, command]))}", key, [*known])
-            yield command, key, value
+def _table(outer: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
+    """Return the table `key` of a table; empty if there is none. Raises UsageError if the value is no table."""
+    found = outer.get(key, {})
+    if not isinstance(found, dict):
+        raise click.UsageError(f"{file}: {key!r} is {abridged(found)}; it must be a table")
+    return found
 
 
-def _options(command: click.Command) -> dict[str, click.Option]:
-    """Return the options of a command by their long names without dashes, such as `batch-sizes`."""
-    return {
-        long.removeprefix("--"): one
-        for one in command.params
-        if isinstance(one, click.Option)
-        for long in one.opts
-        if long.startswith("--")
-    }
+def _default_map(table: Mapping[str, Any], file: str, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+    """Return a table of defaults in the form of click's `default_map`. Raises UsageError for an unknown key."""
+    _refuse_unknown(table, file, [*SHARED, *commands])
+    shared = {key: value for key, value in table.items() if key in SHARED}
+    found = {}
+    for name, command in commands.items():
+        options = {
+            long.removeprefix("--"): one
+            for one in command.params
+            if isinstance(one, click.Option)
+            for long in one.opts
+            if long.startswith("--")
+        }
+        own = _table(table, name, file)
+        _refuse_unknown(own, f"{file}: [{name}]", [*options])
+        given = {key: value for key, value in shared.items() if key in options} | own
+        found[name] = {options[key].name: _given(options[key], value) for key, value in given.items()}
+    return found
 
 
-def _unknown(where: str, key: str, known: Sequence[str]) -> click.UsageError:
-    near = difflib.get_close_matches(key, [one.strip("[]") for one in known], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return click.UsageError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}{hint}")
+def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
+    for key in table:
+        if key not in known:
+            raise click.UsageError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}")
 
 
-def _words(option: click.Option, name: str, value: Any, where: str) -> Sequence[str]:
-    """Return the words of a command line that give an option this value. Raises UsageError for a wrong type."""
-    if option.is_flag and not isinstance(value, bool):
-        raise click.UsageError(f"{where} {name}: {value!r} is neither true nor false")
-    if option.is_flag:
-        return [f"--{name}"] if value else []
-    texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]
-    return [word for text in (texts if option.multiple else [",".join(texts)]) for word in (f"--{name}", text)]
+def _given(option: click.Option, value: Any) -> str | list[str]:
+    """Return the text that would set an option on the command line; a list of texts for a repeated option."""
+    texts = [
+        {True: "on", False: "off"}[one] if isinstance(one, bool) else str(one)
+        for one in (value if isinstance(value, list) else [value])
+    ]
+    return texts if option.multiple else ",".join(texts)
 
 
-def _text(value: str | float) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+def origin(error: click.ClickException) -> str:
+    """Return a clause that names the file which gives the value that `error` is about; "" if none does."""
+    if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
+        return ""
+    source = error.ctx.get_parameter_source(error.param.name or "")
+    file = error.ctx.find_root().obj
+    return f" (a default from {file})" if source is ParameterSource.DEFAULT_MAP else ""
 
 
-def _checked(option: click.Option, value: Any, command: click.Command, where: str) -> Any:
-    """Return the value in the form of click's `default_map`: a bool, a text, or a list of texts.
-
-    Raises UsageError, with a message that begins with `where`, if the option does not accept the value.
-    """
-    if option.is_flag:
-        return value
-    texts = [_text(one) for one in value] if isinstance(value, list) else [_text(value)]
-    given = texts if option.multiple else ",".join(texts)
-    try:
-        option.type_cast_value(click.Context(command), given)
-    except click.BadParameter as error:
-        raise click.UsageError(f"{where}: {error.message}") from None
-    return given
+def has_defaults(context: click.Context) -> bool:
+    """Return whether the current command, with click's context `context`, took a default from a file."""
+    sources = map(context.get_parameter_source, context.params)
+    return ParameterSource.DEFAULT_MAP in sources

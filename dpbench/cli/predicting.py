@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from dpbench.api import STORE
+from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import shapes
 from dpbench.cli.options import (
     EXIT_FAILED,
@@ -18,7 +20,6 @@ from dpbench.cli.options import (
     EXITS,
     NAMES,
     NUMBERS,
-    STORE,
     Documented,
     Schedules,
     json_option,
@@ -31,7 +32,7 @@ from dpbench.cli.predicted import (
     predictions_table,
     what_ifs_table,
 )
-from dpbench.cli.showing import choose, list_unreadable, print_answers
+from dpbench.cli.showing import print_answers
 from dpbench.records import words
 from dpbench.records.files import UnreadableFile
 

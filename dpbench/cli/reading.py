@@ -13,6 +13,8 @@ from typing import Any
 
 import click
 
+from dpbench.api.reports import report_of, write_report
+from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
     PAGE,
@@ -22,7 +24,7 @@ from dpbench.cli.options import (
     run_option,
     store_option,
 )
-from dpbench.cli.showing import choose, list_unreadable, read, report_of, write_report
+from dpbench.cli.showing import read
 from dpbench.records import registry, words
 from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS
 
@@ -222,6 +224,10 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         chosen = opened.runs()[::-1] if several else [choose(opened, run_id)]
         read = opened.trials if format == "trace" else opened.summaries  # only a timeline needs all spans
         runs = [(run, read(run.id)) for run in chosen]
+    if format == "parquet":
+        assert output is not None  # export.check has refused stdout
+        frames.parquet([(run.id, trials) for run, trials in runs], output)
+        return
     if format == "csv":
         tables = [(run.id, row) for run, trials in runs for row in summary.rows(trials)]
         ids = [run for run, _ in tables]
@@ -230,8 +236,8 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
         )
         pieces = iter([frames.csv(frames.frame([row for _, row in tables], ids, beside))])
     else:
-        pieces = export.pieces(format, runs, summary.labels, every=every, output=output, **only)
+        pieces = export.pieces(format, runs, summary.labels, every=every, **only)
     try:
-        export.write(pieces, None if format == "parquet" else output)
+        export.write(pieces, output)
     except BrokenPipeError:
         last_words("the output was closed")

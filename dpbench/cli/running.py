@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from dpbench.api import STORE
+from dpbench.api.reports import report_of
+from dpbench.api.stored import choose
 from dpbench.cli import shapes
 from dpbench.cli.options import (  # fmt: skip
     DEVICE_IDS,
@@ -21,33 +24,30 @@ from dpbench.cli.options import (  # fmt: skip
     NAMES,
     NUMBERS,
     PAGE,
-    STORE,
     SWITCHES,
     Bytes,
-    Detail,
     Documented,
     Rounds,
     Schedules,
     Tag,
-    command_of,
+    has_defaults,
     json_option,
     last_words,
     patience_option,
     store_option,
 )
 from dpbench.cli.showing import (
-    choose,
     expectation,
     print_answers,
     print_notes,
     print_plan,
     print_table,
     print_warnings,
-    report_of,
     try_report,
 )
 
 if TYPE_CHECKING:
+    from dpbench.api.progress import Detail
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.launch import Launch
     from dpbench.records import Case, Trial
@@ -268,19 +268,19 @@ def run(
     interrupted run. Started by torchrun, or as several tasks by srun, the processes are the ranks of one launch, which
     measure together; rank 0 stores the trials and prints the results.
     """
+    from dpbench.api.progress import Detail
     from dpbench.measure import launch
     from dpbench.records.options import Options
 
-    if quiet and verbose:
-        raise click.UsageError("--quiet and --verbose contradict each other: leave out one of them")
-    detail = Detail.QUIET if quiet else Detail.VERBOSE if verbose else Detail.USUAL
+    detail = Detail.of(quiet=quiet, verbose=verbose)
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
+    given = has_defaults(click.get_current_context())
     more = ["--store", str(store), *(["--interface", interface] if interface else [])]
     output = _Output(
         store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
-        command=command_of(click.get_current_context(), asked.command(*more)),
+        command=asked.command(*more, config=False) if given else "",
     )  # fmt: skip
     try:
         placed = launch.of_environment()
@@ -313,7 +313,7 @@ def _agent(placed: Launch, interface: str) -> int:
 
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
-    from dpbench.cli.progress import Progress
+    from dpbench.api.progress import Progress
     from dpbench.measure import selection
     from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
@@ -370,7 +370,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
 
     Each attempt is printed to stderr, and the results are printed to stdout.
     """
-    from dpbench.cli.progress import brief
+    from dpbench.api.progress import Detail, brief
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store

@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-import dpbench
 from dpbench.records import Case
 
 PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
@@ -66,7 +65,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
         "gpus": gpus or {},
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := version(name))},
-        "dpbench": {"version": dpbench.__version__, **_git(Path(dpbench.__file__).parent)},
+        "dpbench": {"version": own_version(), **_git(Path(__file__).parent)},
         "project": _git(Path.cwd()),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "command": shlex.join(["dpbench", *sys.argv[1:]]),
@@ -135,6 +134,11 @@ def version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def own_version() -> str:
+    """Return the version of dpbench; empty if it runs from a folder without being installed."""
+    return version("torch-dpbench")
 
 
 def _cpu_name() -> str:

@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-import dpbench
 from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.nvml import describe
 from dpbench.measure.launch import Channel, Launch, LaunchError, connect
@@ -57,11 +56,11 @@ class Member:
     def of(cls, launch: Launch) -> Self:
         """Return the facts about this process, which is one rank of `launch`."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        software = {"dpbench": dpbench.__version__, "torch": provenance.version("torch")}
+        software = {"dpbench": provenance.own_version(), "torch": provenance.version("torch")}
         return cls(
             rank=launch.rank, node=launch.node, host=launch.host, machine=_machine(), pid=os.getpid(),
             sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]), cores=tuple(cores),
-            version=dpbench.__version__,
+            version=provenance.own_version(),
             facts={"host": provenance.host_facts(), "gpus": describe(), "software": software},
         )  # fmt: skip
 

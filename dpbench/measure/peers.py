@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError, connection
 from typing import Any
 
-import dpbench
+from dpbench.hardware import provenance
 from dpbench.measure.agent import Member, Reply, Work
 from dpbench.measure.launch import JOIN_S, Channel, Launch, LaunchError, key, prove
 from dpbench.measure.server import START_LIMIT_S
@@ -147,8 +147,8 @@ def _introduce(end: socket.socket, secret: bytes, guests: queue.Queue[tuple[Memb
 
 def _objection(member: Member, launch: Launch, found: Mapping[int, object]) -> str:
     """Return the reason why a rank cannot take part, or an empty string if it can."""
-    if member.version != dpbench.__version__:
-        return f"it has dpbench {member.version}, and rank 0 has {dpbench.__version__}: install the same version"
+    if member.version != provenance.own_version():
+        return f"it has dpbench {member.version}, and rank 0 has {provenance.own_version()}: install the same version"
     if not 0 <= member.rank < launch.size:
         return f"it is rank {member.rank}, but the launch has {launch.size} ranks: start all ranks with one command"
     return f"another process is rank {member.rank} of this launch" if member.rank in found else ""

@@ -124,9 +124,12 @@ class Options:
         """Return whether no option selects cases, so that the run is short and uses default cases."""
         return not any(getattr(self, axis) for axis in AXES)
 
-    def command(self, *more: str) -> str:
-        """Return these options as the text of a `dpbench run` command; `more` are further arguments."""
-        words = ["dpbench", "run"]
+    def command(self, *more: str, config: bool = True) -> str:
+        """Return these options as the text of a `dpbench run` command; `more` are further arguments.
+
+        With `config=False`, the command ignores the defaults in files.
+        """
+        words = ["dpbench", "run"] if config else ["dpbench", "--no-config", "run"]
         for field in fields(self):
             value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
             if value == field.default:

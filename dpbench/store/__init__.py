@@ -138,15 +138,14 @@ class Store:
             me = (os.getpid(), born(os.getpid()))
             if row:
                 self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
-                rows.sign_run(self._db, row[0])
                 self._kill_running(row[0])
                 return row[0], True
             run_id = os.urandom(16).hex()
             self._db.execute(
-                f"INSERT INTO run ({rows.RUN}) VALUES (?,?,?,?,?,?,NULL,?,?,?,?)",
+                "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born, provenance) "
+                "VALUES (?,?,?,?,?,?,?,?,?,?)",
                 (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
             )
-            rows.sign_run(self._db, run_id)
             return run_id, False
 
     def unfinished(self, *, plan: str, host: str, code: str, reopen: bool = False) -> str | None:
@@ -177,7 +176,6 @@ class Store:
         with file.transaction(self._db):
             self._kill_running(run_id)
             self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
-            rows.sign_run(self._db, run_id)
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         """Add `facts` to a run's provenance under the key `name`; earlier facts under this key are replaced."""
@@ -185,7 +183,6 @@ class Store:
             (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
             added = json.dumps({**json.loads(known), name: facts})
             self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
-            rows.sign_run(self._db, run_id)
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(
@@ -259,8 +256,7 @@ class Store:
         living process is adding trials to a run of `part`, in either of the two stores.
         """
         with Store.read(part) as other, file.snapshot(other._db), file.transaction(self._db):
-            if faults := file.quick_check(other._db):
-                raise file.damaged(part, faults[0])
+            file.refuse_damaged(other._db)
             for run in other.runs():
                 other._refuse_measured(run.id)
                 self._refuse_measured(run.id)
@@ -301,11 +297,6 @@ class Store:
         """Return the number of a run's trials by status; of a repeated trial, only the one in `trials` counts."""
         query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         return dict(self._db.execute(query, (run_id,)).fetchall())
-
-    def cases(self, run_id: str) -> int:
-        """Return the number of different cases that a run has started."""
-        query = "SELECT count(DISTINCT fingerprint) FROM trial WHERE run_id=?"
-        return int(self._db.execute(query, (run_id,)).fetchone()[0])
 
     def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
         """Return, for each case that a run has started, the number of its trials by status.
@@ -369,7 +360,6 @@ class Store:
                             new = copying.copy_trial(other._db, number, self._db, run_id)
                             known = json.dumps(copied[-1].provenance)
                             self._db.execute("UPDATE trial SET provenance=? WHERE id=?", (known, new))
-                            rows.sign_trial(self._db, new)
         return copied
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
@@ -402,7 +392,6 @@ class Store:
             self._db.executemany(
                 "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", rows.series_rows(trial_id, trial.samples)
             )
-            rows.sign_trial(self._db, trial_id)
         copying.refuse_replaced(self._db)
         with suppress(sqlite3.OperationalError):  # the trial is committed: a later checkpoint is sufficient
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")

@@ -1,17 +1,19 @@
 """Store file: open, identify and migrate the SQLite file; merge its write-ahead log into the file on closing.
 
-Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that failed); 3 (checksums of
-rows); 4 (summaries of trials).
+Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that
+failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,12 +65,9 @@ MIGRATIONS = (
     ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT 'allocated';
     ALTER TABLE trial ADD COLUMN failed_device INTEGER
     """,
-    """
-    ALTER TABLE run ADD COLUMN checksum INTEGER;
-    ALTER TABLE trial ADD COLUMN checksum INTEGER;
-    ALTER TABLE trial ADD COLUMN parts_checksum INTEGER
-    """,
-    "ALTER TABLE trial ADD COLUMN summary BLOB; ALTER TABLE trial ADD COLUMN summary_checksum INTEGER",
+    "",  # files of versions 3 and 4 have columns for checksums, which keep their values
+    "ALTER TABLE trial ADD COLUMN summary BLOB",
+    "",  # stops earlier versions of dpbench, which would compare rows with outdated checksums
 )
 
 
@@ -137,6 +136,17 @@ class Connection(sqlite3.Connection):
         """Execute a statement for each row of `parameters`; the errors are those of `execute`."""
         return self.cursor(_Cursor).executemany(sql, parameters)
 
+    @cached_property
+    def _fault(self) -> str:
+        """The first fault that SQLite's quick check finds; "" if the check fails as well.
+
+        The fault names a page, unlike the error of a statement.
+        """
+        with suppress(sqlite3.Error, UnicodeDecodeError):
+            (found,) = sqlite3.Connection.execute(self, "PRAGMA quick_check(1)").fetchone()
+            return "" if found == "ok" else _last_line(found)
+        return ""
+
     @contextmanager
     def named(self) -> Iterator[None]:
         """Turn SQLite's errors inside this context into StoreErrors that name the file.
@@ -147,7 +157,7 @@ class Connection(sqlite3.Connection):
             yield
         except sqlite3.DatabaseError as error:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
-                raise damaged(self.path, error) from error
+                raise damaged(self.path, self._fault or error) from error
             if not isinstance(error, sqlite3.OperationalError):
                 raise
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _LOCKED:
@@ -193,9 +203,15 @@ class _Cursor(sqlite3.Cursor):
 
 def damaged(path: Path, why: object) -> DamagedStore:
     """Return the error of a damaged file."""
-    return DamagedStore(
-        f"the store {path} is damaged: {why}; `dpbench store check {path}` lists the damage, and `dpbench store "
-        f"recover {path} --output NEW` copies every trial that can be read"
+    return DamagedStore(f"the store {path} is damaged: {why}; {way_out(path)}")
+
+
+def way_out(path: object) -> str:
+    """Return a clause with the command that saves what can be read of a damaged store."""
+    command = f'sqlite3 {shlex.quote(str(path))} ".recover" | sqlite3 NEW.db'
+    return (
+        f"`{command}` copies what can be read into a new store (sqlite.org's sqlite3 has .recover; "
+        "that of some systems lacks it)"
     )
 
 
@@ -209,9 +225,8 @@ def open_to_write(path: Path) -> Connection:
         if _check_header(path):  # check read-only first, because opening for writing would already change the WAL
             with closing(_connect_read_only(path)) as db:
                 _check_version(path, db)
-                if found := quick_check(db):
-                    raise damaged(path, found[0])
-        db = connect(path, str(path))
+                refuse_damaged(db)
+        db = _connect(path, str(path))
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")
@@ -249,13 +264,16 @@ def open_to_read(path: Path) -> Connection:
     return db
 
 
-def quick_check(db: Connection) -> list[str]:
-    """Return the faults that SQLite's quick check finds in the structure of the file; empty if there are none."""
-    try:
-        found = [str(text) for (text,) in db.execute("PRAGMA quick_check")]
-    except DamagedStore as error:
-        return [str(error.__cause__)]
-    return [] if found == ["ok"] else found
+def refuse_damaged(db: Connection) -> None:
+    """Raise DamagedStore for the first fault that SQLite's quick check finds in the file."""
+    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise damaged(db.path, _last_line(found))
+
+
+def _last_line(fault: str) -> str:
+    """Return a fault of SQLite's quick check without the line that names the database."""
+    return fault.splitlines()[-1]
 
 
 def same_file(db: Connection) -> bool:
@@ -336,10 +354,10 @@ def _connect_read_only(path: Path) -> Connection:
                 f"copy both files to another folder, and give the copy with --store"
             )
         options += "&immutable=1"
-    return connect(path, f"{path.resolve().as_uri()}?{options}")
+    return _connect(path, f"{path.resolve().as_uri()}?{options}")
 
 
-def connect(path: Path, address: str) -> Connection:
+def _connect(path: Path, address: str) -> Connection:
     """Return a connection to the file `path`, which `address` names as a path or as a URI."""
     uri = address.startswith("file:")
     db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=0, factory=Connection)

@@ -1,10 +1,4 @@
-"""Rows: the only module that makes objects from rows of the file; a row that cannot be read raises UnreadableRow.
-
-A run and an ended trial have checksums of their columns, so that a changed byte is found even in a row that can still
-be parsed. `checksum` covers the row itself and, for a trial, its steps; `parts_checksum` covers the spans, memory and
-series of a trial; `summary_checksum` covers all that `summary` reads: the row, its column `summary`, memory and series.
-Rows of schemas before 3, and trials that have not ended, have no checksums; rows of schema 3 have no summaries.
-"""
+"""Rows: the only module that makes objects from rows of the file; a row that cannot be read raises UnreadableRow."""
 
 from __future__ import annotations
 
@@ -18,9 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
-
-import msgspec
+from typing import Any, TypeAlias, TypeVar
 
 from dpbench.records import Case, Sample, Status, Trial, visible
 from dpbench.records.series import Samples, Series
@@ -28,15 +20,14 @@ from dpbench.store import facts, file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
-RUN = "id, plan, host, code, status, started, ended, rounds, pid, pid_born, provenance"
 TRIAL = (
     "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup, provenance, failed_device"
 )
-STEP = "step, seconds, warmup, end_s"
+STEP = "seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
 MEMORY = "device, peak_bytes, source, phase, kind"
 SERIES = "device, metric, n, times, readings"
-"""The columns to read. Checksums cover all of them except `n`, and no columns that later schemas add."""
+"""The columns to read."""
 _DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, zlib.error)
 """The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
 
@@ -55,10 +46,7 @@ class UnreadableRow(StoreError):
 
     def __init__(self, path: object, table: str, row: int, why: str) -> None:
         self.table, self.row, self.why = table, row, why
-        super().__init__(
-            f"{path}, row {row} of the table {table}: {why}; `dpbench store recover {path} --output NEW` copies "
-            "every row that can be read"
-        )
+        super().__init__(f"{path}, row {row} of the table {table}: {why}; {file.way_out(path)}")
 
 
 @contextmanager
@@ -69,25 +57,14 @@ def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
     except (UnreadableRow, file.Locked):
         raise
     except _DATA as error:
-        cause = error.__cause__ if isinstance(error, file.Unusable) else error
+        cause = error.__cause__ if isinstance(error, StoreError) else error
         raise UnreadableRow(db.path, table, row, f"{type(cause).__name__}: {cause}") from error
-
-
-class _Parts(NamedTuple):
-    """The rows of one trial in the tables step, span, memory and series."""
-
-    steps: list[Any]
-    spans: list[Any]
-    memory: list[Any]
-    series: list[Any]
 
 
 def run(db: file.Connection, row: int) -> StoredRun:
     """Return the run in a row of the table `run`. Raises UnreadableRow."""
     with _reading(db, "run", row):
-        found = _row(db, "run", RUN, row)
-        _compare(db, "run", "checksum", row, [found])
-        name, _, _, _, status, started, _, rounds, _, _, provenance = found
+        name, status, started, rounds, provenance = _row(db, "run", "id, status, started, rounds, provenance", row)
         facts.check_run(_object(provenance), float(started))
         stored = StoredRun.read(str(name), str(status), float(started), int(rounds), provenance)
         _ = stored.naming  # raises for a name that no run can have
@@ -97,15 +74,14 @@ def run(db: file.Connection, row: int) -> StoredRun:
 def trial(db: file.Connection, row: int) -> Trial:
     """Return the trial in a row of the table `trial`, with all its parts. Raises UnreadableRow."""
     with _reading(db, "trial", row):
-        head, parts = _row(db, "trial", TRIAL, row), _parts(db, row)
-        _compare(db, "trial", "checksum", row, [head, *parts.steps])
-        _compare(db, "trial", "parts_checksum", row, _bulk(parts))
+        steps = _part(db, "step", STEP, row, "step")
         plain = {
-            **_plain(head),
-            "steps": _columns("seconds, warmup, end_s", [(s, bool(warm), e) for _, s, warm, e in parts.steps]),
-            "spans": _columns(SPAN, parts.spans), "memory": _columns(MEMORY, parts.memory),
-        }  # fmt: skip
-        found = replace(Trial.from_dict(plain), samples=_samples(parts.series))
+            **_plain(_row(db, "trial", TRIAL, row)),
+            "steps": _columns(STEP, [(seconds, bool(warm), end) for seconds, warm, end in steps]),
+            "spans": _columns(SPAN, _part(db, "span", SPAN, row, "number")),
+            "memory": _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid")),
+        }
+        found = replace(Trial.from_dict(plain), samples=_samples(db, row))
         facts.check_trial(found.provenance, found.started_s)
         return found
 
@@ -113,36 +89,29 @@ def trial(db: file.Connection, row: int) -> Trial:
 def summary(db: file.Connection, row: int) -> Trial:
     """Return `Trial.summary` of the trial in a row, without reading its spans. Raises UnreadableRow.
 
-    The summary was stored when the trial ended. If it is missing or damaged, or if another version of dpbench wrote it,
-    the summary is computed from the spans.
+    The summary was stored when the trial ended. If it is missing or damaged, or if another version
+    of dpbench wrote it, the summary is computed from the spans.
     """
     with _reading(db, "trial", row):
-        *head, packed, stored = _row(db, "trial", f"{TRIAL}, summary, summary_checksum", row)
-        memory, series = _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric")
-        if packed is None or stored != _checksum([head, packed, *memory, *_signed(series)]):
-            return trial(db, row).summary()
+        *head, packed = _row(db, "trial", f"{TRIAL}, summary", row)
         found = summaries.unpacked(packed)
         if found is None:
             return trial(db, row).summary()
-        plain = {**_plain(head), "memory": _columns(MEMORY, memory)}
-        made = replace(Trial.from_dict(plain), steps=found.steps, samples=_samples(series))
+        memory = _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid"))
+        plain = {**_plain(head), "memory": memory}
+        made = replace(Trial.from_dict(plain), steps=found.steps, samples=_samples(db, row))
         facts.check_trial(made.provenance, made.started_s)
         return made.with_ledger(found)
 
 
-def _samples(series: Sequence[Any]) -> Samples:
-    """Return the samples in rows of the table `series`. Raises an exception in `_DATA` for damaged rows."""
+def _samples(db: file.Connection, row: int) -> Samples:
+    """Return the samples of a trial. Raises an exception in `_DATA` for damaged rows."""
     found: dict[tuple[int, str], Series] = {}
-    for device, metric, n, times, readings in series:
+    for device, metric, n, times, readings in _part(db, "series", SERIES, row, "device, metric"):
         if not (isinstance(device, int) and isinstance(metric, str)):
             raise TypeError(f"the device {device!r} or the metric {metric!r} is of another type")
         found[device, visible.visible(metric)] = Series(_unpacked(times, n), _unpacked(readings, n))
     return Samples({key: partial(Series, *columns) for key, columns in found.items()})
-
-
-def _signed(series: Sequence[Any]) -> list[Any]:
-    """Return the values of rows of the table `series` that a checksum covers."""
-    return [(device, metric, times, readings) for device, metric, _, times, readings in series]
 
 
 def _plain(head: Sequence[Any]) -> dict[str, Any]:
@@ -215,21 +184,6 @@ def short(reason: str, log: Path) -> str:
     return f"{reason[:half]}\n[{len(reason) - 2 * half} characters are left out; {where}]\n{reason[-half:]}"
 
 
-def sign_run(db: file.Connection, run_id: str) -> None:
-    """Store the checksum of a run's row, in the transaction that has changed the row."""
-    (row,) = db.execute("SELECT rowid FROM run WHERE id=?", (run_id,)).fetchone()
-    db.execute("UPDATE run SET checksum=? WHERE rowid=?", (_checksum([_row(db, "run", RUN, row)]), row))
-
-
-def sign_trial(db: file.Connection, row: int) -> None:
-    """Store the checksums of an ended trial's rows, in the transaction that has changed the rows."""
-    head, parts, (packed,) = _row(db, "trial", TRIAL, row), _parts(db, row), _row(db, "trial", "summary", row)
-    sums = [head, *parts.steps], _bulk(parts), [head, packed, *parts.memory, *_signed(parts.series)]
-    db.execute(
-        "UPDATE trial SET checksum=?, parts_checksum=?, summary_checksum=? WHERE id=?", (*map(_checksum, sums), row)
-    )
-
-
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:
     """Return the named columns of a row; None for a column that the file's schema lacks.
 
@@ -252,18 +206,6 @@ def _part(db: file.Connection, table: str, columns: str, row: int, order: str) -
     return db.execute(query, (row,)).fetchall()
 
 
-def _parts(db: file.Connection, row: int) -> _Parts:
-    """Return the rows of one trial; a copy of the trial in another file has them in the same order."""
-    return _Parts(
-        _part(db, "step", STEP, row, "step"), _part(db, "span", SPAN, row, "number"),
-        _part(db, "memory", MEMORY, row, "rowid"), _part(db, "series", SERIES, row, "device, metric"),
-    )  # fmt: skip
-
-
-def _bulk(parts: _Parts) -> list[Any]:
-    return [*parts.spans, *parts.memory, *_signed(parts.series)]
-
-
 def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
     """Return the values of `rows` as one list per column; `names` are the columns, separated by ", "."""
     return {name: [row[i] for row in rows] for i, name in enumerate(names.split(", "))}
@@ -275,17 +217,6 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(found, Mapping):
         raise TypeError(f"JSON of the type {type(found).__name__} instead of an object")
     return {**found}
-
-
-def _checksum(rows: Sequence[Any]) -> int:
-    return zlib.crc32(msgspec.msgpack.encode(rows))
-
-
-def _compare(db: file.Connection, table: str, column: str, row: int, rows: Sequence[Any]) -> None:
-    """Raise ValueError if the checksum in `column` is not that of `rows`; a row without a checksum is accepted."""
-    (stored,) = _row(db, table, column, row)
-    if stored is not None and stored != _checksum(rows):
-        raise ValueError(f"the row was changed or damaged after it was stored: its data do not match its {column}")
 
 
 def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:

@@ -133,22 +133,40 @@ def packed(trial: Trial) -> bytes:
     )
 
 
-def unpacked(summary: bytes) -> StoredLedger | None:
-    """Return the ledger of a summary; None if the summary has another `VERSION`.
-
-    Raises ValueError if `summary` is not a summary.
-    """
-    found = _DECODER.decode(summary)
-    if found.version != VERSION:
+def unpacked(summary: bytes | None) -> StoredLedger | None:
+    """Return the ledger of a summary; None if it is missing or damaged, or has another `VERSION`."""
+    try:
+        found = _DECODER.decode(summary or b"")
+        return StoredLedger(found) if found.version == VERSION and _consistent(found) else None
+    except (ValueError, TypeError):
         return None
-    phases = [*(phase for phase, _ in found.keys), *(span[0] for span in found.spans), *found.concurrency]
-    if unknown := {*phases} - {*_PHASES, UNATTRIBUTED}:
-        raise ValueError(f"the summary has the unknown phase {min(unknown)!r}")
-    if any(len(column) != len(found.seconds) for column in (found.ends, *found.charged)):
-        raise ValueError("the series of the summary differ in length")
-    if len(found.places) != len(found.spans):
-        raise ValueError("the spans of the summary and their places differ in length")
-    return StoredLedger(found)
+
+
+def _consistent(found: _Packed) -> bool:
+    """Return whether the phases of a summary are known and sum to its steps, and its parts fit together."""
+    phases = {phase for phase, _ in found.keys} | {span[0] for span in found.spans}
+    if not {*phases, *found.concurrency, *found.middle} <= {*_PHASES, UNATTRIBUTED}:
+        return False
+    steps, timed = len(found.warmup), found.warmup.count(0)
+    return (
+        all(len(column) == 8 * steps for column in (found.seconds, found.ends, *found.charged))
+        and all(len(column) == 8 * timed for column in found.occupied.values())
+        and len(found.keys) == len(found.charged)
+        and len(found.places) == len(found.spans)
+        and (found.median is None or 0 <= found.median < steps)
+        and math.isclose(
+            sum(map(_total, found.charged)),
+            sum(_numbers(found.seconds)),
+            rel_tol=0.01,  # the ends of steps are rounded, so that those of short steps differ slightly
+        )
+    )
+
+
+def _total(column: bytes) -> float:
+    """Return the sum of a series without the NaN of steps that lack the key."""
+    values = _numbers(column)
+    total = sum(values)
+    return total if not math.isnan(total) else sum(one for one in values if not math.isnan(one))
 
 
 def _column(values: Sequence[float]) -> bytes:

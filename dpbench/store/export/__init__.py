@@ -4,7 +4,6 @@ jsonl            one line of JSON per trial, with the seconds of each phase in e
 trace            a Chrome trace for Perfetto and speedscope, with every span, step and sample
 split            one trial as one trace file per device, for Holistic Trace Analysis (HTA)
 pyperf           a pyperf suite, with one benchmark per case and one pyperf run per round
-parquet          a table with one row per step
 
 Text is returned as an iterator of pieces, so that the text of a long run is never in memory as a whole. `labels` is a
 function that returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
@@ -18,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.store.export.formats import Labels, jsonl, name, numbered, parquet, pick, pyperf, read_run
+from dpbench.store.export.formats import Labels, jsonl, name, numbered, pick, pyperf, read_run
 from dpbench.store.export.traces import split as split_ranks
 from dpbench.store.export.traces import trace
 
@@ -30,7 +29,6 @@ __all__ = [
     "check",
     "jsonl",
     "name",
-    "parquet",
     "pick",
     "pieces",
     "pyperf",
@@ -63,23 +61,19 @@ def check(format: str, *, every: bool, output: Path | None, part: str | None, sp
 
 def pieces(
     format: str, runs: Sequence[tuple[StoredRun, Sequence[Trial]]], labels: Labels, *, every: bool = False,
-    output: Path | None = None, part: str | None = None, split: Path | None = None,
+    part: str | None = None, split: Path | None = None,
 ) -> Iterator[str]:  # fmt: skip
-    """Return the text of an export in pieces; for parquet and for `split`, write files instead.
+    """Return the text of an export in pieces; for `split`, write files instead.
 
-    `runs` has pairs of a run and its trials; only jsonl and parquet accept several runs. For a trace, `part` and
+    `runs` has pairs of a run and its trials; only jsonl accepts several runs. For a trace, `part` and
     `every` select trials as in `pick`. With `split`, the trace files are written into the folder `split`, and
-    the pieces are their paths, one per line. For parquet, the file `output` is written, and there are no pieces.
+    the pieces are their paths, one per line.
 
     Raises ValueError if a trace, a split or a pyperf suite would contain no trial, or if several trials are selected
     for `split`.
     """
     if format == "jsonl":
         return chain.from_iterable(jsonl(run.id, trials, labels) for run, trials in runs)
-    if format == "parquet":
-        assert output is not None
-        parquet(((run.id, trials) for run, trials in runs), labels, output)
-        return iter(())
     [(run, trials)] = runs
     if format == "pyperf":
         return iter([pyperf(run.id, run.provenance, trials, labels)])

@@ -1,7 +1,6 @@
-"""Formats: select and name trials; write them as JSON lines, pyperf suite or Parquet; read JSON lines back.
+"""Formats: select and name trials; write them as JSON lines or a pyperf suite; read JSON lines back.
 
-The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite. The Parquet file is a table with one row
-per step; writing it needs the package pyarrow.
+The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite.
 """
 
 from __future__ import annotations
@@ -19,12 +18,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from dpbench.records import (
-    CASE_FIELDS,
     HABITS,
-    UNATTRIBUTED,
     Case,
     Memory,
-    Phase,
     Source,
     Status,
     Step,
@@ -37,8 +33,6 @@ from dpbench.records.files import BOM
 from dpbench.records.ledger import Ledger
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from dpbench.store import StoredRun
 
 
@@ -320,72 +314,3 @@ def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
 def _counted(names: Sequence[str]) -> str:
     """Return the distinct names, each after its count, as text such as "2x A100, 1x T4"."""
     return ", ".join(f"{names.count(one)}x {one}" for one in dict.fromkeys(names))
-
-
-MISSING = (
-    "the format parquet needs the package pyarrow, which is not installed; install it with "
-    "pip install 'torch-dpbench[parquet]', or export csv instead"
-)
-
-
-def parquet(runs: Iterable[tuple[str, Iterable[Trial]]], labels: Labels, path: Path) -> int:
-    """Write one row per step of every trial, warm-up included, to the file `path`; return the number of rows.
-
-    `runs` yields pairs of a run id and the run's trials. The columns are `run_id`, the fields of the case, `source`,
-    `status`, `verified` and `labels` of the trial, `round`, `step`, `seconds`, `warmup`, and one column `phase_*_s` per
-    phase. The columns of the phases, including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not
-    have is 0. A trial without steps has no row. Raises LookupError if pyarrow is not installed.
-    """
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet as pq
-    except ModuleNotFoundError as error:
-        raise LookupError(MISSING) from error
-
-    schema, rows = _schema(), 0
-    with pq.ParquetWriter(path, schema) as writer:
-        for run_id, trials in runs:
-            for trial in trials:
-                found = _rows(run_id, trial, labels)
-                if found:
-                    writer.write_table(pa.Table.from_pylist(found, schema=schema))
-                rows += len(found)
-    return rows
-
-
-def _schema() -> pa.Schema:
-    """Return the names and types of the columns of the Parquet file, which are the same for every run."""
-    import pyarrow as pa
-
-    kinds = {
-        "str": pa.string(), "int": pa.int64(), "bool": pa.bool_(), "tuple[int, ...]": pa.list_(pa.int64()),
-        "tuple[tuple[str, str], ...]": pa.map_(pa.string(), pa.string()),
-    }  # fmt: skip
-    return pa.schema(
-        [
-            ("run_id", pa.string()),
-            *((field.name, kinds[str(field.type)]) for field in CASE_FIELDS),
-            *((name, pa.string()) for name in ("source", "status", "verified", "labels")),
-            ("round", pa.int64()),
-            ("step", pa.int64()),
-            ("seconds", pa.float64()),
-            ("warmup", pa.bool_()),
-            *((f"phase_{phase}_s", pa.float64()) for phase in (*Phase, UNATTRIBUTED)),
-        ]
-    )
-
-
-def _rows(run_id: str, trial: Trial, labels: Labels) -> list[dict[str, Any]]:
-    """Return one row per step of a trial, as a dict of values by column name."""
-    same = {
-        "run_id": run_id, **{field.name: getattr(trial.case, field.name) for field in CASE_FIELDS},
-        "source": trial.source.value, "status": trial.status.value, "verified": trial.verified.value,
-        "labels": " ".join(labels(trial)), "round": trial.round,
-    }  # fmt: skip
-    return [
-        {
-            **same, "step": number, "seconds": step.seconds, "warmup": step.warmup,
-            **{f"phase_{phase}_s": phases.get(phase, 0.0) for phase in (*Phase, UNATTRIBUTED)},
-        }
-        for number, (step, phases) in enumerate(zip(trial.steps, trial.ledger.phases, strict=True))
-    ]  # fmt: skip

@@ -1,9 +1,10 @@
-"""Progress: show the progress of a run on stderr, and format its results as a plain table."""
+"""Progress: show the progress of a run on stderr."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, RenderableType
@@ -14,14 +15,30 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from dpbench.analysis import ladder, lanes, stats, summary
-from dpbench.cli.options import Detail
 from dpbench.hardware import foreign_load
-from dpbench.records import Case, Status, Trial, plan, words
+from dpbench.records import Case, Status, Trial, words
 from dpbench.records.trial import Estimate
-from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
     from dpbench.measure.run import Ended, Note, Started
+
+
+class Detail(Enum):
+    """The amount of progress that `dpbench run` prints."""
+
+    QUIET = auto()
+    """No progress."""
+    USUAL = auto()
+    """One line per trial, and a live display on a terminal."""
+    VERBOSE = auto()
+    """Also the stages, steps and memory of each trial."""
+
+    @classmethod
+    def of(cls, *, quiet: bool, verbose: bool) -> Self:
+        """Return the amount that these options select. Raises ValueError if they contradict each other."""
+        if quiet and verbose:
+            raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
+        return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.USUAL
 
 
 class _Console(Console):
@@ -192,94 +209,3 @@ def details(trial: Trial) -> str:
         ", ".join(f"{device} {size}" for device, size in named), f"gradients: {trial.verified.value}",
     ]  # fmt: skip
     return "; ".join(filter(None, parts))
-
-
-COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
-           "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
-COMPARED = ("speed-up", "95 %", "effic.", "verified")
-"""The columns that a table of observed loops lacks, because such loops have no baseline and no reference."""
-TEXT = ("model", "strategy", "verified", "labels")
-"""The columns that contain text, and not numbers."""
-
-
-def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
-    """Return the rows of an analysis as the text of a table with one line per case.
-
-    A case without a measured step time shows its status. The fastest rung of each ladder is marked.
-    """
-    best = [found.fastest.row for found in ladders]
-    lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
-    if all(row.case.traits.observed for row in rows):
-        kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
-        lines = [tuple(line[i] for i in kept) for line in lines]
-    return "\n".join(aligned(lines, left=[i for i, name in enumerate(lines[0]) if name in TEXT]))
-
-
-def _name(case: Case, best: bool = False) -> tuple[str, ...]:
-    """Return the first cells of the line for one case: its model, its strategy, its devices and its batch size.
-
-    After the strategy come "(best rung)" if `best` is True, and the settings of the training loop that differ from
-    their defaults (`Case.habits`).
-    """
-    schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
-    name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
-    name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
-    return case.model, ", ".join([name, *case.habits]), case.extent, case.batch
-
-
-def _cells(row: Any, best: bool) -> tuple[str, ...]:
-    """Return the cells of the line for one case; the name of the case says "best rung" if `best` is True.
-
-    A case without a measured step time shows its status in place of the time.
-    """
-    case = row.case
-    head = _name(case, best)
-    if row.step is None:
-        return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
-    efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""
-    return (
-        *head,
-        *_estimate(row.step, 1e3),
-        words.number(row.throughput.value) if row.throughput and not row.throughput.doubt else "",
-        *_estimate(row.speedup, unit=f"x{weak}"),
-        words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
-        _estimate(row.imbalance)[0],
-        words.percent(row.unattributed_share),
-        f"{row.verified.value}{'' if case.trains else ' (outputs)'}" if row.verified else "",
-        " ".join(row.labels),
-    )
-
-
-LATENCY = ("model", "strategy", "devices", "batch", "rounds, steps", "p50 ms", "95 % interval", "p95 ms", "95 %",
-           "p99 ms", "95 %", "labels")  # fmt: skip
-
-
-def latencies(rows: Sequence[Any]) -> str:
-    """Return, as the text of a table, the latency of the cases that run the forward alone; "" if there are none."""
-    lines = [_latency(row) for row in rows if row.step and not row.case.trains]
-    return "\n".join(aligned([LATENCY, *lines], left=(0, 1, len(LATENCY) - 1))) if lines else ""
-
-
-def _latency(row: Any) -> tuple[str, ...]:
-    found = [
-        (words.NOT_ENOUGH_STEPS, "")
-        if one.doubt
-        else (words.number(one.value * 1e3), f"{words.number(one.low * 1e3)}–{words.number(one.high * 1e3)}")
-        for one in row.percentiles.values()
-    ]
-    return (
-        *_name(row.case), f"{row.rounds}, {row.steps}", *_estimate(row.step, 1e3),
-        *(cell for pair in found for cell in pair), " ".join(row.labels),
-    )  # fmt: skip
-
-
-def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval; both empty for None.
-
-    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are `words.withheld` and empty.
-    """
-    if estimate is None:
-        return "", ""
-    if estimate.doubt:
-        return words.withheld(estimate), ""
-    return words.number(estimate.value * scale) + unit, words.interval(estimate, scale)

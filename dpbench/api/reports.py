@@ -1,0 +1,86 @@
+"""Reports: make the report of a run, and write its page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpbench.api import LATEST, REPORTS
+from dpbench.api.stored import listing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from dpbench.analysis.report import Report
+    from dpbench.records import Trial
+    from dpbench.records.observed import Alternatives
+    from dpbench.store import PastRun, StoredRun, UnreadableRow
+
+
+def report_of(
+    chosen: StoredRun, trials: Sequence[Trial], store: Path | None = None, unreadable: Sequence[UnreadableRow] = ()
+) -> Report:
+    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
+
+    If `store`, the file of the run, is given, the report also has the earlier runs and the predictions of the same
+    cases. The report lists the rows of the file that could not be read: those in `unreadable`, and those of earlier
+    runs.
+    """
+    from dpbench.analysis.report import Report
+    from dpbench.measure import checks
+
+    rows = [*unreadable]
+    return Report.of(
+        trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
+        self_check=checks.words(chosen.provenance),
+        past=_past(store, chosen.id, trials, listing(rows)) if store else (),
+        alternatives=_alternatives(chosen, trials), unreadable=rows,
+    )  # fmt: skip
+
+
+def _past(
+    store: Path, run_id: str, trials: Sequence[Trial], unreadable: Callable[[UnreadableRow], None]
+) -> tuple[PastRun, ...]:
+    from dpbench.store import Store
+
+    with Store.read(store, unreadable) as opened:
+        return opened.past(run_id, trials)
+
+
+def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
+    """Return, for each observed loop with several GPUs in one process, its prediction with one process per GPU.
+
+    The mapping is empty if the run has no such loop.
+    """
+    if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
+        return {}
+    from dpbench.predict.alternatives import alternatives
+
+    return alternatives(trials, chosen.provenance)
+
+
+def write_report(path: Path | None, report: Report) -> Path:
+    """Write a report as an HTML page, and return the page's file.
+
+    The page is written to the file `path`, whose parent folders are created. If `path` is None, the page is kept in the
+    archive `REPORTS`. In this case, the function returns `LATEST` if `LATEST` shows this run, and otherwise the run's
+    page in the archive.
+    """
+    from dpbench.report import page
+
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page.render(report), encoding="utf-8")
+        return path
+    kept = page.keep(report, REPORTS)
+    if kept.latest_run == report.run_id:
+        return LATEST
+    if not any(row.step for row in report.rows):
+        print(f"no case has a result, so {LATEST} remains {_owner(kept.latest_run)}", file=sys.stderr)
+    return kept.page
+
+
+def _owner(run_id: str) -> str:
+    """Return "the page of run ..." for the run that the latest page shows; "unchanged" if `run_id` is empty."""
+    return f"the page of run {run_id[:8]}" if run_id else "unchanged"

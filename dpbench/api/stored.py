@@ -1,0 +1,131 @@
+"""Stored: find a run in a store or in an exported file, and read it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dpbench.records import Trial
+    from dpbench.store import Store, StoredRun, UnreadableRow
+
+
+def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
+    """Return a run in a store file, the run's trials without their spans, and the rows that could not be read.
+
+    `choose` explains `run_id`.
+    """
+    from dpbench.store import Store
+
+    unreadable: list[UnreadableRow] = []
+    with Store.read(store, listing(unreadable)) as opened:
+        chosen = choose(opened, run_id)
+        return chosen, opened.summaries(chosen.id), unreadable
+
+
+def listing(found: list[UnreadableRow]) -> Callable[[UnreadableRow], None]:
+    """Return a function that prints that a row cannot be read, and appends the row to `found`."""
+
+    def one(row: UnreadableRow) -> None:
+        list_unreadable(row)
+        found.append(row)
+
+    return one
+
+
+def list_unreadable(row: UnreadableRow) -> None:
+    """Print to stderr that a row of a store cannot be read and is left out."""
+    print(f"unreadable: {row}", file=sys.stderr)
+
+
+NAMED = 20
+"""The largest number of runs that an error names."""
+
+
+def choose(opened: Store, asked: str | None) -> StoredRun:
+    """Return the run that `asked` names by @NAME or by the beginning of its id; @last and None mean the newest run.
+
+    Raises ValueError if `asked` matches no run of the store, or several.
+    """
+    from dpbench.store import LATEST
+
+    found = opened.matching(asked)
+    if not found:
+        if asked is None or asked == f"@{LATEST}":
+            sought = "run"
+        elif asked.startswith("@"):
+            sought = f"run with the name {asked[1:]!r}"
+        else:
+            sought = f"run whose id begins with {asked!r}"
+        known = [*map(_called, islice(opened.newest(), NAMED + 1))]
+        shown = ", ".join(known[:NAMED]) or "none"
+        more = ", and older ones, which `dpbench list runs` lists" if len(known) > NAMED else ""
+        raise ValueError(f"the store has no {sought}; its runs are: {shown}{more}")
+    if len(found) > 1:
+        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in found[:NAMED])
+        more = f", and {len(found) - NAMED} older ones" if len(found) > NAMED else ""
+        raise ValueError(
+            f"{asked} matches {len(found)} runs: {matches}{more}; give more characters of the id of one run"
+        )
+    return found[0]
+
+
+def _called(run: StoredRun) -> str:
+    """Return the beginning of a run's id, with the run's name if it has one."""
+    return f"{run.id[:8]} @{run.naming.name}" if run.naming.name else run.id[:8]
+
+
+def _date(run: StoredRun) -> str:
+    return datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
+    """Return the run that `asked` names, and its trials without their spans.
+
+    The help of `dpbench compare` explains the names. Raises ValueError if `asked` matches no run, or several.
+    """
+    path, colon, run = asked.rpartition(":")
+    whole = Path(asked).is_file()
+    if whole or (colon and Path(path).is_file()):
+        return _in_file(Path(asked if whole else path), "" if whole else run)
+    from dpbench.store import Store
+
+    with Store.read(store, list_unreadable) as opened:
+        chosen = _of_commit(opened, asked) or choose(opened, asked)
+        return chosen, opened.summaries(chosen.id)
+
+
+def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
+    """Return the run `run` of a store or of an exported file, and its trials.
+
+    An empty `run` means the newest run of a store, or the only run of an exported file.
+    """
+    if path.suffix in (".jsonl", ".gz"):
+        from dpbench.store import export
+
+        return export.read_run(path, run)
+    return read(path, run or None)[:2]
+
+
+def _of_commit(opened: Store, asked: str) -> StoredRun | None:
+    """Return the newest run of a store whose commit begins with `asked`; None if no run has such a commit.
+
+    Raises ValueError if `asked` matches several commits, or a commit and the id of a run.
+    """
+    if asked.startswith("@"):
+        return None
+    found: dict[str, StoredRun] = {}
+    for run in opened.of_commit(asked):
+        for code in ("dpbench", "project"):
+            commit = str((run.provenance.get(code) or {}).get("commit") or "")
+            if commit.startswith(asked):
+                found.setdefault(commit, run)
+    also = [run.id for run in opened.matching(asked)] if found else []
+    if len(found) + len(also) > 1:
+        matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
+        raise ValueError(f"{asked} is the beginning of several commits or ids: {matches}; give more characters")
+    return next(iter(found.values()), None)
