@@ -226,7 +226,7 @@ def open_to_write(path: Path) -> Connection:
             with closing(_connect_read_only(path)) as db:
                 _check_version(path, db)
                 refuse_damaged(db)
-        db = _connect(path, str(path))
+        db = connect(path, str(path))
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")
@@ -354,10 +354,10 @@ def _connect_read_only(path: Path) -> Connection:
                 f"copy both files to another folder, and give the copy with --store"
             )
         options += "&immutable=1"
-    return _connect(path, f"{path.resolve().as_uri()}?{options}")
+    return connect(path, f"{path.resolve().as_uri()}?{options}")
 
 
-def _connect(path: Path, address: str) -> Connection:
+def connect(path: Path, address: str) -> Connection:
     """Return a connection to the file `path`, which `address` names as a path or as a URI."""
     uri = address.startswith("file:")
     db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=0, factory=Connection)
