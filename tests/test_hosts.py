@@ -21,7 +21,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import agent as agent_module
-from dpbench.measure import jobs, launch
+from dpbench.measure import launch
 from dpbench.measure.agent import Agent, Member, Reply, Work
 from dpbench.measure.cluster import Cluster
 from dpbench.measure.launch import Launch, LaunchError
@@ -385,14 +385,6 @@ def test_jobs_on_unlike_machines_are_said_to_compare_machines() -> None:
     (warning,) = hosts.unlike(here)
     assert "1 case on X, 8 cores; 1 case on Y, 8 cores" in warning
     assert list(hosts.unlike(here[:1])) == []
-
-
-def test_slurm_without_its_command_is_refused_before_anything_is_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(jobs.JobsError, match="sbatch"):
-        jobs.Launcher("slurm", {}).submit(tmp_path, 60.0)
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
-"""Runs in a real Slurm of two nodes: as tasks of srun, and as jobs; what was measured survives every kill."""
+"""Runs in a real Slurm of two nodes: as tasks of srun; what was measured survives every kill."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -84,25 +82,3 @@ def cases(folder: Folder) -> list[tuple[tuple, str]]:
     """Return the ended trials, each with the JSON of its case."""
     texts = dict(folder.query("SELECT id, case_json FROM trial"))
     return [(row, texts[row[0]]) for row in folder.final()]
-
-
-def test_jobs_measure_a_plan_and_the_same_command_measures_what_a_cancelled_job_has_not(
-    folder: Folder, slurm: slurms.Slurm
-) -> None:
-    axes = ("--strategies", "single,dp", "--devices", "2", "--rounds", "2")
-    run = (*COMMAND, "run", *GOOD, *axes, "--launcher", "slurm", "--job", "comment=dpbench")
-    process = start(folder, slurm, *run)
-    assert poll(lambda: "job" in folder.err and "dp[reference]" in folder.err, 30), folder.err
-    last = folder.err.split("dp[reference]")[1].split("job ")[1].split()[0]
-    slurm.call("scancel", last)
-    assert process.wait(100) == 2, folder.err
-    assert "ended before it had measured all rounds" in folder.err
-    kept = folder.final()
-    assert {json.loads(case)["strategy"] for _, case in cases(folder)} >= {"single"}
-    assert "incomplete" in folder.err, "the report says what is missing"
-
-    again = start(folder, slurm, *run)
-    assert again.wait(100) == 0, folder.err
-    assert folder.final()[: len(kept)] == kept, "no trial is repeated"
-    assert len(folder.final()) == 4
-    assert not list(Path(f"{folder.store}.jobs").glob("*")), "the files of a finished run's jobs are removed"

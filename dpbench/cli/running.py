@@ -233,17 +233,6 @@ class _Output:
     "torch.nn.DataParallel; takes about a minute longer.",
 )
 @click.option(
-    "--launcher",
-    type=click.Choice(["slurm", "local"]),
-    help="Measure each case in a job of its own, with Slurm or on this machine (local), and collect the trials.",
-)
-@click.option(
-    "--job",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="With --launcher slurm: an option of sbatch, such as partition=gpu; may be repeated.",
-)
-@click.option(
     "--interface",
     help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
 )
@@ -315,7 +304,6 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
     from dpbench.cli.progress import Progress
     from dpbench.measure import selection
-    from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
     naming = selection.naming(asked, output.command)
@@ -341,8 +329,6 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             sys.exit(130)
         except BrokenPipeError:  # the reader has closed the output, as in `dpbench run 2>&1 | head`
             last_words(f"the output was closed; {RESUMES}")
-        except JobsError as error:
-            raise click.UsageError(str(error)) from None
         chosen = choose(opened, outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
     closed = False
