@@ -14,8 +14,8 @@ from dpbench.cli import running
 from dpbench.measure.selection import cases_of
 from dpbench.records.options import Options
 
-ELSEWHERE = {"report", "interface", "store", "help", "as_json", "dry_run", "quiet", "verbose"}
-"""The options of `dpbench run` that say neither what to measure nor how: files, output, and the network of a launch."""
+ELSEWHERE = {"report", "store", "help", "as_json", "dry_run", "quiet", "verbose"}
+"""The options of `dpbench run` that say neither what to measure nor how: files and output."""
 
 
 def parsed(*arguments: str) -> Options:

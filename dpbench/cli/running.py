@@ -233,10 +233,6 @@ class _Output:
     "torch.nn.DataParallel; takes about a minute longer.",
 )
 @click.option(
-    "--interface",
-    help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
-)
-@click.option(
     "--dry-run",
     is_flag=True,
     help="Print the cases, the rounds and the expected time; measure and store nothing.",
@@ -248,9 +244,14 @@ class _Output:
 @click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
 @store_option
 def run(
-    store: Path, report: Path | None, interface: str | None, as_json: bool, dry_run: bool, quiet: bool, verbose: bool,
+    store: Path,
+    report: Path | None,
+    as_json: bool,
+    dry_run: bool,
+    quiet: bool,
+    verbose: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
@@ -266,35 +267,28 @@ def run(
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
-    more = ["--store", str(store), *(["--interface", interface] if interface else [])]
     output = _Output(
         store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
-        command=command_of(click.get_current_context(), asked.command(*more)),
+        command=command_of(click.get_current_context(), asked.command("--store", str(store))),
     )  # fmt: skip
-    try:
-        placed = launch.of_environment()
-        chosen = interface or launch.loopback()
-        if placed is None:
-            _measure(output, None, asked)
-        if placed.rank:
-            sys.exit(_agent(placed, chosen))
-        from dpbench.measure.cluster import Cluster
+    placed = launch.of_environment()
+    if placed is None:
+        _measure(output, None, asked)
+    if placed.rank:
+        sys.exit(_serve(placed))
+    from dpbench.measure.cluster import Cluster
 
-        with Cluster(placed, chosen) as cluster:
-            if interface:
-                click.echo(cluster.opened, err=True)
-            _measure(output, cluster, asked)
-    except launch.LaunchError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_USAGE)
+    with Cluster(placed) as cluster:
+        _measure(output, cluster, asked)
 
 
-def _agent(placed: Launch, interface: str) -> int:
+def _serve(placed: Launch) -> int:
     """Measure on a rank other than 0 whatever rank 0 asks for, until rank 0 ends the run; return the exit code."""
-    from dpbench.measure.agent import serve
+    from dpbench.measure.launch import Group
 
     try:
-        serve(placed, interface)
+        with Group(placed) as group:
+            group.serve()
     except KeyboardInterrupt:
         return 130
     return 0

@@ -1,80 +1,78 @@
-"""Launch: the processes that torchrun or srun started, and authenticated channels between rank 0 and the others.
+"""Launch: the processes that torchrun or srun started; they join one process group and carry out tasks together.
 
-Rank 0 listens at one address only. Both sides prove that they know a key before they exchange messages. The messages
-are JSON, so that no data is unpickled; they are authenticated, not encrypted.
+torch.distributed connects the processes, by the rendezvous that their environment variables describe.
+Rank 0 hands out tasks, every rank carries out its part of a task in fresh workers, and rank 0 gathers
+the answers. While workers run, the processes only wait. `measure.cluster` has the tasks.
+
+The messages are pickled, so whoever can connect to the group can execute code in it. The same is true
+of every program that torchrun starts.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
-import secrets
-import shutil
+import re
 import socket
-import struct
-import subprocess
-import tempfile
-import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing import AuthenticationError
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
-import psutil
+import dpbench
+from dpbench.hardware import foreign_load, provenance, samplers
+from dpbench.hardware.nvml import describe
+from dpbench.measure.request import Request
+from dpbench.measure.scratch import folder
+from dpbench.measure.server import START_LIMIT_S, Server
+from dpbench.records import Sample, Status, Trial
+from dpbench.records.trial import Failure
 
-FIRST_PORT, PORTS, TRIES = 20_000, 10_000, 16
-"""Rank 0 listens at the first free port of `TRIES` consecutive ones among the `PORTS` ports from `FIRST_PORT` on.
+JOIN = timedelta(seconds=60)
+"""The longest time that the ranks of a launch may take to join the process group."""
+PATIENCE = timedelta(days=365)
+"""The longest time that a rank waits for a task or for the end of a task.
 
-The id of the launch selects the first of these consecutive ports.
+It is no limit in practice, because a connection to a process that has ended closes at once.
 """
-JOIN_S = 60.0
-"""The longest time in seconds that the ranks of a launch may take to connect to rank 0."""
-PROVE_S = 5.0
-"""The longest wait in seconds for the other side's proof that it knows the key."""
-RETRY_S = 0.2
-LARGEST_BYTES = 1 << 30
-_OPTIONS = (
-    ((socket.IPPROTO_TCP, socket.TCP_NODELAY), 1),  # send short messages at once: their delays help to compare clocks
-    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),  # detects that the other machine has lost its power or its network
-    ((socket.IPPROTO_TCP, getattr(socket, "TCP_KEEPIDLE", socket.TCP_KEEPINTVL)), 10),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
-    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 6),
-)
-KEY = "DPBENCH_KEY"
-"""The environment variable with the key, for machines that do not share the key's file."""
+LATE_S = 30.0
+"""The seconds by which a rank may exceed the time limit of a task before it counts as lost."""
+BARRIERS = 20
+"""The number of barriers before and after a task; the one with the smallest spread relates the clocks."""
+FIRST_PORT, PORTS = 20_000, 10_000
+"""The range of the ports for launches by srun; the id of the job step selects one of them."""
+_MISSING = re.compile(r"Ranks ([\d, ]+) failed to pass monitoredBarrier")
 
 
-class LaunchError(RuntimeError):
-    """The processes of a launch cannot work together; the message has the reason and, if known, the remedy."""
+class RanksLost(ConnectionError):
+    """Processes of a launch have ended or do not answer, so that the launch cannot go on.
+
+    `ranks` are their ranks; it is empty if they are unknown.
+    """
+
+    def __init__(self, reason: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(reason)
+        self.ranks = tuple(ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """The place of this process in a launch: `rank` of `size` processes, on the machine with the index `node`.
 
-    `host` is the host name of this machine, and `leader` is the host name or address of rank 0's machine. `id` is equal
-    in all processes of one launch, and differs between launches. `by` is the name of the program that started the
-    processes.
+    `host` is the host name of this machine. `by` is the name of the program that started the processes.
+    `variables` are torch's environment variables that this program has not set.
     """
 
     rank: int
     size: int
     node: int
     host: str
-    leader: str
-    id: str
     by: str
-
-    @property
-    def ports(self) -> list[int]:
-        """Return the ports at which rank 0 may listen, in the order in which all ranks try them."""
-        number = int(hashlib.sha256(self.id.encode()).hexdigest(), 16)
-        return [FIRST_PORT + (number + i) % PORTS for i in range(TRIES)]
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -83,8 +81,8 @@ class Launch:
 def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return the launch that the environment variables of torchrun or srun describe.
 
-    Return None if neither of them started this process, or if it is the only process. Raises LaunchError if a variable
-    is missing or wrong.
+    Return None if neither of them started this process, or if it is the only process. Raises ValueError
+    if a variable is missing or wrong.
     """
     try:
         if "TORCHELASTIC_RUN_ID" in environ:
@@ -94,260 +92,351 @@ def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
         else:
             return None
     except (KeyError, ValueError) as error:
-        raise LaunchError(f"an environment variable of torchrun or srun is missing or wrong: {error}") from None
+        raise ValueError(f"an environment variable of torchrun or srun is missing or wrong: {error}") from None
     return found if found.size > 1 else None
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
-    leader, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
-    restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Launch(
-        rank=int(environ["RANK"]), size=int(environ["WORLD_SIZE"]), node=int(environ["GROUP_RANK"]),
-        host=socket.gethostname(), leader=leader, by="torchrun",
-        id=f"{environ['TORCHELASTIC_RUN_ID']} {leader} {port} {restart}",
-    )  # fmt: skip
+        rank=int(environ["RANK"]),
+        size=int(environ["WORLD_SIZE"]),
+        node=int(environ["GROUP_RANK"]),
+        host=socket.gethostname(),
+        by="torchrun",
+    )
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    nodes = environ["SLURM_STEP_NODELIST"]
+    """Return the launch of a job step; its ranks meet on the step's first node unless MASTER_ADDR is set."""
+    rank, size = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
+    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    # a list of nodes such as gpu[01-04,07],login becomes gpu01,login
+    first = re.sub(r"\[(\d+)[^]]*\]", r"\1", environ["SLURM_STEP_NODELIST"]).partition(",")[0]
     return Launch(
-        rank=int(environ["SLURM_PROCID"]), size=int(environ["SLURM_STEP_NUM_TASKS"]),
-        node=int(environ["SLURM_NODEID"]), host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        leader=_first(nodes), by="srun", id=f"{environ['SLURM_JOB_ID']} {environ['SLURM_STEP_ID']} {nodes}",
-    )  # fmt: skip
-
-
-def _first(nodes: str) -> str:
-    """Return the first name of a list of nodes in Slurm's notation, such as gpu[01-04]."""
-    if "[" not in nodes:
-        return nodes.partition(",")[0]
-    if not shutil.which("scontrol"):
-        raise LaunchError(
-            f"scontrol is not installed on this node, but is needed to expand the list of nodes {nodes}: install it, "
-            "or start the ranks with torchrun"
-        )
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise LaunchError(f"scontrol cannot expand the list of nodes {nodes}: {done.stderr.strip()}")
-    return done.stdout.split()[0]
-
-
-def addresses() -> dict[str, str]:
-    """Return the IPv4 address of each network interface of this machine, by the interface's name."""
-    found = psutil.net_if_addrs()
-    return {name: one.address for name in found for one in found[name] if one.family == socket.AF_INET}
-
-
-def loopback() -> str:
-    """Return the name of the network interface with the address 127.0.0.1. Raises OSError if it is missing."""
-    for name, address in addresses().items():
-        if address == "127.0.0.1":
-            return name
-    raise OSError(
-        "no network interface has the address 127.0.0.1, which ranks need to connect; "
-        "bring the loopback interface up (Linux: ip link set lo up)"
+        rank=int(rank),
+        size=int(size),
+        node=int(environ["SLURM_NODEID"]),
+        host=environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        by="srun",
+        variables={
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "MASTER_ADDR": environ.get("MASTER_ADDR", first),
+            "MASTER_PORT": environ.get("MASTER_PORT", str(FIRST_PORT + zlib.crc32(step.encode()) % PORTS)),
+        },
     )
 
 
-def own_address(interface: str) -> str:
-    """Return the address of a network interface of this machine. Raises LaunchError for an unknown interface."""
-    known = addresses()
-    if interface not in known:
-        has = ", ".join(f"{name} ({address})" for name, address in known.items())
-        raise LaunchError(f"this machine has no network interface {interface}; --interface takes one of: {has}")
-    return known[interface]
+# -- messages
 
 
-def leader_address(launch: Launch, interface: str) -> str:
-    """Return the address of rank 0 on the network of `interface`, as this rank reaches it.
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """The facts about a rank that rank 0 needs.
 
-    On the loopback interface, the address is 127.0.0.1. On another interface, the name of rank 0's machine must resolve
-    to the address that this machine has on the interface; only rank 0 can check this. Raises LaunchError if the
-    interface is unknown, or if the name does not resolve to this address.
+    `node` is the index of the rank's machine. `machine` identifies the running system: equal values mean
+    one machine. `sees` lists the cores and GPUs that the process may use, as JSON text. `version` is the
+    version of dpbench. `facts` describe the machine and its software.
     """
-    own = own_address(interface)
-    if own == "127.0.0.1":
-        return own
-    try:
-        address = socket.gethostbyname(launch.leader)
-    except OSError as error:
-        raise LaunchError(
-            f"the name {launch.leader} of rank 0's machine cannot be resolved ({error}): add it to DNS or /etc/hosts"
-        ) from None
-    # rank 0's own name often resolves to its loopback interface; the other ranks resolve it to another address
-    if launch.rank == 0 and address != own and not address.startswith("127."):
-        fits = [name for name, one in addresses().items() if one == address]
-        other = f"let {launch.leader} resolve to {own}, or start torchrun with --master-addr {own}"
-        way = f"give --interface {fits[0]}" if fits else other
-        raise LaunchError(
-            f"the other ranks look for rank 0 at {launch.leader} ({address}), but the network interface {interface} of "
-            f"rank 0's machine has the address {own}: {way}"
+
+    rank: int
+    node: int
+    host: str
+    machine: str
+    pid: int
+    sees: str
+    cores: tuple[int, ...]
+    version: str
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, launch: Launch) -> Self:
+        """Return the facts about this process, which is one rank of `launch`."""
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        software = {"dpbench": dpbench.__version__, "torch": provenance.version("torch")}
+        return cls(
+            rank=launch.rank,
+            node=launch.node,
+            host=launch.host,
+            machine=_machine(),
+            pid=os.getpid(),
+            sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]),
+            cores=tuple(cores),
+            version=dpbench.__version__,
+            facts={"host": provenance.host_facts(), "gpus": describe(), "software": software},
         )
-    return own if launch.rank == 0 else address
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host}"
 
 
-def names(launches: Sequence[tuple[int, str]]) -> dict[int, str]:
-    """Return a distinct name for each machine, by its index; `launches` has a pair (index, host name) for each rank.
+def _machine() -> str:
+    """Return the machine's boot id, which is equal in all of its containers; without one, the host name."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return socket.gethostname()
 
-    Machines with equal host names get names such as "host#0" and "host#1".
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The part of one rank in a task: a request for a fresh worker.
+
+    `roots` has the process ids of all ranks that see the same cores and GPUs as this rank, if this rank
+    observes them during the task: it then measures the load of all processes outside the process trees of
+    `roots`, and samples the host and the GPUs with the ordinals `gpus`.
     """
-    hosts = dict(launches)
-    twice = {host for host in hosts.values() if list(hosts.values()).count(host) > 1}
-    return {node: f"{host}#{node}" if host in twice else host for node, host in sorted(hosts.items())}
+
+    request: Request
+    roots: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
 
 
-class Channel:
-    """An authenticated connection that sends and receives messages; several threads may send at the same time.
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The parts of the ranks, by rank; a rank without a part only waits.
 
-    Every message carries a code that only the two ends of this connection can make, so that no third party can insert,
-    change or repeat a message.
+    Each part has a time limit of `limit_s` seconds. With `renew`, every rank starts a new server of
+    workers instead.
     """
 
-    def __init__(self, end: socket.socket, session: bytes, *, first: bool) -> None:
-        self._end, self._session = end, session
-        self._mine, self._theirs = (b"0", b"1") if first else (b"1", b"0")
-        self._sent = self._received = 0
-        self._sending = threading.Lock()
+    parts: Mapping[int, Part] = field(default_factory=dict)
+    limit_s: float = START_LIMIT_S
+    renew: bool = False
 
-    def send(self, kind: str, **data: Any) -> None:
-        """Send a message of the kind `kind`; `data` must be JSON values. Raises OSError if the connection is closed."""
-        payload = json.dumps([kind, data]).encode()
-        with self._sending:
-            self._sent += 1
-            code = self._code(self._mine, self._sent, payload)
-            self._end.sendall(struct.pack(">Q", len(payload)) + code + payload)
 
-    def receive(self) -> tuple[str, dict[str, Any]]:
-        """Wait for a message; return its kind and its data.
+@dataclass(frozen=True)
+class Crossing:
+    """A rank's passage through a barrier, which it left at `left_s` after it had waited for `waited_s` seconds.
 
-        Raises EOFError or OSError if no complete message arrives, because the connection is closed or the rest of the
-        message is late. Raises OSError if a message is too long, or if its code shows that another sender made it.
-        """
-        size, code = struct.unpack(">Q32s", self._read(40))
-        if size > LARGEST_BYTES:
+    Every rank leaves a barrier after the last rank has entered it. A rank thus leaves at most `waited_s`
+    seconds after this moment.
+    """
+
+    left_s: float
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A rank's answer to a task: the trials of its worker, or a failure.
+
+    `samples` and `load` (None: not measured) are those of the rank's machine during the task. `before`
+    and `after` are the rank's passages through the barriers before and after the task.
+    """
+
+    trials: tuple[Trial, ...] = ()
+    failure: Failure | None = None
+    samples: tuple[Sample, ...] = ()
+    load: foreign_load.Load | None = None
+    before: Sequence[Crossing] = ()
+    after: Sequence[Crossing] = ()
+
+
+# -- the process group
+
+Message = TypeVar("Message")
+
+
+class Group:
+    """The process group of a launch, as one of its processes sees it.
+
+    On entry, the context manager waits until all ranks have joined the group. It raises ConnectionError if
+    a rank is missing. `members` are then the facts about all ranks on rank 0, and empty on the others.
+    `lost` is the reason why the group can no longer be used, or None.
+    """
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.members: Sequence[Member] = ()
+        self.lost: RanksLost | None = None
+        self._between_tasks = True
+        self._series: samplers.SampleFile | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            self._scratch = opened.enter_context(folder())
+            self._server = opened.enter_context(Server(self._scratch))
+            self._join()
+            self.members = self._gathered(Member.of(self.launch))
+            self._stack = opened.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def _join(self) -> None:
+        import torch.distributed as dist
+
+        os.environ.update(self.launch.variables)
+        try:
+            dist.init_process_group("gloo", timeout=JOIN)
+            # another group, because a trial may take longer than the ranks may take to join
+            self._group = dist.new_group(timeout=PATIENCE)
+        except RuntimeError as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ConnectionError(
-                f"the other end announced a message of {size:,} bytes, but at most {LARGEST_BYTES:,} bytes are accepted"
-            )
-        payload = self._read(size)
-        self._received += 1
-        if not hmac.compare_digest(code, self._code(self._theirs, self._received, payload)):
-            raise ConnectionError("a message has a wrong code, so the other end of the connection did not send it")
-        kind, data = json.loads(payload)
-        return kind, data
+                f"{self.launch} could not join the {self.launch.size} ranks that meet at {where} "
+                f"({_first_line(error)}): all ranks must run, and every machine must reach this address. The "
+                "variables MASTER_ADDR and MASTER_PORT choose another one, and GLOO_SOCKET_IFNAME the network "
+                "interface of each machine"
+            ) from error
 
-    def _code(self, direction: bytes, number: int, payload: bytes) -> bytes:
-        return hmac.digest(self._session, direction + struct.pack(">Q", number) + payload, "sha256")
+    def serve(self) -> None:
+        """Carry out the tasks of rank 0 until it ends the run. Raises RanksLost if rank 0 has ended before."""
+        while (task := self._received(None)) is not None:
+            self._carried_out(task)
 
-    def _read(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            chunk = self._end.recv(min(size - len(found), 1 << 20))
-            if not chunk:
-                raise EOFError("the connection is closed")
-            found += chunk
-        return bytes(found)
+    def ask(self, task: Task) -> dict[int, Answer]:
+        """Let all ranks carry out a task, and return the answers by rank; only rank 0 calls this function.
 
-    def limit(self, seconds: float | None) -> None:
-        """Limit the wait for each part of a message to `seconds`; None means no limit."""
-        self._end.settimeout(seconds)
+        If a rank has ended or does not answer, the answers of all ranks but rank 0 are failures that say
+        so, and further calls raise RanksLost.
+        """
+        if self.lost:
+            raise self.lost
+        self._between_tasks = False
+        self._received(task)
+        answers = self._carried_out(task)
+        self._between_tasks = self.lost is None
+        return dict(enumerate(answers))
 
-    def fileno(self) -> int:
-        """Return the socket's descriptor, so that `multiprocessing.connection.wait` can wait for several channels."""
-        return self._end.fileno()
+    def end(self) -> None:
+        """End the run of all ranks; only rank 0 calls this function.
 
-    def close(self) -> None:
-        """Close the connection; the other side's `receive` then raises EOFError."""
-        self._end.close()
+        If a task was interrupted, do nothing: the other ranks end when this process ends.
+        """
+        if self._between_tasks:
+            with suppress(RanksLost):
+                self._received(None)
 
+    def _received(self, task: Task | None) -> Task | None:
+        """Return on every rank the task that rank 0 gives to this function; None at the end of the run."""
+        import torch.distributed as dist
 
-def key() -> bytes:
-    """Return the key of this user: the environment variable DPBENCH_KEY or, if it is not set, the content of a file.
+        self._meet(JOIN.total_seconds())
+        box = [task]
+        with self._connected():
+            dist.broadcast_object_list(box, group=self._group)
+        return box[0]
 
-    Only this user can read the file. It is created if it does not exist. Raises LaunchError if it cannot be written or
-    read.
-    """
-    if given := os.environ.get(KEY):
-        return given.encode()
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "dpbench"
-    path = folder / "key"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not path.exists():
-            with tempfile.NamedTemporaryFile(dir=folder) as file:  # its mode is 0600
-                file.write(secrets.token_hex(32).encode())
-                file.flush()
-                with suppress(FileExistsError):  # another rank was faster
-                    os.link(file.name, path)
-        return path.read_bytes()
-    except OSError as error:
-        raise LaunchError(
-            f"the key of the ranks cannot be written to or read from {path} ({error}): set the environment variable "
-            f"{KEY} to the same secret text for all ranks"
-        ) from None
+    def _carried_out(self, task: Task) -> Sequence[Answer]:
+        """Carry out this rank's part of a task; return the answers of all ranks on rank 0, and none on the others."""
+        answer = Answer()
+        try:
+            before = self._crossings()
+            answer = self._answer(task)
+            self._meet(task.limit_s + LATE_S)
+            return self._gathered(replace(answer, before=before, after=self._crossings()))
+        except RanksLost as lost:
+            if self.launch.rank:
+                raise
+            return [answer, *(_unanswered(rank, lost) for rank in range(1, self.launch.size))]
 
+    def _answer(self, task: Task) -> Answer:
+        """Carry out this rank's part of a task, and return its answer; an error of this process is a failure."""
+        began_s = time.perf_counter()
+        try:
+            if task.renew:
+                self._server.stop()
+                self._server.prepare()
+            part = task.parts.get(self.launch.rank)
+            answer = self._worked(part, task.limit_s) if part else Answer()
+        except OSError as error:  # such as a full disk, which is no fault of the case: the same command measures it
+            answer = Answer(failure=Failure(status=Status.KILLED, reason=f"its process failed: {error}"))
+        except Exception as error:
+            answer = Answer(failure=Failure(status=Status.FAILED, reason=f"its process failed: {error!r}"))
+        if answer.failure is None:
+            return answer
+        # ranks on several machines compare the time since the barriers before the task
+        at_s = time.perf_counter() - began_s
+        return replace(answer, failure=replace(answer.failure, rank=self.launch.rank, at_s=at_s))
 
-def prove(end: socket.socket, secret: bytes, *, first: bool) -> Channel:
-    """Return a channel after both sides have proved that they know the secret; `first` is True on rank 0's side.
-
-    `end` is the connected socket. Both sides contribute a random number to the key of the channel, so that the messages
-    of an earlier connection cannot be replayed. Raises AuthenticationError, EOFError or OSError if the other side does
-    not prove within `PROVE_S` seconds that it knows the secret.
-    """
-    end.settimeout(PROVE_S)
-    for option, value in _OPTIONS:
-        end.setsockopt(*option, value)
-    mine = secrets.token_bytes(32)
-    end.sendall(mine)
-    plain = Channel(end, b"", first=first)
-    theirs = plain._read(32)
-    session = hmac.digest(secret, b"dpbench" + (mine + theirs if first else theirs + mine), "sha256")
-    proofs = [hmac.digest(session, side, "sha256") for side in (b"rank 0", b"another rank")]
-    own, other = proofs if first else reversed(proofs)
-    end.sendall(own)
-    if not hmac.compare_digest(plain._read(32), other):
-        raise AuthenticationError("the other side has another key")
-    return Channel(end, session, first=first)
-
-
-@contextmanager
-def listen(address: str, launch: Launch) -> Iterator[socket.socket]:
-    """Yield a socket that listens at `address` and the first free port of the launch.
-
-    Raises LaunchError if all ports of the launch are in use.
-    """
-    for port in launch.ports:
-        with suppress(OSError):
-            found = socket.create_server((address, port), backlog=launch.size)
-            break
-    else:
-        raise LaunchError(
-            f"rank 0 cannot listen at {address}: all {len(launch.ports)} ports from {launch.ports[0]} to "
-            f"{launch.ports[-1]} are in use; end the processes that use them"
+    def _worked(self, part: Part, limit_s: float) -> Answer:
+        """Run the request of a part in a fresh worker, and observe this machine if the part says so."""
+        if part.roots and self._series is None:
+            output = self._scratch / "samples.jsonl"
+            self._series = self._stack.enter_context(samplers.sampling(part.gpus, output))
+        began_s = time.perf_counter()
+        before = foreign_load.snapshot(part.roots)
+        found = self._server.answer(part.request, limit_s)
+        load = foreign_load.since(before, part.roots)
+        answer = Answer(failure=found) if isinstance(found, Failure) else Answer(trials=tuple(found))
+        if not part.roots or self._series is None:
+            return answer
+        return replace(
+            answer,
+            samples=self._series.cut(began_s, time.perf_counter()),
+            load=load if isinstance(load, foreign_load.Load) else None,
         )
-    with found:
-        yield found
+
+    def _meet(self, limit_s: float) -> None:
+        """Wait until all ranks have called this function.
+
+        Raises RanksLost, on rank 0 with the ranks that have ended or that have not called it within `limit_s`
+        seconds, and on the other ranks if rank 0 has ended.
+        """
+        import torch.distributed as dist
+
+        with self._connected():
+            dist.monitored_barrier(self._group, timedelta(seconds=limit_s), wait_all_ranks=True)
+
+    def _crossings(self) -> list[Crossing]:
+        """Return this rank's passages through `BARRIERS` barriers."""
+        import torch.distributed as dist
+
+        found = []
+        with self._connected():
+            for _ in range(BARRIERS):
+                entered_s = time.perf_counter()
+                dist.barrier(self._group)
+                left_s = time.perf_counter()
+                found.append(Crossing(left_s, left_s - entered_s))
+        return found
+
+    def _gathered(self, message: Message) -> Sequence[Message]:
+        """Return the messages of all ranks on rank 0, and none on the other ranks."""
+        import torch.distributed as dist
+
+        found: list[Any] = [None] * self.launch.size
+        with self._connected():
+            dist.gather_object(message, None if self.launch.rank else found, group=self._group)
+        return () if self.launch.rank else found
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Raise RanksLost if a collective in this context fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.launch.rank:
+                text = f"{self.launch} has lost the connection to rank 0, whose output may show the cause"
+                raise RanksLost(text, (0,)) from error
+            missing = _MISSING.search(str(error))
+            ranks = [int(number) for number in missing[1].split(",")] if missing and self.members else []
+            who = ", ".join(str(self.members[rank]) for rank in ranks) or f"a rank ({_first_line(error)})"
+            text = (
+                f"{who} has ended or does not answer, so that the launch cannot go on; to resume the run, give "
+                "the same command again"
+            )
+            self.lost = RanksLost(text, ranks)
+            raise self.lost from error
 
 
-def connect(launch: Launch, interface: str) -> Channel:
-    """Return a channel to rank 0 over the network interface `interface`.
+def _unanswered(rank: int, lost: RanksLost) -> Answer:
+    """Return the answer of a rank after ranks were lost: a failure that another rank has caused, unless it is one."""
+    if rank in lost.ranks:
+        failure = Failure(status=Status.FAILED, reason="its process has ended or does not answer", rank=rank)
+    else:
+        failure = Failure(
+            status=Status.FAILED,
+            reason=f"its answer was lost: {lost}",
+            rank=rank,
+            exception=type(lost).__name__,
+            perhaps_secondary=True,
+        )
+    return Answer(failure=failure)
 
-    Raises LaunchError if rank 0 cannot be reached within `JOIN_S` seconds.
-    """
-    address, secret = leader_address(launch, interface), key()
-    deadline_s, seen = time.monotonic() + JOIN_S, "nothing listens there"
-    while time.monotonic() < deadline_s:
-        for port in launch.ports:
-            with suppress(OSError, EOFError):
-                end = socket.create_connection((address, port), timeout=PROVE_S)
-                try:
-                    found = prove(end, secret, first=False)
-                    found.limit(None)  # rank 0 may be silent for as long as a trial takes
-                    return found
-                except AuthenticationError:
-                    seen = f"rank 0 has another key: set {KEY} to the same secret text on all machines"
-        time.sleep(RETRY_S)
-    raise LaunchError(
-        f"{launch} could not reach rank 0 at {address} within {JOIN_S:.0f} s: {seen}. "
-        "Without --interface, the ranks use the loopback interface, so all ranks must be on one machine: give "
-        "--interface if they are on several machines"
-    )
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
