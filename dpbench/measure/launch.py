@@ -45,6 +45,8 @@ BARRIERS = 20
 """The number of barriers before and after a task; the one with the smallest spread relates the clocks."""
 FIRST_PORT, PORTS = 20_000, 10_000
 """The range of the ports for launches by srun; the id of the job step selects one of them."""
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+"""The variable that torch reads when it is imported: the errors that it logs in this process are raised too."""
 _MISSING = re.compile(r"Ranks ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -266,8 +268,12 @@ class Group:
         self._stack.close()
 
     def _join(self) -> None:
+        level = os.environ.get(LOG_LEVEL)
+        os.environ[LOG_LEVEL] = level or "FATAL"
         import torch.distributed as dist
 
+        if level is None:
+            del os.environ[LOG_LEVEL]  # workers log as usual
         os.environ.update(self.launch.variables)
         try:
             dist.init_process_group("gloo", timeout=JOIN)

@@ -23,19 +23,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import psutil
 
 from dpbench.hardware import processes
 from dpbench.measure.failures import of_end, of_rank, together
-from dpbench.measure.request import RemoteRank
 from dpbench.records.trial import Failure, in_order
 
 TIMEOUT = timedelta(seconds=60)
@@ -78,74 +76,46 @@ def loopback() -> str:
     )
 
 
-@dataclass(frozen=True)
-class FolderMeeting:
-    """Ranks of one parent meet through a file in a folder that only this user can enter; they use `interface`."""
-
-    path: Path
-    interface: str
-
-    def store(self, size: int) -> Any:
-        """Return torch's key-value store, through which the ranks find each other; it is the file `path`."""
-        from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
-
-        for name in _OVER_TCP:
-            os.environ.pop(name, None)
-        os.environ |= {
-            "LOCAL_WORLD_SIZE": str(size),
-            "GLOO_SOCKET_IFNAME": self.interface,
-            "TP_SOCKET_IFNAME": self.interface,
-            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without "=", NCCL accepts every name with this prefix
-        }
-        return FileStore(str(self.path), size)
+def _stay_on(interface: str, size: int) -> None:
+    """Let this process connect to the `size` ranks of its parent over one network interface only."""
+    for name in _OVER_TCP:
+        os.environ.pop(name, None)
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # without "=", NCCL accepts every name with this prefix
+    }
 
 
-@dataclass(frozen=True)
-class LaunchMeeting:
-    """Ranks of several parents meet in the store of their launch; `key` is different in each trial."""
+def _store_in(path: Path, size: int) -> Any:
+    """Return torch's key-value store in a file, through which `size` ranks of one parent find each other."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
-    key: str
-
-    def store(self, size: int) -> Any:
-        """Return the part of the launch's key-value store through which the ranks of this trial find each other."""
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return PrefixStore(self.key, TCPStore(address, port, is_master=False, timeout=TIMEOUT))
+    return FileStore(str(path), size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankGroup:
-    """The settings of the process group that the ranks join.
+def store_of_launch(key: str) -> Any:
+    """Return the part of a launch's key-value store through which the ranks of one trial find each other.
 
-    `backend` is torch's name of the backend, `size` is the number of ranks, and `meeting` is the way in which the
-    ranks find each other. `timeout` is the longest time that a rank waits for its peers, when it joins the group and
-    in each collective.
+    `key` is different in each trial.
     """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    backend: str
-    size: int
-    meeting: FolderMeeting | LaunchMeeting
-    timeout: timedelta = TIMEOUT
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(key, TCPStore(address, port, is_master=False, timeout=TIMEOUT))
 
-    @classmethod
-    def of_seat(cls, seat: RemoteRank, backend: str) -> Self:
-        """Return the group of the rank that `seat` describes."""
-        wait = timedelta(seconds=seat.timeout_s)
-        return cls(backend=backend, size=seat.size, meeting=LaunchMeeting(seat.key), timeout=wait)
 
-    def join(self, rank: int, local_rank: int) -> None:
-        """Join the group as `rank` and wait for all other ranks. Raises torch.distributed's error after `timeout`."""
-        import torch.distributed as dist
+def join(store: Any, backend: str, rank: int, size: int, *, local_rank: int, timeout: timedelta = TIMEOUT) -> None:
+    """Join the group of `size` ranks as `rank`, and wait for all others.
 
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size)}
-        dist.init_process_group(
-            self.backend,
-            store=self.meeting.store(self.size),
-            rank=rank,
-            world_size=self.size,
-            timeout=self.timeout,
-        )
+    The ranks find each other through `store`, and `backend` is torch's name of the backend. `timeout` is the longest
+    time that this rank waits for its peers, now and in each collective; after it, torch.distributed raises its error.
+    """
+    import torch.distributed as dist
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(size)}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
@@ -159,12 +129,16 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
     Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback interface is missing.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
-        meeting = FolderMeeting(Path(private) / "store", loopback())
-        group = RankGroup(backend=backend, size=count, meeting=meeting)
+        interface = loopback()
+
+        def join_as(rank: int) -> None:
+            _stay_on(interface, count)
+            join(_store_in(Path(private) / "store", count), backend, rank, count, local_rank=rank)
+
         ranks: list[_RankProcess] = []
         try:
             for number in range(count):
-                ranks.append(_RankProcess(number, partial(_be_rank, entry, group, number, os.getpid())))
+                ranks.append(_RankProcess(number, partial(_be_rank, entry, join_as, number, os.getpid())))
             return _results(ranks)
         finally:
             _end(ranks)
@@ -245,7 +219,13 @@ def _end(ranks: Sequence[_RankProcess]) -> None:
         rank.pipe.close()
 
 
-def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: int, pipe: Connection) -> NoReturn:
+def _be_rank(
+    entry: Callable[[int], Any],
+    join_as: Callable[[int], None],
+    rank: int,
+    parent: int,
+    pipe: Connection,
+) -> NoReturn:
     """Run rank `rank` in this process: join the group, call `entry`, send its result or failure to `pipe`, and exit.
 
     `parent` is the parent's process id. After a failure, the rank waits until the parent ends it, because its exit
@@ -256,7 +236,7 @@ def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: i
     try:
         import torch.distributed as dist
 
-        group.join(rank, rank)
+        join_as(rank)
         result = json.dumps(entry(rank))
         dist.destroy_process_group()  # only after success: it would wait for peers that failed
         pipe.send_bytes(f"result {result}".encode())
