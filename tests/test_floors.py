@@ -25,7 +25,7 @@ ARROWS = 55
 HOMES = {
     "torch": (
         "hardware.device", "hardware.devices", "models", "engine", "strategies", "measure.clocks",
-        "measure.failures", "measure.ranks", "measure.reference", "measure.reference", "measure.verification",
+        "measure.failures", "measure.group", "measure.ranks", "measure.reference", "measure.verification",
         "measure.worker", "observe", "predict", "probe",
     ),
     "pynvml": ("hardware.nvml",),

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+import dpbench
 from dpbench.analysis import hosts, validity
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import launch
 from dpbench.measure.cluster import Cluster, Offset, names
-from dpbench.measure.launch import Answer, Crossing, Group, Launch, Member, Part, Task
+from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
+from dpbench.measure.launch import Launch
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.request import Request
 from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Status, Step, Trial, host_device
@@ -104,7 +106,7 @@ def member(rank: int, node: int, host: str) -> Member:
         pid=1,
         sees="",
         cores=(0, 1),
-        version=launch.dpbench.__version__,
+        version=dpbench.__version__,
         facts={},
     )
 
@@ -176,7 +178,7 @@ class Standing(Group):
     """The group of two ranks whose answers are known: rank 1 is on another machine, whose clock is ahead."""
 
     def __init__(self, ahead_s: float) -> None:
-        super().__init__(Launch(rank=0, size=2, node=0, host="a", by="torchrun"))
+        super().__init__(Launch(rank=0, size=2, node=0, host="a"))
         self.members = [member(0, 0, "a"), member(1, 1, "b")]
         self.ahead_s, self.spread_s = ahead_s, 0.001
         self.asked: Task | None = None
@@ -202,9 +204,7 @@ class Standing(Group):
 
 @pytest.fixture
 def cluster() -> Cluster:
-    found = Cluster(Launch(rank=0, size=2, node=0, host="a", by="torchrun"))
-    found._group = Standing(1000.0)
-    return found
+    return Cluster(Standing(1000.0))
 
 
 def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: Cluster) -> None:
@@ -351,7 +351,7 @@ def test_a_rank_without_a_place_for_its_files_says_so_and_the_case_has_not_faile
     def unusable(*_: object) -> None:
         raise error
 
-    group = Group(Launch(rank=1, size=2, node=0, host="a", by="torchrun"))
+    group = Group(Launch(rank=1, size=2, node=0, host="a"))
     group._server = SimpleNamespace(stop=unusable, answer=unusable)  # type: ignore[assignment]
     work = Part(request=Request(cases=(CASE,), effort=Effort(), round=0))
     for task in (Task(renew=True), Task(parts={1: work})):

@@ -110,13 +110,13 @@ def test_the_other_ranks_end_with_rank_0_and_the_same_command_goes_on(folder: Fo
 GROUP = """
 import json, os, signal, sys, time
 from datetime import timedelta
-import torch.distributed
-from dpbench.measure import launch
-from dpbench.measure.launch import Answer, RanksLost, Task
+from dpbench.measure import group as module
+from dpbench.measure.group import Answer, RanksLost, Task
+from dpbench.measure.launch import of_environment
 
-launch.JOIN, launch.LATE_S = timedelta(seconds=3), 2.0
+module.JOIN, module.LATE_S = timedelta(seconds=3), 2.0
 
-class Group(launch.Group):
+class Group(module.Group):
     def _answer(self, task):
         if self.launch.rank == 1 and task.renew and sys.argv[1] == "dead":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -124,7 +124,7 @@ class Group(launch.Group):
             time.sleep(4)
         return Answer()
 
-with Group(launch.of_environment()) as group:
+with Group(of_environment()) as group:
     if group.launch.rank:
         group.serve()
     slow = [answer.failure for answer in group.ask(Task(limit_s=4)).values()]

@@ -49,7 +49,6 @@ from dpbench.cli.showing import (
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
-    from dpbench.measure.launch import Launch
     from dpbench.records import Case, Trial
     from dpbench.records.options import Options
     from dpbench.store import Naming
@@ -274,24 +273,13 @@ def run(
     placed = launch.of_environment()
     if placed is None:
         _measure(output, None, asked)
-    if placed.rank:
-        sys.exit(_serve(placed))
     from dpbench.measure.cluster import Cluster
+    from dpbench.measure.group import Group
 
-    with Cluster(placed) as cluster:
-        _measure(output, cluster, asked)
-
-
-def _serve(placed: Launch) -> int:
-    """Measure on a rank other than 0 whatever rank 0 asks for, until rank 0 ends the run; return the exit code."""
-    from dpbench.measure.launch import Group
-
-    try:
-        with Group(placed) as group:
-            group.serve()
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    with Group(placed) as group:
+        if placed.rank == 0:
+            _measure(output, Cluster(group), asked)
+        group.serve()
 
 
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:

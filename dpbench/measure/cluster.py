@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-import dpbench
 from dpbench.hardware import foreign_load
 from dpbench.measure.failures import together
-from dpbench.measure.launch import Answer, Crossing, Group, Launch, Member, Part, Task
+from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.server import again_if_killed, as_trials
@@ -58,30 +57,11 @@ class Offset:
 
 
 class Cluster:
-    """The ranks of a launch, to which rank 0 gives tasks.
+    """The ranks of a launch, to which rank 0 gives tasks; `group` is their group, which they have joined."""
 
-    On entry, the context manager waits until all ranks have joined the launch; on exit, it ends the run of all ranks.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        self._group = Group(launch)
-
-    def __enter__(self) -> Self:
-        self._group.__enter__()
-        others = [f"{one} has {one.version}" for one in self._members if one.version != dpbench.__version__]
-        if others:
-            raise ValueError(
-                f"rank 0 has dpbench {dpbench.__version__}, but {', '.join(others)}: install the same version"
-            )
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._group.end()
-        self._group.__exit__(*error)
-
-    @property
-    def _members(self) -> Sequence[Member]:
-        return self._group.members
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._members = group.members
 
     # -- the machines and the ranks
 
@@ -101,7 +81,7 @@ class Cluster:
         described = []
         for host in self.hosts():
             described.append(asdict(host) | {"facts": self._members[host.ranks[0]].facts})
-        return {"by": self._group.launch.by, "machines": described}
+        return {"machines": described}
 
     def placed(self, case: Case) -> Case:
         """Return the case with its field `hosts` set to the number of machines that its ranks use."""
