@@ -222,6 +222,14 @@ def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: 
     assert [(seat.rank, seat.size, seat.place) for seat in seats] == [(0, 2, 0), (1, 2, 0)]
 
 
+def test_the_trial_of_rank_0_needs_no_other_clock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When another rank is lost, rank 0 has not passed the barriers after the task."""
+    monkeypatch.setattr(cluster._group, "ask", lambda task: {0: Answer(trials=(part(0),))})
+    (trial,) = cluster.run_together([replace(CASE, devices=1, hosts=1)], Effort(), 0, 30.0)
+    assert trial.status is Status.OK
+    assert trial.provenance["clock_error_s"] == 0.0
+
+
 def test_a_poor_clock_is_a_warning(cluster: Cluster) -> None:
     cluster._group.spread_s = 0.06
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)

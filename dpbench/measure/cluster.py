@@ -264,10 +264,12 @@ def _offsets(hosts: Sequence[TrialHost], answers: Mapping[int, Answer]) -> dict[
     own = answers[0]
     found: dict[int, Offset] = {}
     for host in hosts:
-        other = answers[host.ranks[0]]
-        before = Offset.of(own.before, other.before)
-        offset = before.between(Offset.of(own.after, other.after))
-        found |= dict.fromkeys(host.ranks, Offset() if host.machine == hosts[0].machine else offset)
+        offset = Offset()
+        if host.machine != hosts[0].machine:
+            other = answers[host.ranks[0]]
+            before = Offset.of(own.before, other.before)
+            offset = before.between(Offset.of(own.after, other.after))
+        found |= dict.fromkeys(host.ranks, offset)
     return found
 
 

@@ -34,12 +34,13 @@ from dpbench.records.trial import Failure
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """The environment variable with the severity from which on torch logs; torch reads it when it is imported."""
 if LOG_LEVEL in os.environ:
-    import torch.distributed as dist
+    import torch
 else:
     os.environ[LOG_LEVEL] = "FATAL"  # the errors that torch would log in this process are raised too
-    import torch.distributed as dist
+    import torch
 
     del os.environ[LOG_LEVEL]  # workers log as usual
+dist = torch.distributed
 
 JOIN = timedelta(seconds=60)
 """The longest time that the ranks of a launch may take to join the process group."""
@@ -255,12 +256,11 @@ class Group:
 
     def _carried_out(self, task: Task) -> Sequence[Answer]:
         """Carry out this rank's part of a task; return the answers of all ranks on rank 0, and none on the others."""
-        answer = Answer()
+        before = self._crossings()
+        answer = replace(self._answer(task), before=before)
         try:
-            before = self._crossings()
-            answer = self._answer(task)
             self._meet(task.limit_s + LATE_S)
-            return self._gathered(replace(answer, before=before, after=self._crossings()))
+            return self._gathered(replace(answer, after=self._crossings()))
         except RanksLost as lost:
             if self.launch.rank:
                 raise
@@ -340,14 +340,25 @@ class Group:
                 text = f"{self.launch} has lost the connection to rank 0, whose output may show the cause"
                 raise RanksLost(text, (0,)) from error
             missing = _MISSING.search(str(error))
-            ranks = [int(number) for number in missing[1].split(",")] if missing and self.members else []
-            who = ", ".join(str(self.members[rank]) for rank in ranks) or f"a rank ({_first_line(error)})"
+            ranks = [int(number) for number in missing[1].split(",")] if missing else self._ended()
+            hosts = [str(one) for one in self.members if one.rank in ranks]
+            who = ", ".join(hosts) or f"a rank ({_first_line(error)})"
             text = (
                 f"{who} has ended or does not answer, so that the launch cannot go on; to resume the run, give "
                 "the same command again"
             )
             self.lost = RanksLost(text, ranks)
             raise self.lost from error
+
+    def _ended(self) -> list[int]:
+        """Return the ranks to which the connection is closed; the group cannot be used afterwards."""
+        found = []
+        for rank in range(1, self.launch.size):
+            try:
+                dist.irecv(torch.empty(1), rank, group=self._group)
+            except RuntimeError:
+                found.append(rank)
+        return found
 
 
 def _unanswered(rank: int, lost: RanksLost) -> Answer:
