@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
-import uuid
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.commands import COMMAND, Folder
+from tests.commands import Folder
 
 MODELS = """
 import os
@@ -79,15 +80,31 @@ class Launched:
         return [process.wait(timeout_s) for process in self.processes]
 
 
+def free_port() -> int:
+    """Return a port of the loopback interface at which nothing listens."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
 def launch(
-    folder: Folder, *arguments: str, nodes: int = 2, each: int = 1, slow: Mapping[int, float] | None = None
+    folder: Folder,
+    *arguments: str,
+    program: Sequence[str] = ("-m", "dpbench", "run"),
+    nodes: int = 2,
+    each: int = 1,
+    slow: Mapping[int, float] | None = None,
 ) -> Launched:
-    """Start `dpbench run` as torchrun does, with `each` ranks on `nodes` machines; `slow` has seconds by machine."""
+    """Start a program as torchrun does, with `each` ranks on `nodes` machines; `slow` has seconds by machine."""
     (folder.path / "nets.py").write_text(MODELS)
     common = {
-        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-        "WORLD_SIZE": str(nodes * each), "LOCAL_WORLD_SIZE": str(each), "XDG_STATE_HOME": str(folder.path / "state"),
-    }  # fmt: skip
+        "TORCHELASTIC_RUN_ID": "a test",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(nodes * each),
+        "LOCAL_WORLD_SIZE": str(each),
+    }
     processes = []
     for rank in range(nodes * each):
         node, local = divmod(rank, each)
@@ -95,7 +112,7 @@ def launch(
         env |= {"SLOW_S": str(slow[node])} if slow and node in slow else {}
         with (folder.path / f"{rank}.out").open("w") as out, (folder.path / f"{rank}.err").open("w") as err:
             process = subprocess.Popen(
-                [*COMMAND, "run", *arguments], cwd=folder.path, env=env, text=True, stdin=subprocess.DEVNULL,
+                [sys.executable, *program, *arguments], cwd=folder.path, env=env, text=True, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=err, start_new_session=True,
             )  # fmt: skip
         processes.append(process)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.launched import free_port
 from tests.marked import poll
 
 NODES = ("n1", "n2")
@@ -47,13 +48,6 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "Slurm's daemons are started as root"
 
 
-def _free() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 class Slurm:
     """A running Slurm; `env` makes its commands talk to it."""
 
@@ -85,8 +79,8 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     """Start the daemons, wait until both nodes are idle, and end the daemons by their ids afterwards."""
     (folder / "state").mkdir()
     folder.chmod(0o755)
-    values = {"host": socket.gethostname().partition(".")[0], "folder": folder, "port": _free()}
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, first=_free(), second=_free()))
+    values = {"host": socket.gethostname().partition(".")[0], "folder": folder, "port": free_port()}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, first=free_port(), second=free_port()))
     found = Slurm(folder)
     key = folder / "munge.key"
     subprocess.run(["mungekey", "--create", f"--keyfile={key}"], check=True, capture_output=True)

@@ -61,8 +61,8 @@ def run(file: Path) -> dp.Run:
 # -- the interface
 
 
-COMMAND_ONLY = {"report", "interface", "find_max_batch", "as_json", "dry_run"}
-"""The options of `dpbench run` with other results than a run, and the network of a launch by ranks."""
+COMMAND_ONLY = {"report", "find_max_batch", "as_json", "dry_run"}
+"""The options of `dpbench run` with other results than a run."""
 
 
 def test_the_arguments_are_the_options_of_the_command_with_their_defaults() -> None:

@@ -27,7 +27,6 @@ SHORTER = {"run": ("--budget", "1"), "loaders": ("--rounds", "1", "--examples", 
 ELSEWHERE = {
     "probe": "test_the_command_measures_this_machine",
     "--compile": "test_the_time_of_compilation_is_apart_from_the_steps",
-    "--launcher": "test_jobs_measure_a_plan_and_the_same_command_measures_what_a_cancelled_job_has_not",
     "--find-max-batch": "test_the_command_prints_a_line_a_case",
     "--self-check": "test_the_report_and_the_terminal_show_findings_and_self_check",
 }

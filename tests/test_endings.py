@@ -16,8 +16,6 @@ import torch
 from dpbench.api.progress import brief
 from dpbench.hardware import processes
 from dpbench.measure import failures
-from dpbench.measure.cluster import Cluster
-from dpbench.measure.launch import Launch, loopback
 from dpbench.measure.verification import Verification, check_results
 from dpbench.measure.worker import trial as worker
 from dpbench.records import Case, Effort, Status, Trial, Verified
@@ -266,13 +264,3 @@ def test_outputs_may_be_infinite_but_not_nan(output: float, fails: bool) -> None
 )  # fmt: skip
 def test_progress_shows_the_error_and_not_the_head_of_its_traceback(status: Status, reason: str, line: str) -> None:
     assert brief(Trial(case=Case(model="mlp", strategy="dp", batch_size=8), status=status, reason=reason)) == line
-
-
-# -- several machines
-
-
-def test_a_run_over_several_machines_says_what_it_opens() -> None:
-    first = Launch(rank=0, size=2, node=0, host="a", leader="a", id="1", by="torchrun")
-    said = Cluster(first, loopback()).opened
-    assert said.startswith(f"rank 0 listens at 127.0.0.1 (interface {loopback()}) for the agents")
-    assert "authenticated but not encrypted" in said

@@ -43,6 +43,7 @@ HOMES = {
         "strategies",
         "measure.clocks",
         "measure.failures",
+        "measure.group",
         "measure.ranks",
         "measure.reference",
         "measure.verification",

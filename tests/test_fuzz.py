@@ -178,8 +178,8 @@ FREE = {
 }  # fmt: skip
 """The commands that are fuzzed; `probe` measures for a minute, whatever its options are."""
 NEVER = {
-    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--interface", "--self-check", "--max-batch",
-    "--memory", "--anyway", "--launcher", "--find-max-batch",
+    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--self-check", "--max-batch",
+    "--memory", "--anyway", "--find-max-batch",
 }  # fmt: skip
 """Options that would remove, write elsewhere, or measure."""
 MEASURES = {"run": ["--dry-run"]}

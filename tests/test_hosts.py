@@ -1,35 +1,30 @@
-"""Launches without their processes: environments, keys, clocks of several machines, and sentences about machines."""
+"""Launches without their processes: environments, clocks of several machines, and sentences about machines."""
 
 from __future__ import annotations
 
 import errno
+import random
 import re
-import socket
-import struct
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from multiprocessing import AuthenticationError
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dpbench
 from dpbench.analysis import hosts, validity
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
 from dpbench.hardware.foreign_load import Load, during
-from dpbench.measure import agent as agent_module
-from dpbench.measure import jobs, launch
-from dpbench.measure.agent import Agent, Member, Reply, Work
-from dpbench.measure.cluster import Cluster
-from dpbench.measure.launch import Launch, LaunchError
+from dpbench.measure import launch
+from dpbench.measure.cluster import Cluster, Offset, names
+from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
+from dpbench.measure.launch import Launch
 from dpbench.measure.merging import merge, shifted
-from dpbench.measure.peers import Offset, Peer, Peers
 from dpbench.measure.request import Request
 from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Status, Step, Trial, host_device
-from dpbench.records.trial import ALONE, HOSTS, TrialHost
+from dpbench.records.trial import ALONE, HOSTS, Failure, TrialHost
 from dpbench.report import markdown, page
 
 TORCHRUN = {
@@ -46,11 +41,39 @@ CASE = Case(model="mlp", strategy="ddp", batch_size=8, devices=2, hosts=2)
 def test_the_environment_of_torchrun_and_srun_says_who_a_process_is() -> None:
     torchrun = launch.of_environment(TORCHRUN)
     assert torchrun is not None
-    assert (torchrun.rank, torchrun.size, torchrun.node, torchrun.leader) == (3, 4, 1, "10.0.0.1")
+    assert (torchrun.rank, torchrun.size, torchrun.node) == (3, 4, 1)
+    assert torchrun.variables == {}
     srun = launch.of_environment(SRUN)
     assert srun is not None
-    assert (srun.rank, srun.size, srun.node, srun.host, srun.leader) == (1, 2, 1, "gpu2", "gpu1")
-    assert launch.of_environment({**SRUN, "SLURM_STEP_ID": "1"}).ports != srun.ports, "two launches do not meet"
+    assert (srun.rank, srun.size, srun.node, srun.host) == (1, 2, 1, "gpu2")
+    assert srun.variables.items() >= {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "gpu1"}.items()
+
+
+def port(**variables: str) -> str:
+    found = launch.of_environment(SRUN | variables)
+    assert found is not None
+    return found.variables["MASTER_PORT"]
+
+
+def test_the_tasks_of_a_job_step_meet_at_one_port_and_those_of_two_steps_do_not() -> None:
+    assert port() == port(SLURM_PROCID="0", SLURM_NODEID="0", SLURMD_NODENAME="gpu1")
+    assert len({port(), port(SLURM_STEP_ID="1"), port(SLURM_JOB_ID="8")}) == 3
+    assert port(MASTER_PORT="29500") == "29500"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu1", "gpu1"),
+        ("gpu[01-04,07],login", "gpu01"),
+        ("login,gpu[01-04]", "login"),
+        ("rack[2-3]node[5,9]", "rack2node5"),
+    ],
+)
+def test_the_tasks_of_srun_meet_on_the_first_node(nodes: str, first: str) -> None:
+    found = launch.of_environment(SRUN | {"SLURM_STEP_NODELIST": nodes})
+    assert found is not None
+    assert found.variables["MASTER_ADDR"] == first
 
 
 @pytest.mark.parametrize(
@@ -67,121 +90,30 @@ def test_a_single_process_is_no_launch(environ: dict[str, str]) -> None:
     assert launch.of_environment(environ) is None
 
 
-def test_an_incomplete_environment_is_an_error_that_names_the_variable() -> None:
-    with pytest.raises(LaunchError, match="MASTER_PORT"):
-        launch.of_environment({name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
+@pytest.mark.parametrize("environ", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
+def test_an_incomplete_environment_is_an_error_that_names_the_variable(environ: dict[str, str]) -> None:
+    name = "GROUP_RANK" if environ is TORCHRUN else "SLURM_NODEID"
+    with pytest.raises(ValueError, match=name):
+        launch.of_environment({key: value for key, value in environ.items() if key != name})
 
 
-def test_an_unknown_interface_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(LaunchError, match=r"no network interface eth99.*127\.0\.0\.1"):
-        launch.own_address("eth99")
-
-
-def test_rank_0_listens_at_the_address_where_the_others_look_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5"}
-    monkeypatch.setattr(launch, "addresses", lambda: known)
-    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.0.5")
-    first = Launch(rank=0, size=2, node=0, host="a", leader="a", id="1", by="torchrun")
-    assert launch.leader_address(first, "lo") == "127.0.0.1"
-    assert launch.leader_address(first, "ib0") == "10.1.0.5"
-    with pytest.raises(LaunchError, match="give --interface ib0"):
-        launch.leader_address(first, "eth0")
+def member(rank: int, node: int, host: str) -> Member:
+    return Member(
+        rank=rank,
+        node=node,
+        host=host,
+        machine=f"boot {host}",
+        pid=1,
+        sees="",
+        cores=(0, 1),
+        version=dpbench.__version__,
+        facts={},
+    )
 
 
 def test_equal_host_names_of_two_machines_are_told_apart() -> None:
-    assert launch.names([(0, "a"), (0, "a"), (1, "b")]) == {0: "a", 1: "b"}
-    assert launch.names([(0, "vm"), (1, "vm")]) == {0: "vm#0", 1: "vm#1"}
-
-
-# -- channels
-
-
-def meet(mine: bytes, theirs: bytes) -> tuple[Any, Any]:
-    """Return what both sides get, rank 0's first: a channel or an error."""
-    here, there = socket.socketpair()
-    found: dict[str, Any] = {}
-
-    def prove(name: str, end: socket.socket, secret: bytes, first: bool) -> None:
-        try:
-            found[name] = launch.prove(end, secret, first=first)
-        except (AuthenticationError, EOFError, OSError) as error:
-            found[name] = error
-            end.close()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "_OPTIONS", ())  # a pair of local sockets has no TCP options
-        other = threading.Thread(target=prove, args=("theirs", there, theirs, False))
-        other.start()
-        prove("mine", here, mine, True)
-        other.join(10)
-    return found["mine"], found["theirs"]
-
-
-def test_only_who_knows_the_key_gets_a_channel_and_messages_are_data() -> None:
-    mine, theirs = meet(b"key", b"key")
-    mine.send("work", turn=1, sizes=[1, 2])
-    assert theirs.receive() == ("work", {"turn": 1, "sizes": [1, 2]})
-    theirs.close()
-    with pytest.raises(EOFError):
-        mine.receive()
-    mine, theirs = meet(b"key", b"another")
-    assert isinstance(mine, AuthenticationError)
-    assert isinstance(theirs, AuthenticationError | EOFError | OSError)
-
-
-def test_nobody_between_two_ends_can_insert_change_or_repeat_a_message() -> None:
-    mine, theirs = meet(b"key", b"key")
-    frames: list[bytes] = []
-    mine._end = SimpleNamespace(sendall=frames.append)
-    mine.send("work", turn=1)
-    mine.send("end")
-    for wrong in (frames[1], frames[0][:-4] + b"2}]]", b"\0" * 7 + b"\x02" + b"\0" * 32 + b"[]"):
-        here, there = socket.socketpair()
-        theirs._end, theirs._received = there, 0
-        here.sendall(wrong)
-        with pytest.raises(ConnectionError, match="wrong code"):
-            theirs.receive()
-        here.close()
-    here, theirs._end = socket.socketpair()
-    theirs._received = 0
-    here.sendall(frames[0] * 2)
-    assert theirs.receive() == ("work", {"turn": 1})
-    with pytest.raises(ConnectionError):
-        theirs.receive()
-    here.close()
-
-
-@pytest.mark.parametrize(
-    ("sent", "reason"),
-    [
-        (struct.pack(">Q", 2) + b"\0" * 32 + b"[]", "its connection failed: a message has a wrong code"),
-        (struct.pack(">Q", 1 << 62) + b"\0" * 32, "its connection failed: the other end announced a message of"),
-        (struct.pack(">Q", 2), "its connection failed: timed out"),
-        (b"", "its process has ended"),
-    ],
-    ids=["forged", "too long", "late", "ended"],
-)
-def test_the_reason_why_a_rank_is_lost_is_true(sent: bytes, reason: str) -> None:
-    here, there = socket.socketpair()
-    to = launch.Channel(here, b"session", first=True)
-    to.limit(0.05)
-    peer = Peer(1, SimpleNamespace(host="b"), to)
-    there.sendall(sent)
-    if not sent:
-        there.close()
-    assert peer.receive("answer") is None
-    assert peer.lost.startswith(reason)
-    there.close()
-
-
-def test_the_key_is_made_once_and_nobody_else_can_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(launch.KEY, raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert launch.key() == launch.key()
-    assert len(launch.key()) == 64
-    assert (tmp_path / "dpbench/key").stat().st_mode & 0o077 == 0
-    monkeypatch.setenv(launch.KEY, "given")
-    assert launch.key() == b"given"
+    assert names([member(0, 0, "a"), member(1, 0, "a"), member(2, 1, "b")]) == {0: "a", 1: "b"}
+    assert names([member(0, 0, "vm"), member(1, 1, "vm")]) == {0: "vm#0", 1: "vm#1"}
 
 
 # -- parts of several machines
@@ -223,47 +155,56 @@ def test_the_error_of_a_clocks_offset_covers_its_drift() -> None:
     assert found.error_s == pytest.approx(0.002 + 0.005)
 
 
-class Standing(Peers):
-    """Ranks whose answers are known: rank 1 is on another machine, whose clock is ahead."""
+def test_the_offset_of_a_clock_is_never_wrong_by_more_than_its_error() -> None:
+    """Ranks enter barriers at random times, and each leaves a random time after the last has entered."""
+    chance = random.Random(0)
+    for _ in range(100):
+        passed: list[list[Crossing]] = [[], []]
+        for number in range(20):
+            entered = [number + chance.expovariate(100) for _ in range(2)]
+            for rank, at_s in enumerate(entered):
+                left_s = max(entered) + chance.expovariate(1000)
+                passed[rank].append(Crossing(left_s + 1000.0 * rank, left_s - at_s))
+        found = Offset.of(*passed)
+        assert abs(found.seconds - 1000.0) <= found.error_s < 0.01
+
+
+def crossings(ahead_s: float, spread_s: float) -> list[Crossing]:
+    """Return the passages through two barriers of a rank whose clock is ahead; the first barrier is slow."""
+    return [Crossing(5.0 + ahead_s, 1.0), Crossing(6.0 + ahead_s, spread_s)]
+
+
+class Standing(Group):
+    """The group of two ranks whose answers are known: rank 1 is on another machine, whose clock is ahead."""
 
     def __init__(self, ahead_s: float) -> None:
-        members = [
-            Member(
-                rank=n, node=n, host=name, machine=f"boot {name}", pid=1, sees="", cores=(0, 1), version="1", facts={}
-            )
-            for n, name in enumerate(("a", "b"))
-        ]
-        super().__init__([standing(member) for member in members])
-        self.ahead_s, self.asked = ahead_s, {}
+        super().__init__(Launch(rank=0, size=2, node=0, host="a"))
+        self.members = [member(0, 0, "a"), member(1, 1, "b")]
+        self.ahead_s, self.spread_s = ahead_s, 0.001
+        self.asked: Task | None = None
+        self.failures: dict[int, Failure] = {}
 
-    def ask(self, work: Any, *, timeout_s: float | None = None) -> dict[int, Reply]:
-        self.asked = work
-        parts = {0: part(0), 1: shifted(part(1, late_s=0.25), self.ahead_s)}
-        loads = {
-            0: Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0),
-            1: Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0),
-        }
-        seen = {n: (Sample(self.ahead_s * n + 13.0, HOST, "cpu_ratio", 0.5),) for n in parts}
-        return {n: Reply(turn=1, trials=(parts[n],), samples=seen[n], load=loads[n]) for n in work}
+    def ask(self, task: Task) -> dict[int, Answer]:
+        self.asked = task
+        return {rank: self.answer(rank) for rank in range(2)}
 
-    def offset(self, peer: Peer) -> Offset:
-        assert peer.number == 1, "ranks on rank 0's machine share its clock"
-        return Offset(self.ahead_s, 0.001)
-
-
-def standing(member: Member) -> Peer:
-    here, _ = socket.socketpair()
-    return Peer(member.rank, member, launch.Channel(here, b"", first=True))
+    def answer(self, rank: int) -> Answer:
+        clock_s = self.ahead_s * rank
+        passed = crossings(clock_s, self.spread_s)
+        if rank in self.failures:
+            return Answer(failure=replace(self.failures[rank], rank=rank), before=passed, after=passed)
+        return Answer(
+            trials=(shifted(part(rank, late_s=0.25 * rank), clock_s),),
+            samples=(Sample(clock_s + 13.0, HOST, "cpu_ratio", 0.5),),
+            load=Load(foreign=0.5 * rank, steal=0.0, cores=2, seconds=1.0),
+            before=passed,
+            after=passed,
+        )
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    found = Cluster.__new__(Cluster)
-    found._launch = Launch(rank=0, size=2, node=0, host="a", leader="a", id="1", by="torchrun")
-    found._interface, found._address, found._peers = "lo", "127.0.0.1", Standing(1000.0)
-    with socket.socket() as found._reserved:
-        found._reserved.bind(("127.0.0.1", 0))
-        yield found
+def cluster() -> Cluster:
+    return Cluster(Standing(1000.0))
 
 
 def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: Cluster) -> None:
@@ -274,22 +215,43 @@ def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: 
         Sample(13.0, host_device(1), "cpu_ratio", 0.5)
     ], "the run samples the first machine itself"
     assert during(trial).foreign == 0.5, "the busiest machine counts"
-    assert trial.provenance["clock_error_s"] == 0.001
+    assert trial.provenance["clock_error_s"] == 0.001, "the barrier with the smallest spread counts"
     assert [(host.name, host.ranks) for host in trial.hosts] == [("a", (0,)), ("b", (1,))]
-    seats = [work.request.seat for work in cluster._peers.asked.values()]
+    assert cluster._group.asked is not None
+    seats = [one.request.seat for one in cluster._group.asked.parts.values()]
     assert [(seat.rank, seat.size, seat.place) for seat in seats] == [(0, 2, 0), (1, 2, 0)]
 
 
-def test_an_unknown_clock_fails_the_trial_and_a_poor_one_is_a_warning(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster._peers, "offset", lambda peer: Offset(1000.0, 0.06))
+def test_the_trial_of_rank_0_needs_no_other_clock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When another rank is lost, rank 0 has not passed the barriers after the task."""
+    monkeypatch.setattr(cluster._group, "ask", lambda task: {0: Answer(trials=(part(0),))})
+    (trial,) = cluster.run_together([replace(CASE, devices=1, hosts=1)], Effort(), 0, 30.0)
+    assert trial.status is Status.OK
+    assert trial.provenance["clock_error_s"] == 0.0
+
+
+def test_a_poor_clock_is_a_warning(cluster: Cluster) -> None:
+    cluster._group.spread_s = 0.06
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
     assert [one.name for one in validity.check(trial, 2) if not one.ok and one.name == "clock_error"]
-    monkeypatch.setattr(cluster._peers, "offset", lambda peer: Offset(0.0, float("inf")))
+
+
+def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster) -> None:
+    secondary = Failure(status=Status.FAILED, reason="connection closed", perhaps_secondary=True, exception="E")
+    cluster._group.failures = {0: secondary, 1: Failure(status=Status.FAILED, reason="its process has ended")}
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
-    assert trial.status.value == "failed"
-    assert "lost: rank 1 on b" in trial.reason
+    assert trial.status is Status.FAILED
+    assert trial.reason.startswith("rank 1 on b: its process has ended")
+
+
+def test_a_machine_that_cannot_run_the_baseline_does_not_fail_that_of_rank_0(cluster: Cluster) -> None:
+    cluster._group.failures = {1: Failure(status=Status.FAILED, reason="no memory")}
+    case = Case(model="mlp", strategy="single", batch_size=8)
+    (trial,) = cluster.run_together([case], Effort(), 0, 30.0)
+    assert trial.status is Status.OK
+    assert set(trial.readings(ALONE)) == {HOST}
+    (warning,) = hosts.failures([trial])
+    assert "no memory" in warning
 
 
 def test_memory_of_another_host_is_not_memory_of_a_device(cluster: Cluster) -> None:
@@ -377,7 +339,7 @@ def test_a_report_of_a_launch_has_its_machines(form: Callable[[Report], str]) ->
     assert "Hosts<" not in form(replace(found, provenance={}))
 
 
-def test_jobs_on_unlike_machines_are_said_to_compare_machines() -> None:
+def test_trials_of_unlike_machines_are_said_to_compare_machines() -> None:
     here = [
         Trial(case=CASE, provenance=facts()),
         Trial(case=Case(model="mlp", strategy="dp", batch_size=8), provenance=facts(cpu="Y")),
@@ -387,32 +349,21 @@ def test_jobs_on_unlike_machines_are_said_to_compare_machines() -> None:
     assert list(hosts.unlike(here[:1])) == []
 
 
-def test_slurm_without_its_command_is_refused_before_anything_is_submitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(jobs.JobsError, match="sbatch"):
-        jobs.Launcher("slurm", {}).submit(tmp_path, 60.0)
-
-
 @pytest.mark.parametrize(
     ("error", "status"),
     [(OSError(errno.ENOSPC, "no space left"), Status.KILLED), (LookupError("a bug"), Status.FAILED)],
 )
-def test_an_agent_without_a_place_for_its_files_says_so_and_the_case_has_not_failed(
-    error: Exception, status: Status, monkeypatch: pytest.MonkeyPatch
+def test_a_rank_without_a_place_for_its_files_says_so_and_the_case_has_not_failed(
+    error: Exception, status: Status
 ) -> None:
-    def unusable() -> None:
+    def unusable(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(agent_module, "folder", unusable)
-    sent: list[Reply] = []
-    rank_0: Any = SimpleNamespace(send=lambda kind, **data: sent.append(Reply.from_dict(data)))
-    one = Agent(Launch(rank=0, size=1, node=0, host="a", leader="a", id="1", by="torchrun"), "lo")
-    one._answer(rank_0, 1, one._renew)
-    work = Work(request=Request(cases=(CASE,), effort=Effort(), round=0), limit_s=1.0, turn=2)
-    one._answer(rank_0, 2, lambda: one._work(work))
-    assert [answer.turn for answer in sent] == [1, 2]
-    failures = [answer.failure for answer in sent if answer.failure]
-    assert [failure.status for failure in failures] == [status] * 2
-    assert all(str(error.args[-1]) in failure.reason for failure in failures)
+    group = Group(Launch(rank=1, size=2, node=0, host="a"))
+    group._server = SimpleNamespace(stop=unusable, answer=unusable)  # type: ignore[assignment]
+    work = Part(request=Request(cases=(CASE,), effort=Effort(), round=0))
+    for task in (Task(renew=True), Task(parts={1: work})):
+        failure = group._answer(task).failure
+        assert failure is not None
+        assert (failure.status, failure.rank) == (status, 1)
+        assert str(error.args[-1]) in failure.reason

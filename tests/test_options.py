@@ -14,8 +14,8 @@ from dpbench.cli import running
 from dpbench.measure.selection import cases_of
 from dpbench.records.options import Options
 
-ELSEWHERE = {"report", "interface", "store", "help", "as_json", "dry_run", "quiet", "verbose"}
-"""The options of `dpbench run` that say neither what to measure nor how: files, output, and the network of a launch."""
+ELSEWHERE = {"report", "store", "help", "as_json", "dry_run", "quiet", "verbose"}
+"""The options of `dpbench run` that say neither what to measure nor how: files and output."""
 
 
 def parsed(*arguments: str) -> Options:
@@ -56,7 +56,7 @@ GIVEN: tuple[dict[str, Any], ...] = (
     {"rounds": "auto", "within": 0.02, "paired": True, "patience": 0.0, "limit": 5.0, "retry": ("failed", "oom")},
     {"loader": (-1, 0, 2), "mode": ("train", "no_grad"), "together": ("mlp", "lstm")},
     {"scenario": "seeds", "self_check": True, "profile": True},
-    {"find_max_batch": True, "device_memory": 1 << 30, "launcher": "slurm", "job": ("a=b", "c=d e")},
+    {"find_max_batch": True, "device_memory": 1 << 30},
 )
 
 
@@ -97,7 +97,6 @@ def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None
         ({"device_kind": "gpu"}, "unknown device kind 'gpu'; known: cpu, cuda, emulated"),
         ({"placement": "spraed"}, "did you mean 'spread'"),
         ({"scenario": "sedes"}, "did you mean 'seeds'"),
-        ({"launcher": "pbs"}, "unknown launcher 'pbs'; known: slurm, local"),
     ],
 )
 def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(wrong: dict[str, Any], said: str) -> None:
@@ -122,7 +121,6 @@ def test_an_unknown_option_is_a_type_error_that_names_the_nearest() -> None:
         ({"retry": "fialed"}, ValueError, "did you mean 'failed'"),
         ({"paired": True, "profile": True}, ValueError, "leave out --paired"),
         ({"ladder": True, "strategies": "dp"}, ValueError, "leave out --strategies"),
-        ({"launcher": "local", "paired": True}, ValueError, "leave out --launcher"),
         ({"scenario": "seeds", "read_loss": 5}, ValueError, "leave out --read-loss"),
         ({"batch_sizes": 8, "batch_per_device": 8}, ValueError, "and not both"),
     ],

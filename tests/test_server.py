@@ -21,10 +21,9 @@ from dpbench.analysis import validity
 from dpbench.hardware import processes
 from dpbench.measure import server as module
 from dpbench.measure.ranks import TIMEOUT
-from dpbench.measure.request import UNWRITTEN, Request
+from dpbench.measure.request import UNWRITTEN
 from dpbench.measure.server import Server, WorkerEnd
 from dpbench.records import Case, Effort, Phase, Status, Verified
-from dpbench.records.trial import Failure
 from tests.marked import NAME, Mark, marked, poll
 
 ROOT = Path(dpbench.__file__).parent.parent
@@ -399,20 +398,6 @@ def test_a_process_that_was_killed_for_memory_has_failed_and_is_not_tried_again(
     assert found.status is Status.FAILED
     assert "memory ran out" in found.reason
     assert killed.left == 8
-
-
-def test_a_worker_that_this_process_ends_has_failed(server):
-    request = Request(cases=(case("tests.hungry:SLEEPS"),), effort=QUICK, round=0)
-    asked = []
-
-    def cancelled() -> bool:
-        asked.append(None)
-        return True
-
-    found = server.answer(request, 60.0, cancelled)
-    assert isinstance(found, Failure)
-    assert (found.status, found.exit_status) == (Status.FAILED, -signal.SIGKILL)
-    assert asked
 
 
 # -- a full disk, and a server that does not answer

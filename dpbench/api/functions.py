@@ -56,8 +56,6 @@ def run(
     profile: bool = False,
     device_memory: int = 0,
     self_check: bool = False,
-    launcher: str = "",
-    job: Names = (),
     name: str = "",
     tag: Names = (),
     store: str | Path = STORE,

@@ -49,7 +49,6 @@ from dpbench.cli.showing import (
 if TYPE_CHECKING:
     from dpbench.api.progress import Detail
     from dpbench.measure.cluster import Cluster
-    from dpbench.measure.launch import Launch
     from dpbench.records import Case, Trial
     from dpbench.records.options import Options
     from dpbench.store import Naming
@@ -233,21 +232,6 @@ class _Output:
     "torch.nn.DataParallel; takes about a minute longer.",
 )
 @click.option(
-    "--launcher",
-    type=click.Choice(["slurm", "local"]),
-    help="Measure each case in a job of its own, with Slurm or on this machine (local), and collect the trials.",
-)
-@click.option(
-    "--job",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="With --launcher slurm: an option of sbatch, such as partition=gpu; may be repeated.",
-)
-@click.option(
-    "--interface",
-    help="The network interface that connects the machines of a launch by torchrun or srun.  [default: loopback]",
-)
-@click.option(
     "--dry-run",
     is_flag=True,
     help="Print the cases, the rounds and the expected time; measure and store nothing.",
@@ -259,9 +243,14 @@ class _Output:
 @click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
 @store_option
 def run(
-    store: Path, report: Path | None, interface: str | None, as_json: bool, dry_run: bool, quiet: bool, verbose: bool,
+    store: Path,
+    report: Path | None,
+    as_json: bool,
+    dry_run: bool,
+    quiet: bool,
+    verbose: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
     Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
@@ -277,45 +266,26 @@ def run(
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
     given = has_defaults(click.get_current_context())
-    more = ["--store", str(store), *(["--interface", interface] if interface else [])]
     output = _Output(
         store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
-        command=asked.command(*more, config=False) if given else "",
+        command=asked.command("--store", str(store), config=False) if given else "",
     )  # fmt: skip
-    try:
-        placed = launch.of_environment()
-        chosen = interface or launch.loopback()
-        if placed is None:
-            _measure(output, None, asked)
-        if placed.rank:
-            sys.exit(_agent(placed, chosen))
-        from dpbench.measure.cluster import Cluster
+    placed = launch.of_environment()
+    if placed is None:
+        _measure(output, None, asked)
+    from dpbench.measure.cluster import Cluster
+    from dpbench.measure.group import Group
 
-        with Cluster(placed, chosen) as cluster:
-            if interface:
-                click.echo(cluster.opened, err=True)
-            _measure(output, cluster, asked)
-    except launch.LaunchError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_USAGE)
-
-
-def _agent(placed: Launch, interface: str) -> int:
-    """Measure on a rank other than 0 whatever rank 0 asks for, until rank 0 ends the run; return the exit code."""
-    from dpbench.measure.agent import serve
-
-    try:
-        serve(placed, interface)
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    with Group(placed) as group:
+        if placed.rank == 0:
+            _measure(output, Cluster(group), asked)
+        group.serve()
 
 
 def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
     from dpbench.api.progress import Progress
     from dpbench.measure import selection
-    from dpbench.measure.jobs import JobsError
     from dpbench.store import FINISHED, Store
 
     naming = selection.naming(asked, output.command)
@@ -341,8 +311,6 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
             sys.exit(130)
         except BrokenPipeError:  # the reader has closed the output, as in `dpbench run 2>&1 | head`
             last_words(f"the output was closed; {RESUMES}")
-        except JobsError as error:
-            raise click.UsageError(str(error)) from None
         chosen = choose(opened, outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
     closed = False

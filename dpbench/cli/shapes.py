@@ -351,13 +351,13 @@ class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --dry-run`.
 
-    `trials` is the least number of trials to measure. `seconds` is their expected duration, null if it is unknown, and
+    `trials` is the least number of trials to measure. `seconds` is their expected duration, and
     `basis` gives the origin of this expectation.
     """
 
     forecast: RunForecast
     trials: int
-    seconds: float | None
+    seconds: float
     basis: str
     schema: int = SCHEMA
 

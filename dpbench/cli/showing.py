@@ -111,11 +111,10 @@ def print_plan(planned: RunForecast, *, as_json: bool) -> None:
 def expectation(planned: RunForecast) -> str:
     """Return lines with the number of trials of a planned run, their expected time, its basis, and the time budget."""
     rounds = words.count(planned.rounds, "round")
-    about = "unknown" if planned.seconds is None else f"about {words.long_time(planned.seconds)}"
     lines = [
         f"{words.count(len(planned.cases), 'case')} in {'at least ' if planned.auto else ''}{rounds}: "
         f"{words.count(planned.trials, 'trial')} to measure",
-        f"expected time: {about} ({planned.basis})",
+        f"expected time: about {words.long_time(planned.seconds)} ({planned.basis})",
     ]
     if planned.budget_s:
         lines.append(

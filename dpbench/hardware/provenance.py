@@ -95,12 +95,12 @@ def host_key(facts: dict[str, Any]) -> str:
     """Return a hash that identifies a machine by its CPU, its cores and its GPUs.
 
     `facts` are the result of `collect`. The host name is not used, because it differs between containers. For a launch,
-    the hash identifies each of its machines, with its ranks and software, and the network interface of the launch.
+    the hash identifies each of its machines, with its ranks and software.
     """
     others = facts.get("hosts", {}).get("machines", ())
     same = [one["machine"] for one in others]  # ids that change with each boot: only their equality counts below
     stable = [
-        _stable(facts), facts.get("hosts", {}).get("interface"),
+        _stable(facts),
         *(
             (_stable(one["facts"]), one["ranks"], one["facts"]["software"], same.index(one["machine"]))
             for one in others

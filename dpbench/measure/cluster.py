@@ -1,95 +1,74 @@
 """Cluster: rank 0's side of a launch by torchrun or srun: it describes the machines and runs trials over their ranks.
 
-Every process of the launch, rank 0 included, has an agent (`measure.agent`). Rank 0 plans, stores and reports. It sends
-each rank its part of a trial, and merges the answers. If a rank fails, its trial fails. If the agent of a rank is lost,
-the later cases that need this rank fail too, and all other cases are measured. (torchrun then ends all ranks on that
-machine. If rank 0 is one of them, the run ends, and the finished trials stay stored.)
+Rank 0 plans, stores and reports. It gives each rank its part of a trial, and merges the answers. If the worker of a
+rank fails, the trial fails, and the run goes on. If the process of a rank ends, the trial fails and the run ends; the
+same command resumes it.
 """
 
 from __future__ import annotations
 
 import secrets
-import socket
-import threading
+import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from dpbench.hardware import foreign_load
-from dpbench.measure import agent, launch
-from dpbench.measure.agent import Reply, Work
 from dpbench.measure.failures import together
-from dpbench.measure.launch import Launch, LaunchError, leader_address, names
+from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
 from dpbench.measure.merging import merge, shifted
-from dpbench.measure.peers import Offset, Peers, gather
 from dpbench.measure.request import RemoteRank, Request, WorkKind
-from dpbench.measure.server import START_LIMIT_S, again_if_killed, as_trials
+from dpbench.measure.server import again_if_killed, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
 from dpbench.records.registry import Role
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, TrialHost, cause_of, in_order
-from dpbench.records.words import count
 
 TIMEOUT_S = 60.0
 """The longest time in seconds that a rank waits for its peers; a third of the trial's time limit if that is shorter."""
 
 
+@dataclass(frozen=True)
+class Offset:
+    """The offset of a machine's clock from the clock of rank 0's machine, and its largest error, both in seconds."""
+
+    seconds: float = 0.0
+    error_s: float = 0.0
+
+    @classmethod
+    def of(cls, own: Sequence[Crossing], other: Sequence[Crossing]) -> Offset:
+        """Return the offset of the clock with which a rank passed the same barriers as rank 0, whose are `own`.
+
+        It is the difference at the barrier with the smallest spread: two ranks leave a barrier at most as far
+        apart as the longer of their waits.
+        """
+        found = [
+            cls(there.left_s - here.left_s, max(here.waited_s, there.waited_s))
+            for here, there in zip(own, other, strict=True)
+        ]
+        return min(found, key=lambda one: one.error_s)
+
+    def between(self, later: Offset) -> Offset:
+        """Return the mean of this offset and a later one; half of their difference adds to the error."""
+        mean = statistics.mean([self.seconds, later.seconds])
+        return Offset(mean, max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2)
+
+
 class Cluster:
-    """The ranks of a launch, which rank 0 controls.
+    """The ranks of a launch, to which rank 0 gives tasks; `group` is their group, which they have joined."""
 
-    On entry, the context manager waits until the agents of all ranks have connected; on exit, it ends the agents.
-    `interface` is the name of the network interface that the ranks use.
-    """
-
-    def __init__(self, launch: Launch, interface: str) -> None:
-        self._launch, self._interface = launch, interface
-        self._address = leader_address(launch, interface)
-        self._peers = Peers(())
-
-    def __enter__(self) -> Self:
-        with launch.listen(self._address, self._launch) as listener:
-            own = threading.Thread(target=self._be_agent, name="agent of rank 0", daemon=True)
-            own.start()
-            self._peers = Peers(gather(listener, self._launch))
-        # reserve a port at which every worker of rank 0 can listen, but no process of another user
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        self._reserved.bind((self._address, 0))
-        self._own = own
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for rank in self._peers:
-            rank.send("abort", turn=self._peers.turn)
-            rank.send("end")
-        self._reserved.close()
-        self._own.join(START_LIMIT_S)
-
-    def _be_agent(self) -> None:
-        with suppress(LaunchError):  # rank 0 sees that its own agent is missing
-            agent.serve(self._launch, self._interface)
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._members = group.members
 
     # -- the machines and the ranks
 
-    @property
-    def opened(self) -> str:
-        """Return a text that says at which address rank 0 listens, and how the messages are protected."""
-        return (
-            f"rank 0 listens at {self._address} (interface {self._interface}) for the agents and for torch's store. "
-            "The agents' messages are authenticated but not encrypted. The ranks' collectives use the same interface "
-            "without protection: use a private network"
-        )
-
-    @property
-    def size(self) -> int:
-        """Return the number of ranks, including lost ranks."""
-        return len(self._peers)
-
     def hosts(self, count: int | None = None) -> list[TrialHost]:
         """Return the machines of the first `count` ranks (None: of all), in the order of their first ranks."""
-        members = [rank.member for rank in self._peers[:count]]
-        called = names([(member.node, member.host) for member in members])
+        members = self._members[:count]
+        called = names(members)
         found = []
         for node in dict.fromkeys(member.node for member in members):
             own = [member for member in members if member.node == node]
@@ -101,8 +80,8 @@ class Cluster:
         """Return the machines, with the facts of each, as plain data for the run's provenance."""
         described = []
         for host in self.hosts():
-            described.append(asdict(host) | {"facts": self._peers[host.ranks[0]].member.facts})
-        return {"by": self._launch.by, "interface": self._interface, "machines": described}
+            described.append(asdict(host) | {"facts": self._members[host.ranks[0]].facts})
+        return {"machines": described}
 
     def placed(self, case: Case) -> Case:
         """Return the case with its field `hosts` set to the number of machines that its ranks use."""
@@ -120,7 +99,7 @@ class Cluster:
     @contextmanager
     def workers(self) -> Iterator[Self]:
         """Start a new server process at every rank, and yield this object, which runs trials through these servers."""
-        self._peers.renew()
+        self._group.ask(Task(renew=True))
         yield self
 
     def check(self, case: Case, limit_s: float) -> Trial:
@@ -148,70 +127,73 @@ class Cluster:
         return self._by_rank_0(request, limit_s * len(request.cases))
 
     def _by_rank_0(self, request: Request, limit_s: float) -> list[Trial]:
-        answers = self._peers.ask({0: Work(request=request, limit_s=limit_s, roots=self._roots(0))})
-        return as_trials(_outcome(answers[0]), request)
+        return as_trials(_outcome(self._ask({0: request}, limit_s)[0]), request)
+
+    def _ask(self, requests: Mapping[int, Request], limit_s: float) -> dict[int, Answer]:
+        """Let ranks carry out requests, and return their answers, both by rank.
+
+        Of the ranks that see the same cores and GPUs, the first observes these during the task.
+        """
+        parts = {}
+        for rank, request in requests.items():
+            case = request.cases[0]
+            peers = self._peers(rank)
+            own_gpus = range(len(peers) * case.traits.devices_per_replica)
+            parts[rank] = Part(
+                request=request,
+                roots=tuple(self._members[peer].pid for peer in peers) if rank == peers[0] else (),
+                gpus=case.device_ids or tuple(own_gpus) if case.device_kind == "cuda" else (),
+            )
+        answers = self._group.ask(Task(parts=parts, limit_s=limit_s))
+        return {rank: answers[rank] for rank in requests}
+
+    def _peers(self, rank: int) -> list[int]:
+        """Return the ranks, in order, that see the same cores and GPUs as a rank."""
+        own = self._members[rank]
+        return [one.rank for one in self._members if (one.machine, one.sees) == (own.machine, own.sees)]
 
     def _everywhere(self, request: Request, limit_s: float) -> Trial:
         """Run a case on each machine at the same time; return rank 0's trial with all machines' step times as samples.
 
         Each machine runs the whole case by itself, in a worker of the first of its ranks.
         """
-        if reason := self._absent(1):
-            (case,) = request.cases
-            return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
         hosts = [replace(host, ranks=host.ranks[:1]) for host in self.hosts()]
-        leads = [lead for host in hosts for lead in host.ranks if not self._peers[lead].lost]
-        answers = self._peers.ask({
-            lead: Work(request=request, limit_s=limit_s, roots=self._roots(lead)) for lead in leads
-        })  # fmt: skip
+        answers = self._ask(dict.fromkeys([host.ranks[0] for host in hosts], request), limit_s)
         (trial,) = as_trials(_outcome(answers[0]), request)
         steps = [
             Sample(step.end_s, host_device(number), ALONE, step.seconds)
             for number, host in enumerate(hosts)
-            for one in (answers[host.ranks[0]].trials if host.ranks[0] in answers else ())
+            for one in answers[host.ranks[0]].trials
             for step in one.steps
             if not step.warmup
         ]
-        failed = {}
-        for host in hosts[1:]:
-            answer = answers.get(host.ranks[0])
-            if answer is None or answer.failure:
-                failed[host.name] = (
-                    answer.failure.reason if answer and answer.failure else self._peers[host.ranks[0]].lost
-                )
+        failed = {host.name: failure.reason for host in hosts[1:] if (failure := answers[host.ranks[0]].failure)}
         trial = replace(trial, samples=(*trial.samples, *steps), provenance={**trial.provenance, FAILED_HOSTS: failed})
-        return self._described(trial, hosts, answers, Offset())
+        return _described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
         """Run a case over its ranks, and return one trial that is merged from the trials of the ranks."""
         (case,) = request.cases
         size = len(case.rows)
-        if reason := self._absent(size):
+        if size > len(self._members):
+            reason = f"the case needs {size} ranks, and the launch has {len(self._members)}: start more processes"
             return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
-        timeout_s, hosts = min(TIMEOUT_S, limit_s / 3), self.hosts(size)
-        leads = {host.ranks[0] for host in hosts}
-        secret = secrets.token_hex(16)  # another user cannot guess the keys of the trial's store
-        work = {}
-        for number in range(size):
-            place, peers = self._place(number)
+        hosts = self.hosts(size)
+        key = secrets.token_hex(8)
+        requests = {}
+        for rank in range(size):
             seat = RemoteRank(
-                rank=number, size=size, place=place, address=self._address, port=self._reserved.getsockname()[1],
-                key=secret, interface=self._interface, timeout_s=timeout_s,
-            )  # fmt: skip
-            gpus = case.device_ids or tuple(range(len(peers) * case.traits.devices_per_replica))
-            work[number] = Work(
-                request=replace(request, seat=seat), limit_s=limit_s, roots=self._roots(number),
-                sample=(gpus if case.device_kind == "cuda" else ()) if place == 0 or number in leads else None,
-            )  # fmt: skip
-        before = self._offsets(hosts)
-        answers = self._peers.ask(work, timeout_s=timeout_s)
-        after = self._offsets(hosts)
+                rank=rank,
+                size=size,
+                place=self._peers(rank).index(rank),
+                key=key,
+                timeout_s=min(TIMEOUT_S, limit_s / 3),
+            )
+            requests[rank] = replace(request, seat=seat)
+        answers = self._ask(requests, limit_s)
         if failures := [one.failure for one in answers.values() if one.failure]:
             return self._failed(request, failures)
-        offsets = {rank: before[rank].between(after[rank]) for host in hosts for rank in host.ranks}
-        if gone := [str(self._peers[rank]) for rank, one in offsets.items() if one.error_s == float("inf")]:
-            reason = f"lost: {', '.join(gone)}; times of a lost rank cannot be compared with those of the other ranks"
-            return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
+        offsets = _offsets(hosts, answers)
         parts = [shifted(answers[rank].trials[0], -offsets[rank].seconds) for rank in range(size)]
         samples = [
             sample
@@ -221,46 +203,24 @@ class Cluster:
         ]
         merged = merge(parts, hosts)
         worst = max(offsets.values(), key=lambda one: one.error_s)
-        return self._described(replace(merged, samples=(*merged.samples, *samples)), hosts, answers, worst)
+        return _described(replace(merged, samples=(*merged.samples, *samples)), hosts, answers, worst)
 
-    def _absent(self, size: int) -> str:
-        """Return the reason why not all of the first `size` ranks can take part, or an empty string if they can."""
-        if size > self.size:
-            return f"the case needs {size} ranks, and the launch has {self.size}: start more processes"
-        gone = [f"{rank} is lost: {rank.lost}" for rank in self._peers[:size] if rank.lost]
-        return f"the case needs {count(size, 'rank')}, but {'; '.join(gone)}" if gone else ""
-
-    def _place(self, number: int) -> tuple[int, list[int]]:
-        """Return the position of rank `number` among the ranks that see the same cores and GPUs, and their list."""
-        mine = self._peers[number].member
-        peers = [
-            rank.number for rank in self._peers if (rank.member.machine, rank.member.sees) == (mine.machine, mine.sees)
-        ]
-        return peers.index(number), peers
-
-    def _roots(self, number: int) -> tuple[int, ...]:
-        """Return the process ids of the agents of all ranks that see the same cores and GPUs as rank `number`.
-
-        Return an empty tuple unless `number` is the lowest of these ranks: only its agent measures the foreign load.
-        """
-        place, peers = self._place(number)
-        return tuple(self._peers[peer].member.pid for peer in peers) if place == 0 else ()
-
-    def _devices_of(self, case: Case, number: int) -> dict[int, int]:
+    def _devices_of(self, case: Case, rank: int) -> dict[int, int]:
         """Return a dictionary from the CUDA ordinal of each device to the index of this device in the case.
 
-        It has the devices of all ranks that see the same cores and GPUs as rank `number`.
+        It has the devices of all ranks that see the same cores and GPUs as `rank`.
         """
-        each, found = case.traits.devices_per_replica, {}
-        for place, peer in enumerate(self._place(number)[1]):
+        each = case.traits.devices_per_replica
+        found = {}
+        for place, peer in enumerate(self._peers(rank)):
             for position in range(place * each, (place + 1) * each):
                 if peer < len(case.rows) and position < len(case.device_ids or range(position + 1)):
                     ordinal = case.device_ids[position] if case.device_ids else position
                     found[ordinal] = peer * each + position - place * each
         return found
 
-    def _sampled(self, host: int, rank: int, answer: Reply, part: Trial, offset: Offset) -> Iterator[Sample]:
-        """Yield the samples that a rank's agent took during the rank's timed steps.
+    def _sampled(self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset) -> Iterator[Sample]:
+        """Yield the samples that a rank has taken of its machine during its timed steps.
 
         `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs to the case's device
         indices. Samples of the host's counters on rank 0's machine are left out, because the run itself takes them.
@@ -274,37 +234,56 @@ class Cluster:
             if timed and timed[0].start_s <= at_s <= timed[-1].end_s and sample.device in devices:
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
-    def _described(
-        self, trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Reply], worst: Offset
-    ) -> Trial:
-        """Add three facts to the trial's provenance, and return the trial.
-
-        They are its machines, the largest error of the offsets between their clocks, and the highest foreign load.
-        """
-        loads = [answer.load for answer in answers.values() if answer.load]
-        load = max(loads, key=lambda one: one.taken, default=None)
-        facts: dict[str, Any] = {HOSTS: [asdict(host) for host in hosts], "clock_error_s": worst.error_s}
-        facts |= {foreign_load.FACT: asdict(load)} if load else {}
-        return replace(trial, provenance={**trial.provenance, **facts})
-
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
         """Return the trial of a case in which ranks failed; its reason begins with the likely cause."""
-        (case,), cause = request.cases, cause_of(failures, request.cases[0])
-        reason = together(in_order(failures), lambda rank: str(self._peers[rank]))
+        (case,) = request.cases
+        cause = cause_of(failures, case)
         return Trial(
-            case=case, status=cause.status, reason=reason, round=request.round,
-            verified=cause.verified, started_s=time.time(),
+            case=case,
+            status=cause.status,
+            reason=together(in_order(failures), lambda rank: str(self._members[rank])),
+            round=request.round,
+            verified=cause.verified,
+            started_s=time.time(),
             failed_device=cause.device if cause.status is Status.OOM else None,
-        )  # fmt: skip
-
-    def _offsets(self, hosts: Sequence[TrialHost]) -> dict[int, Offset]:
-        """Return, by rank, the offset of the rank's clock from rank 0's clock; it is 0 on rank 0's machine."""
-        found: dict[int, Offset] = {}
-        for host in hosts:
-            same = host.machine == hosts[0].machine
-            found |= dict.fromkeys(host.ranks, Offset() if same else self._peers.offset(self._peers[host.ranks[0]]))
-        return found
+        )
 
 
-def _outcome(answer: Reply) -> list[Trial] | Failure:
+def names(members: Sequence[Member]) -> dict[int, str]:
+    """Return a distinct name for each machine, by its index.
+
+    Machines with equal host names get names such as "host#0" and "host#1".
+    """
+    hosts = {member.node: member.host for member in members}
+    called = Counter(hosts.values())
+    return {node: f"{host}#{node}" if called[host] > 1 else host for node, host in sorted(hosts.items())}
+
+
+def _offsets(hosts: Sequence[TrialHost], answers: Mapping[int, Answer]) -> dict[int, Offset]:
+    """Return, by rank, the offset of the rank's clock from rank 0's clock; it is 0 on rank 0's machine."""
+    own = answers[0]
+    found: dict[int, Offset] = {}
+    for host in hosts:
+        offset = Offset()
+        if host.machine != hosts[0].machine:
+            other = answers[host.ranks[0]]
+            before = Offset.of(own.before, other.before)
+            offset = before.between(Offset.of(own.after, other.after))
+        found |= dict.fromkeys(host.ranks, offset)
+    return found
+
+
+def _described(trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Answer], worst: Offset) -> Trial:
+    """Add three facts to the trial's provenance, and return the trial.
+
+    They are its machines, the largest error of the offsets between their clocks, and the highest foreign load.
+    """
+    loads = [answer.load for answer in answers.values() if answer.load]
+    load = max(loads, key=lambda one: one.taken, default=None)
+    facts: dict[str, Any] = {HOSTS: [asdict(host) for host in hosts], "clock_error_s": worst.error_s}
+    facts |= {foreign_load.FACT: asdict(load)} if load else {}
+    return replace(trial, provenance={**trial.provenance, **facts})
+
+
+def _outcome(answer: Answer) -> list[Trial] | Failure:
     return answer.failure or list(answer.trials)

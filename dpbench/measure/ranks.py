@@ -5,7 +5,8 @@ is not used, because it listens on every network interface without authenticatio
 receives. Collectives also connect over the loopback interface, even if the user's environment variables name another
 interface.
 
-Ranks that torchrun or srun started, on one or several machines, meet through a `TCPStore` that listens at one address.
+The ranks of a launch by torchrun or srun, on one or several machines, meet through the store of the launch, at the
+address in torch's environment variables. The user's variables then choose the network interface.
 
 Each forked rank reports its result, or the record of its failure, as JSON through a separate pipe, to which no other
 rank can write.
@@ -22,18 +23,17 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
+
+import psutil
 
 from dpbench.hardware import processes
 from dpbench.measure.failures import of_end, of_rank, together
-from dpbench.measure.launch import loopback
-from dpbench.measure.request import RemoteRank
 from dpbench.records.trial import Failure, in_order
 
 TIMEOUT = timedelta(seconds=60)
@@ -54,7 +54,7 @@ GRACE_S = 1.0
 """The seconds that a rank has to end after SIGTERM, before it is sent SIGKILL."""
 _FORK = get_context("fork")
 _OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
-"""Environment variables with addresses for connections over TCP; each rank removes them before it joins the group."""
+"""Environment variables with addresses for connections over TCP, which ranks of one parent remove."""
 
 
 class RanksFailed(RuntimeError):
@@ -65,97 +65,57 @@ class RanksFailed(RuntimeError):
         self.failures = tuple(failures)
 
 
-@dataclass(frozen=True)
-class FolderMeeting:
-    """Ranks of one parent meet through a file in a folder that only this user can enter."""
-
-    path: Path
-
-    def store(self, rank: int, size: int) -> Any:
-        """Return torch's key-value store, through which the ranks find each other; it is the file `path`."""
-        from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
-
-        return FileStore(str(self.path), size)
+def loopback() -> str:
+    """Return the name of the network interface with the address 127.0.0.1. Raises OSError if it is missing."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == "127.0.0.1" for one in addresses):
+            return name
+    raise OSError(
+        "no network interface has the address 127.0.0.1, which ranks need to connect; "
+        "bring the loopback interface up (Linux: ip link set lo up)"
+    )
 
 
-@dataclass(frozen=True)
-class AddressMeeting:
-    """Ranks of several parents meet at an address and port, where rank 0 listens; `key` is different in each trial.
+def _stay_on(interface: str, size: int) -> None:
+    """Let this process connect to the `size` ranks of its parent over one network interface only."""
+    for name in _OVER_TCP:
+        os.environ.pop(name, None)
+    os.environ |= {
+        "LOCAL_WORLD_SIZE": str(size),
+        "GLOO_SOCKET_IFNAME": interface,
+        "TP_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",  # without "=", NCCL accepts every name with this prefix
+    }
 
-    The coordinator, `measure.cluster`, has reserved the port with the option SO_REUSEPORT. The processes of other users
-    cannot listen at a port that is reserved in this way.
+
+def _store_in(path: Path, size: int) -> Any:
+    """Return torch's key-value store in a file, through which `size` ranks of one parent find each other."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+
+    return FileStore(str(path), size)
+
+
+def store_of_launch(key: str) -> Any:
+    """Return the part of a launch's key-value store through which the ranks of one trial find each other.
+
+    `key` is different in each trial.
     """
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-    address: str
-    port: int
-    key: str
-
-    def store(self, rank: int, size: int) -> Any:
-        """Return torch's key-value store, through which the ranks find each other; rank 0's process serves it.
-
-        Raises OSError if rank 0 cannot listen at the address and port.
-        """
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-        served = self._listen() if rank == 0 else None
-        store = TCPStore(
-            self.address, self.port, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT,
-            master_listen_fd=served,
-        )  # fmt: skip
-        return PrefixStore(self.key, store)
-
-    def _listen(self) -> int:
-        """Return the file descriptor of a socket that listens at this address only.
-
-        Without such a socket, torch's store would listen at every address of the machine.
-        """
-        listener = socket.socket()
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((self.address, self.port))
-        listener.listen()
-        return listener.detach()
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(key, TCPStore(address, port, is_master=False, timeout=TIMEOUT))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankGroup:
-    """The settings of the process group that the ranks join.
+def join(store: Any, backend: str, rank: int, size: int, *, local_rank: int, timeout: timedelta = TIMEOUT) -> None:
+    """Join the group of `size` ranks as `rank`, and wait for all others.
 
-    `backend` is torch's name of the backend, `size` is the number of ranks, `meeting` is the way in which the ranks
-    find each other, and `interface` is the name of the network interface. `timeout` is the longest time that a rank
-    waits for its peers, when it joins the group and in each collective.
+    The ranks find each other through `store`, and `backend` is torch's name of the backend. `timeout` is the longest
+    time that this rank waits for its peers, now and in each collective; after it, torch.distributed raises its error.
     """
+    import torch.distributed as dist
 
-    backend: str
-    size: int
-    meeting: FolderMeeting | AddressMeeting
-    interface: str
-    timeout: timedelta = TIMEOUT
-
-    @classmethod
-    def of_seat(cls, seat: RemoteRank, backend: str) -> Self:
-        """Return the group of the rank that `seat` describes."""
-        meeting = AddressMeeting(seat.address, seat.port, seat.key)
-        wait = timedelta(seconds=seat.timeout_s)
-        return cls(backend=backend, size=seat.size, meeting=meeting, interface=seat.interface, timeout=wait)
-
-    def environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """Return the environment variables of a rank: its rank and local rank, the group's size, and the interface."""
-        together = {"LOCAL_WORLD_SIZE": str(self.size)} if isinstance(self.meeting, FolderMeeting) else {}
-        return together | {
-            "RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(self.size),
-            "GLOO_SOCKET_IFNAME": self.interface, "TP_SOCKET_IFNAME": self.interface,
-            "NCCL_SOCKET_IFNAME": f"={self.interface}",  # without "=", NCCL accepts every name with this prefix
-        }  # fmt: skip
-
-    def join(self, rank: int, local_rank: int) -> None:
-        """Join the group as `rank` and wait for all other ranks. Raises torch.distributed's error after `timeout`."""
-        import torch.distributed as dist
-
-        for name in _OVER_TCP:
-            os.environ.pop(name, None)
-        os.environ |= self.environment(rank, local_rank)
-        store = self.meeting.store(rank, self.size)
-        dist.init_process_group(self.backend, store=store, rank=rank, world_size=self.size, timeout=self.timeout)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(size)}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
@@ -169,12 +129,16 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
     Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback interface is missing.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
-        meeting = FolderMeeting(Path(private) / "store")
-        group = RankGroup(backend=backend, size=count, meeting=meeting, interface=loopback())
+        interface = loopback()
+
+        def join_as(rank: int) -> None:
+            _stay_on(interface, count)
+            join(_store_in(Path(private) / "store", count), backend, rank, count, local_rank=rank)
+
         ranks: list[_RankProcess] = []
         try:
             for number in range(count):
-                ranks.append(_RankProcess(number, partial(_be_rank, entry, group, number, os.getpid())))
+                ranks.append(_RankProcess(number, partial(_be_rank, entry, join_as, number, os.getpid())))
             return _results(ranks)
         finally:
             _end(ranks)
@@ -255,7 +219,13 @@ def _end(ranks: Sequence[_RankProcess]) -> None:
         rank.pipe.close()
 
 
-def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: int, pipe: Connection) -> NoReturn:
+def _be_rank(
+    entry: Callable[[int], Any],
+    join_as: Callable[[int], None],
+    rank: int,
+    parent: int,
+    pipe: Connection,
+) -> NoReturn:
     """Run rank `rank` in this process: join the group, call `entry`, send its result or failure to `pipe`, and exit.
 
     `parent` is the parent's process id. After a failure, the rank waits until the parent ends it, because its exit
@@ -266,7 +236,7 @@ def _be_rank(entry: Callable[[int], Any], group: RankGroup, rank: int, parent: i
     try:
         import torch.distributed as dist
 
-        group.join(rank, rank)
+        join_as(rank)
         result = json.dumps(entry(rank))
         dist.destroy_process_group()  # only after success: it would wait for peers that failed
         pipe.send_bytes(f"result {result}".encode())

@@ -54,18 +54,15 @@ class SelfCheck:
 class RemoteRank:
     """One rank of a trial whose ranks have different parents, on one or several machines.
 
-    The ranks meet at `address` and `port`, and `key` identifies the trial there; the collectives use the network
-    interface `interface`. `place` is the position of the rank among the ranks that see the same cores and GPUs:
-    it selects the rank's core or GPU. `timeout_s` is the longest time in seconds that the rank waits for its peers.
+    `key` identifies the trial in the store of the launch, in which the ranks meet. `place` is the position of the rank
+    among the ranks that see the same cores and GPUs: it selects the rank's core or GPU. `timeout_s` is the longest time
+    in seconds that the rank waits for its peers.
     """
 
     rank: int
     size: int
     place: int
-    address: str
-    port: int
     key: str
-    interface: str
     timeout_s: float
 
 

@@ -226,7 +226,7 @@ class _Session:
             self._take(trial)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
-            gpus = [] if self._cluster else ordinals(cases)  # the agents of a cluster sample their GPUs
+            gpus = [] if self._cluster else ordinals(cases)  # the ranks of a cluster sample their GPUs
             watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
@@ -344,7 +344,7 @@ class _Session:
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
             own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
-            facts = {**own, **trial.provenance}  # the load that the agents of a cluster measured takes precedence
+            facts = {**own, **trial.provenance}  # the load that the ranks of a cluster measured takes precedence
             seen = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, seen)
             self._take(seen)

@@ -20,7 +20,6 @@ from dpbench.store import Naming, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
-    from dpbench.measure.jobs import Launcher
     from dpbench.measure.run import Listener, Outcome
     from dpbench.store import Naming, Store
 
@@ -97,12 +96,9 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
     from dpbench.measure.run import statuses
 
     statuses(options.retry)
-    launcher_of(options)
     if options.profile and options.paired:
         raise ValueError("--profile needs one case per process: leave out --paired")
-    for name in (
-        ("launcher", "ladder", "paired", "profile", "self_check", "find_max_batch", "together") if cluster else ()
-    ):
+    for name in ("ladder", "paired", "profile", "self_check", "find_max_batch", "together") if cluster else ():
         if getattr(options, name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} does not work in a launch by torchrun or srun: leave out --{option}")
@@ -158,48 +154,19 @@ def naming(options: Options, command: str = "") -> Naming:
     return Naming(name=options.name, tags=tags, command=command)
 
 
-def launcher_of(options: Options) -> Launcher | None:
-    """Return the launcher of jobs that the options choose; None for a run without jobs.
-
-    Raises ValueError for options that jobs do not support.
-    """
-    given = [text.partition("=") for text in options.job]
-    if options.launcher != "slurm" and given:
-        raise ValueError("--job takes options of sbatch: leave it out, or give --launcher slurm")
-    if not options.launcher:
-        return None
-    from dpbench.measure.jobs import Launcher
-
-    for name in ("paired", "profile", "self_check", "retry", "budget", "find_max_batch"):
-        if getattr(options, name):
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} is not available for jobs: leave it out, or leave out --launcher")
-    if options.rounds == AUTO:
-        raise ValueError("--rounds auto is not available for jobs: give --rounds as a number")
-    if wrong := next(("".join(parts) for parts in given if not all(parts)), None):
-        raise ValueError(f"--job {wrong} is not of the form NAME=VALUE, such as partition=gpu")
-    return Launcher(options.launcher, {name: value for name, _, value in given})
-
-
 def measure(
     options: Options, cases: Sequence[Case], store: Store, *, budget_s: float | None, listen: Listener,
     cluster: Cluster | None = None,
 ) -> Outcome:  # fmt: skip
-    """Measure the cases in processes of this machine, in jobs, or by the ranks of `cluster`; return the result.
+    """Measure the cases in processes of this machine, or by the ranks of `cluster`; return the result.
 
     `cases` and `budget_s` are the results of `cases_of`. With the option `self_check`, the overhead of measuring is
-    measured after the cases. Raises JobsError if a job cannot be submitted.
+    measured after the cases.
     """
-    from dpbench.measure import checks, jobs
+    from dpbench.measure import checks
     from dpbench.measure import run as runner
     from dpbench.measure.stopping import UntilPrecise
 
-    if launcher := launcher_of(options):
-        assert isinstance(options.rounds, int)
-        return jobs.run(
-            cases, store, launcher, rounds=options.rounds, limit_s=options.limit, patience_s=options.patience,
-            listen=listen,
-        )  # fmt: skip
     outcome = runner.run(
         cases, store, rounds=options.rounds if isinstance(options.rounds, int) else UntilPrecise(options.within),
         paired=options.paired, budget_s=budget_s, limit_s=options.limit, retry=options.retry,
@@ -235,7 +202,7 @@ class RunForecast:
 
     `rounds` is the number of rounds; if `auto` is True, a rule adds rounds, and `rounds` is the least number. `resumes`
     is the id of the run to which the trials would be added; it is empty for a new run. `budget_s` is the time budget of
-    the run in seconds (None: no budget). `launcher` is the name of the launcher of jobs; it is empty without jobs.
+    the run in seconds (None: no budget).
     """
 
     cases: Sequence[PlannedCase]
@@ -243,7 +210,6 @@ class RunForecast:
     auto: bool
     resumes: str
     budget_s: float | None
-    launcher: str = ""
 
     @property
     def trials(self) -> int:
@@ -251,20 +217,16 @@ class RunForecast:
         return sum(one.left for one in self.cases)
 
     @property
-    def seconds(self) -> float | None:
-        """Return the expected duration of all trials in seconds; None for jobs, which wait in a queue.
+    def seconds(self) -> float:
+        """Return the expected duration of all trials in seconds.
 
         A case without earlier trials counts with `ASSUMED_S` per trial.
         """
-        if self.launcher:
-            return None
         return sum(one.left * (ASSUMED_S if one.trial_s is None else one.trial_s) for one in self.cases)
 
     @property
     def basis(self) -> str:
-        """Return a text on the origin of `seconds` and on the work that it leaves out; for jobs, why it is unknown."""
-        if self.launcher:
-            return f"it depends on the queue of {self.launcher}"
+        """Return a text on the origin of `seconds` and on the work that it leaves out."""
         known = sum(one.trial_s is not None for one in self.cases)
         new = len(self.cases) - known
         parts = [f"{words.count(known, 'case')} with earlier trials on this machine"] if known else []
@@ -297,8 +259,7 @@ class Known:
         keys = run.identity(cases, rule, facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
-            # runs of jobs are not looked up: their identity also depends on the options of the jobs
-            found = None if options.launcher else store.unfinished(**keys, reopen=bool(options.retry))
+            found = store.unfinished(**keys, reopen=bool(options.retry))
             done = store.done(found, retry=options.retry) if found else ()
             durations = store.durations(keys["host"], {case.fingerprint for case in cases})
             return cls(durations=durations, resumes=found or "", done=frozenset(done))
@@ -309,7 +270,7 @@ def forecast(
 ) -> RunForecast:
     """Return the plan of a run whose store is at `path`.
 
-    `cases` and `budget_s` are the results of `selection.cases_of`. For a run of jobs, `budget_s` is ignored.
+    `cases` and `budget_s` are the results of `selection.cases_of`.
     """
     known = Known.of(path, options, cases, naming, cluster)
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST
@@ -320,6 +281,9 @@ def forecast(
         left = rounds - done[case.fingerprint]
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
     return RunForecast(
-        cases=planned, rounds=rounds, auto=options.rounds == AUTO, resumes=known.resumes,
-        budget_s=None if options.launcher else budget_s, launcher=options.launcher,
-    )  # fmt: skip
+        cases=planned,
+        rounds=rounds,
+        auto=options.rounds == AUTO,
+        resumes=known.resumes,
+        budget_s=budget_s,
+    )

@@ -85,8 +85,6 @@ class Server:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self._process: subprocess.Popen[bytes] | None = None
-        self._worker = 0
-        self._cancelled: Callable[[], bool] = lambda: False
 
     def __enter__(self) -> Self:
         return self
@@ -137,16 +135,11 @@ class Server:
         request = Request(cases=tuple(cases), effort=effort, round=number, job=job, self_check=self_check)
         return [*again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))]
 
-    def answer(
-        self, request: Request, limit_s: float, cancelled: Callable[[], bool] = lambda: False
-    ) -> list[Trial] | Failure:
+    def answer(self, request: Request, limit_s: float) -> list[Trial] | Failure:
         """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
 
-        `cancelled` is called when the worker has started; if it returns True, the worker is killed. This is needed if
-        `end_worker` was called before the worker existed, and therefore had no effect. Raises OSError if temporary
-        files cannot be written.
+        Raises OSError if temporary files cannot be written.
         """
-        self._cancelled = cancelled
         with self.folder() as folder:
             end = self.attempt(replace(request, folder=folder), limit_s)
             finished, failed = folder / "trials.json", folder / "failure.json"
@@ -165,11 +158,6 @@ class Server:
         with made as name:
             yield Path(name)
 
-    def end_worker(self) -> None:
-        """Kill the worker that is running, if any; the thread that waits for the worker's answer gets a failure."""
-        if pid := self._worker:
-            _kill_group(pid)
-
     def prepare(self) -> None:
         """Start the server's process, so that the first request does not wait for it."""
         with suppress(_ServerDied):  # the next request tries again, and reports the reason
@@ -186,16 +174,14 @@ class Server:
             answer = self._attempt(request, limit_s, progress)
         except _ServerDied as died:
             self.stop()
-            return WorkerEnd(
-                exit_status=died.exit_status, killed_before=killed_before, server=str(died),
-                cancelled=self._cancelled(),
-            )  # fmt: skip
+            return WorkerEnd(exit_status=died.exit_status, killed_before=killed_before, server=str(died))
         if answer is None:
             return WorkerEnd(late=True)
         return WorkerEnd(
-            exit_status=answer["exit"], killed_before=killed_before, peak_bytes=answer["peak_bytes"],
-            cancelled=self._cancelled(),
-        )  # fmt: skip
+            exit_status=answer["exit"],
+            killed_before=killed_before,
+            peak_bytes=answer["peak_bytes"],
+        )
 
     def _attempt(self, request: Request, limit_s: float, progress: Progress | None) -> dict[str, Any] | None:
         """Run a request in a fresh worker; return the server's answer about its end, or None if it was too late."""
@@ -207,9 +193,7 @@ class Server:
             process.stdin.flush()
         except OSError as error:
             raise self._died() from error
-        self._worker = pid = int(self._soon()["pid"])
-        if self._cancelled():
-            _kill_group(pid)
+        pid = int(self._soon()["pid"])
         try:
             answer = self._answer(limit_s, progress)
             _kill_group(pid)  # also end processes that the model has started
@@ -224,8 +208,6 @@ class Server:
         except BaseException:  # such as Ctrl-C: the worker must not continue to run
             _kill_group(pid)
             raise
-        finally:
-            self._worker = 0
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Return the server process; start it first if it is not running. Raises _ServerDied if it does not start."""
@@ -334,7 +316,6 @@ class WorkerEnd:
     status of the worker or, if `server` says how the server process has ended, of the server; it is negative for a
     signal, and None if it is unknown. `peak_bytes` is the peak of the worker's resident set, and `killed_before` is the
     number of processes that the kernel had killed for lack of memory before the worker started; None if unknown.
-    `cancelled` is True if this process has killed the worker for another reason.
     """
 
     late: bool = False
@@ -342,7 +323,6 @@ class WorkerEnd:
     peak_bytes: int | None = None
     killed_before: int | None = None
     server: str = ""
-    cancelled: bool = False
 
     def failure(self, limit_s: float, folder: Path) -> Failure:
         """Return the record of the failure of a worker that has ended without a result.
@@ -361,7 +341,7 @@ class WorkerEnd:
             with explained():
                 (folder / "probe").write_bytes(bytes(PROBE_BYTES))
         known = self.exit_status, self.killed_before, self.peak_bytes
-        killed = not self.cancelled and (self.exit_status == UNWRITTEN or processes.killed_from_outside(*known))
+        killed = self.exit_status == UNWRITTEN or processes.killed_from_outside(*known)
         end = processes.ending(self.exit_status)
         if self.exit_status == UNWRITTEN:
             end = f"{end}, which means that it could not write its files"

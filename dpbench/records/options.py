@@ -30,7 +30,6 @@ MOST = 10**9
 AUTO = "auto"
 """The value of `rounds` with which a run adds rounds until its speed-ups are precise."""
 SCENARIOS = ("seeds",)
-LAUNCHERS = ("slurm", "local")
 AXES = (
     "scenario", "together", "models", "model", "strategies", "strategy", "schedules", "ladder", "devices",
     "batch_sizes", "batch_per_device",
@@ -82,8 +81,6 @@ class Options:
     device_memory: int = 0
     find_max_batch: bool = False
     self_check: bool = False
-    launcher: str = ""
-    job: tuple[str, ...] = ()
     name: str = ""
     tag: tuple[str, ...] = ()
 
@@ -114,8 +111,12 @@ class Options:
             if value is not None and not least <= value <= (float("inf") if most is None else most):
                 bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
                 raise ValueError(f"--{name} must be {bound}, got {value:g}")
-        for name, known in (("scenario", SCENARIOS), ("launcher", LAUNCHERS), ("device_kind", DEVICE_KINDS),
-                            ("placement", PLACEMENTS), ("optimizer", OPTIMIZERS)):  # fmt: skip
+        for name, known in (
+            ("scenario", SCENARIOS),
+            ("device_kind", DEVICE_KINDS),
+            ("placement", PLACEMENTS),
+            ("optimizer", OPTIMIZERS),
+        ):
             if getattr(self, name) not in ("", *known):
                 raise ValueError(registry.unknown(name.replace("_", " "), getattr(self, name), [*known]))
 
@@ -146,7 +147,7 @@ def _kinds() -> dict[str, str]:
     return {one.name: str(one.type) for one in fields(Options)}
 
 
-REPEATED = ("model", "strategy", "job", "tag")
+REPEATED = ("model", "strategy", "tag")
 """The options that are given once per value on the command line; any other list is one text with commas."""
 
 

@@ -385,13 +385,15 @@ _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "mem
 class Failure:
     """The record of the failure of a case, or of one rank of the case.
 
-    `reason` is a message for the user; no decision depends on its text. `device` is the index of the case's device that
-    failed first, or None if it is unknown. `rank` is the rank that failed. `verified` is NO if the gradients were
-    wrong. `at_s` is the time at which the rank raised an exception, or at which its process was found dead, in seconds
-    on the clock of `time.perf_counter`. `exception` is the name of the exception's class, and `traceback` is Python's
-    traceback. If the process ended without an exception, both are empty, and `exit_status` is the exit status of the
-    process, which is negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of memory:
-    torch raises this type also in a rank whose peer has died.
+    `reason` is a message for the user; no decision depends on its text. `device` is the index of
+    the case's device that failed first, or None if it is unknown. `rank` is the rank that failed.
+    `verified` is NO if the gradients were wrong. `at_s` is the time at which the rank raised an
+    exception, or at which its process was found dead, in seconds on a clock that all ranks share:
+    `time.perf_counter` or, in a launch, the time since a barrier. `exception` is the name of the
+    exception's class, and `traceback` is Python's traceback. If the process ended without an
+    exception, both are empty, and `exit_status` is the exit status of the process, which is
+    negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of
+    memory: torch raises this type also in a rank whose peer has died.
     """
 
     status: Status

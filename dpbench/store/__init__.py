@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
@@ -341,26 +340,6 @@ class Store:
             )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
-
-    def absorb(self, run_id: str, part: Path) -> list[Trial]:
-        """Copy trials of the store `part` into the run `run_id`, and return the copied trials.
-
-        Only trials with a final status are copied, and only if the run has no trial with a final status for the same
-        case and round. The provenance of each copy also gets the host and the GPUs of the run in `part`. Raises
-        StoreError if `part` is not a readable store.
-        """
-        copied = []
-        with Store.read(part) as other, file.snapshot(other._db):
-            for run in other.runs():
-                facts = {name: run.provenance[name] for name in ("host", "gpus") if name in run.provenance}
-                for number, trial in other._each(run.id, superseded=False):
-                    if trial.status in FINAL and (trial.case.fingerprint, trial.round) not in self.done(run_id):
-                        copied.append(replace(trial, provenance={**trial.provenance, **facts}))
-                        with file.transaction(self._db):
-                            new = copying.copy_trial(other._db, number, self._db, run_id)
-                            known = json.dumps(copied[-1].provenance)
-                            self._db.execute("UPDATE trial SET provenance=? WHERE id=?", (known, new))
-        return copied
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
         """Store the results of the trial with this id in one transaction."""

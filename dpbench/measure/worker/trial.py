@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from dpbench.hardware.provenance import usable_cores
 from dpbench.measure import ranks, verification
 from dpbench.measure.failures import Unverified, of_error, of_rank
 from dpbench.measure.merging import merge
-from dpbench.measure.ranks import RankGroup, RanksFailed
+from dpbench.measure.ranks import RanksFailed
 from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.verification import Verification
 from dpbench.measure.worker import loaders, memory, model_check, neighbour, selfcheck
@@ -336,7 +337,14 @@ def _take(seat: RemoteRank, case: Case, effort: Effort) -> list[Trial] | Failure
     if reason := strategies.refusal(strategy, case):
         return [Trial(case=case, status=Status.SKIPPED, reason=reason)]
     try:
-        RankGroup.of_seat(seat, strategy.backend(case)).join(seat.rank, seat.place)
+        ranks.join(
+            ranks.store_of_launch(seat.key),
+            strategy.backend(case),
+            seat.rank,
+            seat.size,
+            local_rank=seat.place,
+            timeout=timedelta(seconds=seat.timeout_s),
+        )
         part = measure(case, effort, strategy, RankPlace(seat.rank, seat.place))
         dist.destroy_process_group()  # only after success: it would wait for peers that failed
     except BaseException as error:
