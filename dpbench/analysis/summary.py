@@ -166,7 +166,8 @@ def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
 
     A trial whose numbers must not be shown adds nothing.
     """
-    known, new = series.get(trial.case, stats.Timed()), measured([trial])
+    known = series.get(trial.case, stats.Timed())
+    new = measured([trial])
     series[trial.case] = stats.Timed({**known, **new}, (known.noisy - new.keys()) | new.noisy)
 
 

@@ -150,7 +150,8 @@ def trend(series: Sequence[float]) -> Trend:
     import numpy as np  # imported only if a trend is computed
     from scipy.special import stdtr
 
-    values, times = np.asarray(series, dtype=float), np.arange(len(series))
+    values = np.asarray(series, dtype=float)
+    times = np.arange(len(series))
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # equal values share the mean of their ranks
     rho = float(np.clip(np.corrcoef(times, ranks)[0, 1], -1, 1))
@@ -200,7 +201,8 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
     def measure(trial: Trial, cores: int) -> Deviation | None:
         worst: Deviation | None = None
         for device, readings in trial.readings(metric).items():
-            ordered, cut = sorted(readings), len(readings) // 20
+            ordered = sorted(readings)
+            cut = len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
             if len(ordered) >= READINGS and high > 0 and (worst is None or 1 - low / high > worst[0]):
                 worst = 1 - low / high, {"device": device, "low_hz": low, "high_hz": high}

@@ -128,7 +128,8 @@ class Options:
         """Return these options as the text of a `dpbench run` command; `more` are further arguments."""
         words = ["dpbench", "run"]
         for field in fields(self):
-            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            value = getattr(self, field.name)
+            option = f"--{field.name.replace('_', '-')}"
             if value == field.default:
                 continue
             if field.name in REPEATED:
