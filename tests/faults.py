@@ -828,9 +828,10 @@ FAULTS = (
     Fault(
         "one-way-link",
         "a link that is slow in one direction is named with the rate of this direction",
-        "found.setdefault((one.source, one.target), {})[trial.round] = seconds",
-        "found.setdefault((min(one.source, one.target), max(one.source, one.target)), {})[trial.round] = seconds",
+        "(copies.source, copies.target)",
+        "(min(copies.source, copies.target), max(copies.source, copies.target))",
         ("tests/test_simulated_report.py::test_a_slow_link_is_found_and_named_with_its_true_rate",),
+        where="analysis.transfers",
     ),
     Fault(
         "link-queue",

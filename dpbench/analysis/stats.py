@@ -144,15 +144,15 @@ def ratio(
     common, sides, disturbed = _compared(numerator, denominator, paired=paired)
     if common:
         (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed, together=True))
-        found = _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level)
-        return replace(found, noisy=disturbed)
+        estimate = _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level)
+        return replace(estimate, noisy=disturbed)
     (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed))
     count = min(len(tops), len(bottoms))
     # resample each side's centre: computing all pairs of rounds in every resample would cost too much
     draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
     value = float(np.median(top[:, None] - bottom[None, :]))
-    found = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
-    return replace(found, noisy=disturbed)
+    estimate = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
+    return replace(estimate, noisy=disturbed)
 
 
 def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
@@ -311,7 +311,7 @@ def _drawn(
     """
     generator = np.random.default_rng(seed)
     chosen = _choose(len(sides[0]), resamples, generator)
-    found = []
+    middles = []
     for side, sizes in enumerate(sides):
         if side and not together:
             chosen = _choose(len(sizes), resamples, generator)
@@ -321,8 +321,8 @@ def _drawn(
             before = sum(sizes[:number])
             first, second = _middles(n, int(here.sum()), generator)
             low[here], high[here] = before + first, before + second
-        found.append((low, high))
-    return tuple(found)
+        middles.append((low, high))
+    return tuple(middles)
 
 
 @lru_cache(maxsize=4)
@@ -336,13 +336,13 @@ def _drawn_steps(
     """
     generator = np.random.default_rng(seed)
     rounds = _choose(len(sizes), resamples, generator)
-    found = []
+    draws = []
     for number, n in enumerate(sizes):
         count = int((rounds == number).sum())
         few = min(count, WITHIN) if len(sizes) > 1 else count  # the variation between rounds is larger
         counts = _counts(n, few, generator)
-        found.append((counts, generator.integers(few, size=count) if few < count else np.arange(count)))
-    return rounds, tuple(found)
+        draws.append((counts, generator.integers(few, size=count) if few < count else np.arange(count)))
+    return rounds, tuple(draws)
 
 
 def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -380,13 +380,13 @@ def _of_devices(pool: Array, counts: Places) -> Array:
     `pool` has shape (steps, devices). A row of `counts` has the number of times that a resample has drawn each step.
     """
     n = len(pool)
-    found = []
+    medians = []
     before = n * np.arange(len(counts), dtype=np.int32)
     for steps, order in zip(pool.T, pool.argsort(axis=0).T, strict=True):
         reached = counts.take(order, axis=1).cumsum(dtype=np.int32)  # each resample adds n
         low, high = (reached.searchsorted(before + rank, side="right") - before for rank in ((n - 1) // 2, n // 2))
-        found.append((steps[order[low]] + steps[order[high]]) / 2)
-    return np.stack(found, axis=1)
+        medians.append((steps[order[low]] + steps[order[high]]) / 2)
+    return np.stack(medians, axis=1)
 
 
 def _centre(values: Array) -> Array:

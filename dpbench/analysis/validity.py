@@ -79,15 +79,15 @@ def check(trial: Trial, cores: int) -> list[Check]:
     """
     if trial.status is not Status.OK or not trial.source.timed or trial.fault is Fault.CLOCK:
         return []
-    found = []
+    checks = []
     for rule in RULES:
         measured = rule.measure(trial, cores)
         if measured is not None:
             value, about = measured
             limit = about.get("limit", rule.limit)
             ok = abs(value) <= limit or rule.doubted(about)
-            found.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
-    return found
+            checks.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
+    return checks
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
@@ -114,17 +114,17 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
     """Return, by rule and case, a text with the worst value of a failed check and the number of failed rounds."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
-        for one in of(trial, cores):
-            seen.setdefault((one.name, trial.case), []).append(one)
-    found: dict[ValidityRule, dict[Case, str]] = {}
+        for result in of(trial, cores):
+            seen.setdefault((result.name, trial.case), []).append(result)
+    by_rule: dict[ValidityRule, dict[Case, str]] = {}
     for rule in RULES:
         for (name, case), checks in seen.items():
-            bad = [one for one in checks if not one.ok]
+            bad = [result for result in checks if not result.ok]
             if name == rule.name and bad:
-                said = rule.item(max(bad, key=lambda one: abs(one.value)))
+                item = rule.item(max(bad, key=lambda result: abs(result.value)))
                 rounds = f", {len(bad)} of {words.count(len(checks), 'round')}" if len(bad) < len(checks) else ""
-                found.setdefault(rule, {})[case] = said + rounds
-    return found
+                by_rule.setdefault(rule, {})[case] = item + rounds
+    return by_rule
 
 
 # -- measurements

@@ -249,7 +249,7 @@ class CaseTimer:
         results = list[Any]()
         every = case.read_loss
         graphs = compilations() if case.compile else None
-        at = time.perf_counter()
+        began_s = time.perf_counter()
         with self._listener.block():
             for i in range(steps):
                 inputs, target = batches[i % len(batches)]
@@ -276,7 +276,7 @@ class CaseTimer:
             self._stopping.add(one.seconds)
         if not settled:
             self._stopping.least_warmup = max(self._stopping.least_warmup, self._taken)
-        self._steps_s += time.perf_counter() - at
+        self._steps_s += time.perf_counter() - began_s
         return self._listener.steps()[-1].seconds
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
