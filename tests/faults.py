@@ -177,7 +177,7 @@ def try_one(fault: Fault) -> str:
         copy_to(root)
         try:
             plant(fault, root)
-        except NotFoundError as error:
+        except (NotFoundError, SyntaxError) as error:
             return f"ERROR: the code to change was not found: {error}"
         status, output = run_tests(fault.tests, root)
     if status not in (PASSED, FAILED):
