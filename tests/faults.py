@@ -177,7 +177,7 @@ def try_one(fault: Fault) -> str:
         copy_to(root)
         try:
             plant(fault, root)
-        except NotFoundError as error:
+        except (NotFoundError, SyntaxError) as error:
             return f"ERROR: the code to change was not found: {error}"
         status, output = run_tests(fault.tests, root)
     if status not in (PASSED, FAILED):
@@ -835,9 +835,10 @@ FAULTS = (
     Fault(
         "one-way-link",
         "a link that is slow in one direction is named with the rate of this direction",
-        "found.setdefault((one.source, one.target), {})[trial.round] = seconds",
-        "found.setdefault((min(one.source, one.target), max(one.source, one.target)), {})[trial.round] = seconds",
+        "(copies.source, copies.target)",
+        "(min(copies.source, copies.target), max(copies.source, copies.target))",
         ("tests/test_simulated_report.py::test_a_slow_link_is_found_and_named_with_its_true_rate",),
+        where="analysis.transfers",
     ),
     Fault(
         "link-queue",

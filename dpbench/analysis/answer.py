@@ -179,7 +179,8 @@ def _headline(question: Question, decision: Decision) -> str:
     if decision.choice is Choice.UNKNOWN:
         return f"{Choice.UNKNOWN}: {_unknown(question, decision)}"
     here = question.home.device_kind == "cpu" and question.source is Source.MEASURED
-    row, where = decision.row, "on this CPU, " if here else ""
+    row = decision.row
+    where = "on this CPU, " if here else ""
     assert row
     if decision.basis is Basis.ONLY_FITS:
         return f"use {_name(row)}, because {_one(question.home)} runs out of memory"
@@ -361,7 +362,8 @@ def _gaps(question: Question, row: Row) -> Iterator[str]:
 
 
 def _memory(question: Question, decision: Decision, machine: Resources) -> str:
-    row, clauses = decision.row, []
+    row = decision.row
+    clauses = []
     if row and row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])
         capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0

@@ -45,7 +45,8 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     known = ":" in first.model or first.model in registry.own("models")
     if first.neighbour or any(case.hosts > 1 for case in cases) or not known:
         return ""
-    shares, batches = {case.batch_size // case.devices for case in cases}, {case.batch_size for case in cases}
+    shares = {case.batch_size // case.devices for case in cases}
+    batches = {case.batch_size for case in cases}
     weak = len(shares) == 1 < len(batches)
     given: dict[str, Any] = {
         **_apart("models", "model", [first.model]), **_apart("strategies", "strategy", _strategies(cases)),
@@ -113,7 +114,8 @@ def following(question: Question, decision: Decision, machine: Resources, measur
 
 
 def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
-    home, basis = question.home, decision.basis
+    home = question.home
+    basis = decision.basis
     cases = list(dict.fromkeys([home, *(row.case for row in question.rows)]))
     few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
     if question.source is Source.PREDICTED and basis is Basis.OPEN:

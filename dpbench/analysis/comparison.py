@@ -148,22 +148,22 @@ def compare(
     others.
     """
     sides = [_by_case(side, unlike=unlike) for side in (before, after)]
-    pairs = [(one, sides[1][key]) for key, one in sides[0].items() if key in sides[1]]
+    pairs = [(earlier, sides[1][key]) for key, earlier in sides[0].items() if key in sides[1]]
     level = stats.together(len(pairs), SURE)
     lines = []
-    for one, other in pairs:
-        ratio = stats.ratio(measured(one), measured(other), paired=False, level=level)
+    for earlier, later in pairs:
+        ratio = stats.ratio(measured(earlier), measured(later), paired=False, level=level)
         verdict = stats.verdict(ratio, margin=margin)
-        changes = moved(one, other)
+        changes = moved(earlier, later)
         phase, phase_s = _largest(changes)
         total_s = sum(map(abs, changes.values()))
         lines.append(
             Comparison(
-                case=one[-1].case, other=other[-1].case, before=stats.median(measured(one)),
-                after=stats.median(measured(other)), ratio=ratio, verdict=verdict,
+                case=earlier[-1].case, other=later[-1].case, before=stats.median(measured(earlier)),
+                after=stats.median(measured(later)), ratio=ratio, verdict=verdict,
                 reason=_reason(ratio, verdict, len(pairs), margin), phase=phase, phase_s=phase_s,
                 share=abs(phase_s) / total_s if total_s else 0.0,
-                labels=(*all_labels([*shown(one), *shown(other)]), *["UNLIKE"] * unlike),
+                labels=(*all_labels([*shown(earlier), *shown(later)]), *["UNLIKE"] * unlike),
             )
         )  # fmt: skip
     return sorted(lines, key=lambda line: (ORDER.index(line.verdict), order(line.case)))

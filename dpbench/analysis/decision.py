@@ -130,7 +130,8 @@ def decide(question: Question) -> Decision:
     wins instead. Stay with one device if no case on several devices failed, and none can gain `WORTH`: the whole
     interval of each is below `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
     """
-    candidates, obstacle = question.candidates, _obstacle(question)
+    candidates = question.candidates
+    obstacle = _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
         # without a baseline there are no speed-ups of this question
         return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates, _rate))
@@ -150,7 +151,8 @@ def decide(question: Question) -> Decision:
 
 
 def _obstacle(question: Question) -> Basis | None:
-    several, baseline = question.several, question.baseline
+    several = question.several
+    baseline = question.baseline
     if question.home.device_kind == "emulated":
         return Basis.EMULATED
     if all(row.colocated for row in several):

@@ -169,7 +169,8 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
     """Return the lane of one device in a step of `step_s` seconds; it is idle in the gaps between all its bars."""
     begin_s = min([0.0, *(bar.start_s for bar in bars if not bar.step)])
-    idle, reach = [], begin_s
+    idle = []
+    reach = begin_s
     for bar in bars:
         if reach < min(bar.start_s, step_s):
             idle.append((reach, min(bar.start_s, step_s)))

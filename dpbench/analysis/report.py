@@ -79,7 +79,8 @@ class Report:
         read; all other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
-        ladders, costs = ladder.ladders(rows), diagnosis.engine_costs(rows, trials)
+        ladders = ladder.ladders(rows)
+        costs = diagnosis.engine_costs(rows, trials)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,

@@ -92,8 +92,10 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     percentile needs 72 steps, the 99th 368.
     """
     pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
-    n, tail = len(pooled), (1 - CONFIDENCE) / 2
-    middle, reach = n * share, 6 * math.sqrt(n * share * (1 - share)) + 2  # beyond `reach`, bdtr is 0 or 1
+    n = len(pooled)
+    tail = (1 - CONFIDENCE) / 2
+    middle = n * share
+    reach = 6 * math.sqrt(n * share * (1 - share)) + 2  # beyond `reach`, bdtr is 0 or 1
     ranks = np.arange(max(0, int(middle - reach)), min(n, int(middle + reach) + 1))
     first, last = ranks[0] + np.searchsorted(scipy.special.bdtr(ranks, n, share), [tail, 1 - tail])
     low, high = (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
@@ -104,7 +106,8 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
     ((each, draws),) = _medians([rounds], seed)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
-    value, middles = float(np.median(each)), _row_medians(draws)
+    value = float(np.median(each))
+    middles = _row_medians(draws)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
     found = _exponential(math.log(value), np.log(middles), len(rounds))
@@ -119,7 +122,8 @@ def mean(rounds: Rounds) -> Estimate:
     """
     means = np.array([np.mean(steps) for steps in rounds.values()])
     varying = means if len(means) > 1 else np.asarray(next(iter(rounds.values())), dtype=float)
-    value, n = float(means.mean()), len(varying)
+    value = float(means.mean())
+    n = len(varying)
     error = float(np.log(varying).std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     factor = math.exp(min(700.0, float(_quantile(n, CONFIDENCE)) * error)) if error else 1.0
     return Estimate(value, value / factor, value * factor, len(means))
@@ -140,15 +144,15 @@ def ratio(
     common, sides, disturbed = _compared(numerator, denominator, paired=paired)
     if common:
         (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed, together=True))
-        found = _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level)
-        return replace(found, noisy=disturbed)
+        estimate = _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level)
+        return replace(estimate, noisy=disturbed)
     (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed))
     count = min(len(tops), len(bottoms))
     # resample each side's centre: computing all pairs of rounds in every resample would cost too much
     draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
     value = float(np.median(top[:, None] - bottom[None, :]))
-    found = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
-    return replace(found, noisy=disturbed)
+    estimate = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
+    return replace(estimate, noisy=disturbed)
 
 
 def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
@@ -189,7 +193,8 @@ def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
     n = min(len(top), len(bottom))
     parts = [top - bottom] if common else [top, bottom]
     error = math.sqrt(sum(part.var(ddof=1) / len(part) for part in parts)) if n > 1 else 0.0
-    value, half = float(top.mean() - bottom.mean()), float(_quantile(n, CONFIDENCE)) * error
+    value = float(top.mean() - bottom.mean())
+    half = float(_quantile(n, CONFIDENCE)) * error
     return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half), n, noisy=disturbed)
 
 
@@ -209,7 +214,8 @@ def quotient(
     up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
     down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
     low, high = value * math.exp(-down), value * math.exp(up)
-    n, disturbed = min(numerator.n, denominator.n), numerator.noisy or denominator.noisy
+    n = min(numerator.n, denominator.n)
+    disturbed = numerator.noisy or denominator.noisy
     return Estimate(value, low, high, n, noisy=disturbed)
 
 
@@ -226,7 +232,8 @@ def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed
     """
     common, sides, disturbed = _compared(first, second, paired=True)
     (one, ones), (other, others) = _medians(sides, seed, together=common)
-    value, n = float(np.median(one) - np.median(other)), min(len(one), len(other))
+    value = float(np.median(one) - np.median(other))
+    n = min(len(one), len(other))
     count = min(len(ones), len(others))
     draws = _row_medians(ones[:count]) - _row_medians(others[:count])
     low, high = _interval(value, draws, n, level=level)
@@ -255,7 +262,8 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     draws = np.empty((*rounds.shape, pools[0].shape[1]))
     for number, (pool, (counts, picks)) in enumerate(zip(pools, resamples, strict=True)):
         draws[rounds == number] = _of_devices(pool, counts)[picks]
-    values, resampled = device_medians(vectors), _row_medians(draws.swapaxes(1, 2))
+    values = device_medians(vectors)
+    resampled = _row_medians(draws.swapaxes(1, 2))
 
     def estimate(function: Callable[[Array], Array]) -> Estimate:
         value = float(function(values))
@@ -302,17 +310,19 @@ def _drawn(
     cached: all phases of a case have equal numbers of steps.
     """
     generator = np.random.default_rng(seed)
-    chosen, found = _choose(len(sides[0]), resamples, generator), []
+    chosen = _choose(len(sides[0]), resamples, generator)
+    middles = []
     for side, sizes in enumerate(sides):
         if side and not together:
             chosen = _choose(len(sizes), resamples, generator)
         low, high = (np.empty(chosen.shape, dtype=np.intp) for _ in range(2))
         for number, n in enumerate(sizes):
-            here, before = chosen == number, sum(sizes[:number])
+            here = chosen == number
+            before = sum(sizes[:number])
             first, second = _middles(n, int(here.sum()), generator)
             low[here], high[here] = before + first, before + second
-        found.append((low, high))
-    return tuple(found)
+        middles.append((low, high))
+    return tuple(middles)
 
 
 @lru_cache(maxsize=4)
@@ -326,13 +336,13 @@ def _drawn_steps(
     """
     generator = np.random.default_rng(seed)
     rounds = _choose(len(sizes), resamples, generator)
-    found = []
+    draws = []
     for number, n in enumerate(sizes):
         count = int((rounds == number).sum())
         few = min(count, WITHIN) if len(sizes) > 1 else count  # the variation between rounds is larger
         counts = _counts(n, few, generator)
-        found.append((counts, generator.integers(few, size=count) if few < count else np.arange(count)))
-    return rounds, tuple(found)
+        draws.append((counts, generator.integers(few, size=count) if few < count else np.arange(count)))
+    return rounds, tuple(draws)
 
 
 def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -369,13 +379,14 @@ def _of_devices(pool: Array, counts: Places) -> Array:
 
     `pool` has shape (steps, devices). A row of `counts` has the number of times that a resample has drawn each step.
     """
-    n, found = len(pool), []
+    n = len(pool)
+    medians = []
     before = n * np.arange(len(counts), dtype=np.int32)
     for steps, order in zip(pool.T, pool.argsort(axis=0).T, strict=True):
         reached = counts.take(order, axis=1).cumsum(dtype=np.int32)  # each resample adds n
         low, high = (reached.searchsorted(before + rank, side="right") - before for rank in ((n - 1) // 2, n // 2))
-        found.append((steps[order[low]] + steps[order[high]]) / 2)
-    return np.stack(found, axis=1)
+        medians.append((steps[order[low]] + steps[order[high]]) / 2)
+    return np.stack(medians, axis=1)
 
 
 def _centre(values: Array) -> Array:

@@ -166,7 +166,8 @@ def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
 
     A trial whose numbers must not be shown adds nothing.
     """
-    known, new = series.get(trial.case, stats.Timed()), measured([trial])
+    known = series.get(trial.case, stats.Timed())
+    new = measured([trial])
     series[trial.case] = stats.Timed({**known, **new}, (known.noisy - new.keys()) | new.noisy)
 
 
@@ -257,19 +258,19 @@ def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
 def labels(trial: Trial) -> tuple[str, ...]:
     """Return the labels that must accompany a trial's numbers, such as MEASURED and CPU-ONLY."""
     case = trial.case
-    found = [trial.source.value.upper()]
+    names = [trial.source.value.upper()]
     # predictions for strategies with Role.OTHER were never compared with measurements
     if trial.source is Source.PREDICTED and (case.device_kind == "cpu" or case.traits.role is Role.OTHER):
-        found.append("EXPERIMENTAL")
+        names.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
-        found.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
+        names.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if case.unverified:
-        found.append("UNVERIFIED")
+        names.append("UNVERIFIED")
     if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(trial.hosts):
-        found.append(COLOCATED)
+        names.append(COLOCATED)
     if foreign_load.noisy(trial):
-        found.append(foreign_load.NOISY)
-    return tuple(found)
+        names.append(foreign_load.NOISY)
+    return tuple(names)
 
 
 def all_labels(trials: Iterable[Trial]) -> tuple[str, ...]:
@@ -394,15 +395,15 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
     """
     metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
     vectors: dict[int, stats.Array] = {}
-    found: set[tuple[int, ...]] = set()
+    devices: set[tuple[int, ...]] = set()
     for trial in trials:
         # devices without rows of the batch do no work and are left out
         values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < trial.case.working}
         if values:
-            found.add(tuple(sorted(values)))
+            devices.add(tuple(sorted(values)))
             vectors[trial.round] = stats.beside([values[device] for device in sorted(values)])
     idle = any(readings.min() <= 0 for readings in vectors.values())
-    return ((), {}) if len(found) != 1 or idle else (found.pop(), vectors)
+    return ((), {}) if len(devices) != 1 or idle else (devices.pop(), vectors)
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:

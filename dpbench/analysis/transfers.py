@@ -88,35 +88,37 @@ class Counted:
 
 def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
     """Return the traffic of each case in each phase that moves bytes, in the order of the trials."""
-    found = []
+    traffic = []
     for (case, source), group in _grouped(trials).items():
         moves = _moves(case, group)
         for phase in dict.fromkeys(move.phase for move in moves):
-            mine = tuple(move for move in moves if move.phase is phase)
+            of_phase = tuple(move for move in moves if move.phase is phase)
             seconds = _seconds(group, phase) if _separable(case, phase) else {}
             total = sum(seconds.values())
-            rate = sum(move.bytes for move in mine) / total if total > 0 else None
-            found.append(PhaseTraffic(case=case, source=source, phase=phase, moves=mine, seconds=seconds, rate=rate))
-    return found
+            rate = sum(move.bytes for move in of_phase) / total if total > 0 else None
+            traffic.append(
+                PhaseTraffic(case=case, source=source, phase=phase, moves=of_phase, seconds=seconds, rate=rate)
+            )
+    return traffic
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
     """Return, for each case, link and device, the bytes per step that counters recorded; empty without counters."""
-    found = []
+    counters = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(seconds for trial in group for seconds in trial.timed)
         moves = _moves(case, group)
         for link in LINKS:
             rates = [_means(group, f"{link}_{way}_bytes_per_s") for way in ("rx", "tx")]
             for device in sorted(set(rates[0]) & set(rates[1]) & set(range(len(case.rows)))):
-                found.append(
+                counters.append(
                     Counted(
                         case=case, source=source, link=link, device=device, received=rates[0][device] * step_s,
                         sent=rates[1][device] * step_s, computed_received=received(moves, device),
                         computed_sent=sent(moves, device),
                     )
                 )  # fmt: skip
-    return found
+    return counters
 
 
 def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
@@ -200,7 +202,7 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
     """
     every = {ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host}
     rates = {ends: 1 / stats.median(copies).value for ends, copies in every.items()}
-    found = []
+    links = []
     for pair in dict.fromkeys((min(ends), max(ends)) for ends in every):
         ways = [ends for ends in (pair, pair[::-1]) if ends in every]
         rest = [copies for ends, copies in every.items() if ends not in ways]
@@ -210,23 +212,23 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
         usual = 1 / stats.median(others).value
         slow = sorted((ends for ends in ways if usual > SLOW_LINK * rates[ends]), key=lambda ends: rates[ends])
         for ends in slow[:1]:
-            found.append(
+            links.append(
                 SlowLink(
                     ends=ends, one_way=len(slow) < len(ways), rate=rates[ends], others=usual,
                     slower=stats.ratio(every[ends], others),
                 )
             )  # fmt: skip
-    return found
+    return links
 
 
 def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
     """Return, by source and target, the seconds per byte of the timed copies over each link, by round."""
-    found: dict[tuple[int, int], dict[int, list[float]]] = {}
+    by_ends: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
-        for one in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
-            seconds = [duration / one.bytes for duration in one.seconds]
-            found.setdefault((one.source, one.target), {})[trial.round] = seconds
-    return dict(found)
+        for copies in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
+            seconds = [duration / copies.bytes for duration in copies.seconds]
+            by_ends.setdefault((copies.source, copies.target), {})[trial.round] = seconds
+    return dict(by_ends)
 
 
 def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:

@@ -79,15 +79,15 @@ def check(trial: Trial, cores: int) -> list[Check]:
     """
     if trial.status is not Status.OK or not trial.source.timed or trial.fault is Fault.CLOCK:
         return []
-    found = []
+    checks = []
     for rule in RULES:
         measured = rule.measure(trial, cores)
         if measured is not None:
             value, about = measured
             limit = about.get("limit", rule.limit)
             ok = abs(value) <= limit or rule.doubted(about)
-            found.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
-    return found
+            checks.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
+    return checks
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
@@ -114,17 +114,17 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
     """Return, by rule and case, a text with the worst value of a failed check and the number of failed rounds."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
-        for one in of(trial, cores):
-            seen.setdefault((one.name, trial.case), []).append(one)
-    found: dict[ValidityRule, dict[Case, str]] = {}
+        for result in of(trial, cores):
+            seen.setdefault((result.name, trial.case), []).append(result)
+    by_rule: dict[ValidityRule, dict[Case, str]] = {}
     for rule in RULES:
         for (name, case), checks in seen.items():
-            bad = [one for one in checks if not one.ok]
+            bad = [result for result in checks if not result.ok]
             if name == rule.name and bad:
-                said = rule.item(max(bad, key=lambda one: abs(one.value)))
+                item = rule.item(max(bad, key=lambda result: abs(result.value)))
                 rounds = f", {len(bad)} of {words.count(len(checks), 'round')}" if len(bad) < len(checks) else ""
-                found.setdefault(rule, {})[case] = said + rounds
-    return found
+                by_rule.setdefault(rule, {})[case] = item + rounds
+    return by_rule
 
 
 # -- measurements
@@ -150,7 +150,8 @@ def trend(series: Sequence[float]) -> Trend:
     import numpy as np  # imported only if a trend is computed
     from scipy.special import stdtr
 
-    values, times = np.asarray(series, dtype=float), np.arange(len(series))
+    values = np.asarray(series, dtype=float)
+    times = np.arange(len(series))
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # equal values share the mean of their ranks
     rho = float(np.clip(np.corrcoef(times, ranks)[0, 1], -1, 1))
@@ -200,7 +201,8 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
     def measure(trial: Trial, cores: int) -> Deviation | None:
         worst: Deviation | None = None
         for device, readings in trial.readings(metric).items():
-            ordered, cut = sorted(readings), len(readings) // 20
+            ordered = sorted(readings)
+            cut = len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
             if len(ordered) >= READINGS and high > 0 and (worst is None or 1 - low / high > worst[0]):
                 worst = 1 - low / high, {"device": device, "low_hz": low, "high_hz": high}

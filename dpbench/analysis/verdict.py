@@ -91,20 +91,20 @@ def _trials(row: Row, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _answer(
-    row: Row, trials: Sequence[Trial], diagnosis: Diagnosis | None, mine: Sequence[Row], machine: Resources
+    row: Row, trials: Sequence[Trial], diagnosis: Diagnosis | None, alike: Sequence[Row], machine: Resources
 ) -> Answer:
     loop = observed(trials[-1]) or Observed(command="", reads={})
-    found = diagnosis.findings if diagnosis else ()
-    problems = [one.evidence for one in found] + list(diagnosis.open if diagnosis else ())
+    findings = diagnosis.findings if diagnosis else ()
+    problems = [one.evidence for one in findings] + list(diagnosis.open if diagnosis else ())
     timed = [(one, cost) for one in problems if (cost := _cost(one, row))]
     affected = max((one.steps for one in loop.unknown), default=0)
     total = sum(len(trial.steps) for trial in trials)
     verdict = decide(row.step, [cost for _, cost in timed], affected / total if total else 0.0)
     problem = timed[verdict.cost] if verdict.cost is not None else None
-    finding = next((one for one in found if problem and one.evidence is problem[0]), None)
+    finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
     command = finding.command or finding.code if finding else _again(row, loop)
     return Answer(
-        subject=_subject(row, mine), choice=verdict.choice, home=row.case, source=row.source,
+        subject=_subject(row, alike), choice=verdict.choice, home=row.case, source=row.source,
         headline=_headline(row, verdict, problem, loop), reason=_reason(row, verdict, problem),
         certainty="; ".join(_certainty(row, trials, loop)), memory=_memory(row, problems, machine), command=command,
         labels=finding.labels if finding else row.labels, compared=frozenset([row.case]), row=row,
@@ -198,13 +198,13 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
 
 
 def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
-    said = [one.says for one in problems if one.size_s is None and not one.aside]
+    clauses = [one.says for one in problems if one.size_s is None and not one.aside]
     if row.memory:
         device, peak = max(row.memory.items(), key=lambda pair: pair[1])
         capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
         of = f" of {words.size(capacity)}" if capacity > peak else ""
-        said.insert(0, f"device {device} uses up to {words.size(peak)}{of}")
-    return "; ".join(said)
+        clauses.insert(0, f"device {device} uses up to {words.size(peak)}{of}")
+    return "; ".join(clauses)
 
 
 def _again(row: Row, loop: Observed) -> str:

@@ -309,7 +309,8 @@ def _visible_handles(library: Library, physical: dict[str, Handle], environ: Map
         return [] if instance is None else [instance]
     handles = list(physical.values())
     chosen = [handles[position] for position in cuda_visible(visible, list(physical))]
-    order, numbered = environ.get(ORDER, PCI_ORDER), visible is None or not visible.strip().startswith("GPU-")
+    order = environ.get(ORDER, PCI_ORDER)
+    numbered = visible is None or not visible.strip().startswith("GPU-")
     names = {_tell(library, library.nvmlDeviceGetName, handle) for handle in handles} if order != PCI_ORDER else set()
     if chosen and numbered and len(names) > 1:
         raise LookupError(

@@ -250,7 +250,8 @@ def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int |
     """
     if exit_status != -signal.SIGKILL:
         return ""
-    now, limit = killed_for_memory(), memory_limit()
+    now = killed_for_memory()
+    limit = memory_limit()
     if now is not None and killed_before is not None and now > killed_before:
         return "; the kernel killed a process because memory ran out; use a smaller batch"
     resident = ""
@@ -272,7 +273,8 @@ def killed_from_outside(exit_status: int | None, killed_before: int | None, peak
     """
     if exit_status != -signal.SIGKILL:
         return exit_status in [-number for number in signals.ENDING]
-    now, limit = killed_for_memory(), memory_limit()
+    now = killed_for_memory()
+    limit = memory_limit()
     if now is not None and killed_before is not None and now > killed_before:
         return False
     return not (peak_bytes and limit and peak_bytes >= NEARLY_ALL * limit)

@@ -62,7 +62,8 @@ class ResNet18(nn.Module):
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.stem = _stem(dims)
-        blocks, channels = [], dims.width
+        blocks = []
+        channels = dims.width
         for stage in range(STAGES):
             for position in range(BLOCKS_PER_STAGE):
                 width = dims.width * 2**stage

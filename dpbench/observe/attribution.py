@@ -185,7 +185,8 @@ def _device_stretches(
     collectives: dict[tuple[int | None, Phase], list[Interval]] = {}
     compute: list[Interval] = []
     for event in events:
-        kind, interval = kind_of(event.name), (event.start_us, event.end_us)
+        kind = kind_of(event.name)
+        interval = (event.start_us, event.end_us)
         if kind is Kind.COMPUTE:
             compute.append(interval)
         launch = profile.launches.get(event.correlation)

@@ -158,7 +158,8 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
 
 def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
     """Return the trial of one rank, on the clock of the first rank, with the device indices of the whole case."""
-    attributed, indices = trace.attributed, {HOST: HOST, **trace.indices}
+    attributed = trace.attributed
+    indices = {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
     numbers = {number: places[name] for number, name in enumerate(attributed.names) if name in places}
     steps = tuple(attributed.steps[number] for number in numbers)

@@ -165,11 +165,15 @@ def read(path: Path) -> TraceEvents:
         on_host = category in _HOST
         if not (on_host or category in _LAUNCH or category in _DEVICE):
             continue
-        start_us, dur_us, extra = event.ts, event.dur, event.args
+        start_us = event.ts
+        dur_us = event.dur
+        extra = event.args
         if start_us is None or dur_us is None or not math.isfinite(start_us + dur_us) or dur_us < 0:
             broken.append(place)
             continue
-        end_us, thread, name = start_us + dur_us, str(event.tid), visible(event.name)
+        end_us = start_us + dur_us
+        thread = str(event.tid)
+        name = visible(event.name)
         if on_host:
             sequence = _number(extra.sequence, -1) if extra else -1
             in_backward = extra is not None and _number(extra.forward, 0) > 0
@@ -191,7 +195,8 @@ def read(path: Path) -> TraceEvents:
             f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
             "`tensorboard_trace_handler` wrote"
         )
-    ranks, gpus = file.ranks, [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in file.gpus]
+    ranks = file.ranks
+    gpus = [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in file.gpus]
     return TraceEvents(
         path=path, host=host, launches=launches, device=device, gpus=gpus, rank=ranks.rank,
         world_size=ranks.world_size, backend=visible(ranks.backend), notes=notes,

@@ -90,8 +90,10 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
 
     `first` is the index of the first device of this process among the devices of all ranks.
     """
-    seen, place = recorder.seen, recorder.seconds
-    clock, unknown = "host" if recorder.gpus is None else "cuda_event", dict(seen.unknown)
+    seen = recorder.seen
+    place = recorder.seconds
+    clock = "host" if recorder.gpus is None else "cuda_event"
+    unknown = dict(seen.unknown)
     intervals = trainings.longest(recorder.intervals, unknown)
     keys = frozenset[int]().union(*map(trainings.keys, intervals))
     ended = [one for one in intervals if one.owner != BY_HAND]
@@ -110,8 +112,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
     spans: list[Span] = []
     reads: list[frozenset[str]] = []
     numbers: list[int] = []
-    begun = [raws for group, raws in zip(groups, rows, strict=True) if group[0].start is not None]
-    aside = [*recorder.asides, *(raw for raws in begun for raw in raws if raw.kind in ASIDE)]
+    aside = [*recorder.asides, *_asides(groups, rows)]
     updates: Counter[int] = Counter()
     batches: Counter[int] = Counter()
     gaps: list[dict[tuple[str, str], float]] = []
@@ -130,8 +131,9 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         for raw in raws:
             for device in local if raw.device == OWN else (raw.device,):
                 name, index = ("host", HOST) if device == HOST else (clock, first + device)
-                span = Span(number, Phase(raw.kind), index, name, place(raw.start, device), place(raw.end, device))
-                spans.append(span)
+                spans.append(
+                    Span(number, Phase(raw.kind), index, name, place(raw.start, device), place(raw.end, device))
+                )
         gaps.append(ledger.gaps(steps[-1], spans[first_span:]))
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
         updates[_calls(raws)] += 1
@@ -156,6 +158,12 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         loader_workers=seen.loaders.get(source, 0) if loaded else WITHOUT_LOADER,
         unknown=tuple(Unknown(problem=problem, steps=steps) for problem, steps in unknown.items()),
     )  # fmt: skip
+
+
+def _asides(groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]]) -> Iterator[Raw]:
+    for group, raws in zip(groups, rows, strict=True):
+        if group[0].start is not None:
+            yield from (raw for raw in raws if raw.kind in ASIDE)
 
 
 def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimized: bool, updates: Counter[int]) -> None:
@@ -327,9 +335,12 @@ def _cut(
 
     How many steps follow an exception, and how many are left out because of an exception, is added to `unknown`.
     """
-    usual, followed, torn = _usual_calls(rows), 0, 0
+    usual = _usual_calls(rows)
+    followed = 0
+    torn = 0
     for group, recorded in zip(groups, rows, strict=True):
-        start, raws = group[0].start, [raw for raw in recorded if raw.kind not in APART]
+        start = group[0].start
+        raws = [raw for raw in recorded if raw.kind not in APART]
         if start is None:
             continue
         if len(raws) < len(recorded):
@@ -386,7 +397,10 @@ def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> floa
 
 def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
     """Yield a span of `data` for each gap from the start of a step, a backward or a read to a transfer or forward."""
-    reach, counts, computed, gaps = start, True, False, list[Raw]()
+    reach = start
+    counts = True
+    computed = False
+    gaps = list[Raw]()
     for raw in raws:
         if raw.start > reach and counts:
             gaps.append(Raw(Phase.DATA, reach, raw.start, HOST))
@@ -395,5 +409,6 @@ def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
             yield from gaps
         if raw.kind in TRAINING or raw.kind in COMPUTED or (raw.kind in UPDATES and computed):
             gaps.clear()
-            counts, computed = raw.kind == Phase.BACKWARD or raw.kind in UPDATES, raw.kind == Phase.BACKWARD
+            counts = raw.kind == Phase.BACKWARD or raw.kind in UPDATES
+            computed = raw.kind == Phase.BACKWARD
         counts = counts or raw.kind == Phase.READ

@@ -55,7 +55,8 @@ class Outermost:
         self._opened: list[tuple[bool, BaseException | None]] = []
         """For each open call of a module, whether it is recorded, and the exception being handled when it began."""
         self._original = nn.Module.__call__
-        self._until, self._looking = LOOKS, False
+        self._until = LOOKS
+        self._looking = False
 
     @contextmanager
     def installed(self) -> Iterator[Outermost]:
@@ -101,7 +102,9 @@ class Outermost:
 
     @functools.cached_property  # torch.compile would compile again for a new function
     def _finding(self) -> Callable[..., Any]:
-        original, known, recorder = self._original, self._known, self._recorder
+        original = self._original
+        known = self._known
+        recorder = self._recorder
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
@@ -117,7 +120,9 @@ class Outermost:
         return call
 
     def _hook(self, module: nn.Module) -> None:
-        recorder, opened, seen = self._recorder, self._opened, self._recorder.seen
+        recorder = self._recorder
+        opened = self._opened
+        seen = self._recorder.seen
 
         # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
         def before(module: Any, args: Any, kwargs: Any) -> None:
@@ -149,16 +154,22 @@ class Outermost:
         if type(module).__name__ == "OptimizedModule":
             seen.compiled.add(id(module))
         if isinstance(module, nn.DataParallel):
-            seen.wrapper, seen.threads, seen.devices = type(module).__name__, True, max(1, len(module.device_ids))
+            seen.wrapper = type(module).__name__
+            seen.threads = True
+            seen.devices = max(1, len(module.device_ids))
             hooks.append(_marked(module, self._recorder))
         elif isinstance(module, DataParallel):
-            seen.wrapper, seen.threads, seen.devices = type(module).__name__, True, max(1, len(module.devices))
+            seen.wrapper = type(module).__name__
+            seen.threads = True
+            seen.devices = max(1, len(module.devices))
         elif isinstance(module, nn.parallel.DistributedDataParallel):
-            seen.wrapper, seen.ranks = type(module).__name__, True
+            seen.wrapper = type(module).__name__
+            seen.ranks = True
             if next(module.parameters()).device.type == "cpu":
                 self._recorder.reduction = ExposedReduction(module, open_devices("cpu", 1)[0]).observe
         elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):  # the import of FSDP2 is slow
-            seen.wrapper, seen.ranks = "FullyShardedDataParallel", True
+            seen.wrapper = "FullyShardedDataParallel"
+            seen.ranks = True
 
     def _unhook(self) -> None:
         for _, hooks in self._known.values():
@@ -187,7 +198,10 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     module is in eval mode and was trained in training mode. If most steps make a call of this last kind, for example
     to find adversarial inputs, `trainings.with_teachers` later changes it to a forward.
     """
-    grad, training, seen, number = is_grad_enabled(), module.training, recorder.seen, id(module)
+    grad = is_grad_enabled()
+    training = module.training
+    seen = recorder.seen
+    number = id(module)
     trained = number in seen.trained
     if not grad and (trained or not training):
         return EVALUATION
@@ -225,7 +239,8 @@ def _within(recorder: Recorder, module: Any) -> str:
 
 def _settings(recorder: Recorder, module: nn.Module) -> None:
     """Note the kind of the devices and the precision of a module that is trained for the first time."""
-    seen, kind = recorder.seen, next(module.parameters()).device.type
+    seen = recorder.seen
+    kind = next(module.parameters()).device.type
     if kind == "cuda":
         seen.device_kind = kind
         ids = getattr(module, "device_ids", None) or [next(module.parameters()).device]
@@ -304,7 +319,8 @@ class Averages:
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
-        self._recorder, self._outermost = recorder, outermost
+        self._recorder = recorder
+        self._outermost = outermost
         self._places: dict[tuple[types.CodeType, int], Phase | None] = {}
         self.block: _Block | None = None
         recorder.computed = self.computed
@@ -313,7 +329,8 @@ class Averages:
 
     def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that replaces `was`, `torch.no_grad.__enter__`, and notes that a `no_grad` block begins."""
-        recorder, open_spans = self._recorder, self._recorder.open
+        recorder = self._recorder
+        open_spans = self._recorder.open
 
         @functools.wraps(was)
         def enter(context: Any) -> None:
@@ -341,7 +358,8 @@ class Averages:
     def _enter(self, context: Any, frame: types.FrameType | None) -> None:
         if frame is None:
             return
-        place, updates = (frame.f_code, frame.f_lineno), len(self._recorder.ends)
+        place = (frame.f_code, frame.f_lineno)
+        updates = len(self._recorder.ends)
         if place not in self._places:
             if len(self._places) < PLACES:
                 versions = self._versions()
@@ -374,7 +392,8 @@ class Averages:
         if block.versions is None:
             self._recorder.end()
             return
-        weights, written = self._weights(), {id(one) for one, version in block.versions if one._version != version}
+        weights = self._weights()
+        written = {id(one) for one, version in block.versions if one._version != version}
         clipped = written & {id(one.grad) for one in weights}
         phase, number = (Phase.CLIP, len(clipped)) if clipped == written else (Phase.OPTIMIZER, len(written - clipped))
         stepped = block.updates != len(self._recorder.ends)
@@ -384,11 +403,13 @@ class Averages:
             self._recorder.add(phase, block.start, self._recorder.now())
 
     def _weights(self) -> list[nn.Parameter]:
-        modules, trained = self._outermost.known, self._recorder.seen.trained
+        modules = self._outermost.known
+        trained = self._recorder.seen.trained
         return [one for module in modules if id(module) in trained for one in module.parameters()]
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
         weights = self._weights()
-        shapes, kept = {one.shape for one in weights}, [one.grad for one in weights]  # reading `grad` makes an object
+        shapes = {one.shape for one in weights}
+        kept = [one.grad for one in weights]  # reading `grad` makes an object
         tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if kept else []
         return [(one, one._version) for one in tensors if not one.is_inference() and one.shape in shapes]

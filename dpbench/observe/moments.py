@@ -30,14 +30,18 @@ class GpuTimes:
     """
 
     def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
-        self._clock, self._stack, self._now, self._updates = CudaClock(devices, now), ExitStack(), now, 0
+        self._clock = CudaClock(devices, now)
+        self._stack = ExitStack()
+        self._now = now
+        self._updates = 0
         self._stack.enter_context(self._clock.block())
         self._place: Any = None
 
     def now(self) -> Moment:
         """Return the present moment, with an event that is now queued on every device."""
         moment = Moment(self._now())
-        moment.events, moment.update = self._clock.events(), self._updates
+        moment.events = self._clock.events()
+        moment.update = self._updates
         return moment
 
     def updated(self) -> None:

@@ -175,7 +175,9 @@ class Recorder:
         """The function to call after each backward while modules are looked for (`looking`)."""
         self.kept = True
         self.thread = get_ident()
-        self._most, self._total, self._full = spans, 0, 0
+        self._most = spans
+        self._total = 0
+        self._full = 0
         self.open: list[_Open] = []
         """The spans that are open, the outermost first."""
         self._spans: list[Raw] = []
@@ -239,7 +241,8 @@ class Recorder:
                 if began < start < end:  # else this backward reduced nothing, and the times are old
                     self._spans.append(Raw(phase, start, end, device))
         if not self.open and not self.seen.optimizers:
-            self.updating, self._left = now, False
+            self.updating = now
+            self._left = False
 
     def fail(self) -> None:
         """Note that an exception ends the outermost open span; the script continues if it catches the exception."""
@@ -324,7 +327,8 @@ class Recorder:
         if name and owner not in self.seen.optimizers:
             self.seen.optimizers[owner] = name
         self.updating = None
-        number, spans = len(self.ends), self._spans
+        number = len(self.ends)
+        spans = self._spans
         self.ends.append(float(end))
         self._spans = []
         if self.kept:
@@ -356,7 +360,8 @@ class Recorder:
     def updated_by_hand(self) -> None:
         """Note that the script has left a `no_grad` block, in which it may have updated the weights."""
         if self.updating is not None and not self.open and self.mine:
-            self.updating, self._left = self.now(), True
+            self.updating = self.now()
+            self._left = True
 
     def _keeps(self, number: int) -> bool:
         """Return whether to keep the interval `number`.
@@ -388,7 +393,9 @@ class _Mark:
     __slots__ = ("_device", "_phase", "_recorder", "_start")
 
     def __init__(self, recorder: Recorder, phase: Phase, device: int) -> None:
-        self._recorder, self._phase, self._device = recorder, phase, device
+        self._recorder = recorder
+        self._phase = phase
+        self._device = device
 
     def __enter__(self) -> None:
         self._start = self._recorder.now()

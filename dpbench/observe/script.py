@@ -38,7 +38,9 @@ def run(script: str, arguments: Sequence[str], *, module: bool = False) -> int:
 
 @contextmanager
 def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
-    argv, path, main = sys.argv, [*sys.path], sys.modules.get("__main__")
+    argv = sys.argv
+    path = [*sys.path]
+    main = sys.modules.get("__main__")
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path.cwd()) if module else str(Path(script).resolve().parent))
     try:

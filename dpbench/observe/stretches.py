@@ -62,7 +62,9 @@ def stretches(
     copies = sorted(copied)
     closures = _with_backward(events)
     stack: list[tuple[float, Phase | None, bool]] = []  # end, phase, whether its operators are outermost
-    at_us, state, passed = float("-inf"), _State(), 0
+    at_us = float("-inf")
+    state = _State()
+    passed = 0
 
     def until(now_us: float) -> Iterator[Stretch]:
         nonlocal at_us

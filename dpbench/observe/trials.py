@@ -110,7 +110,9 @@ class WatchedRank:
         while time.monotonic() < until and not all(self.file(rank).exists() for rank in others):
             time.sleep(POLL_S)
         there = [rank for rank in others if self.file(rank).exists()]
-        loop, gpus, held = first.loop, [*first.gpus], [*first.held]
+        loop = first.loop
+        gpus = [*first.gpus]
+        held = [*first.held]
         parts: list[tuple[Sequence[int], Trial]] = [(loop.numbers, _trial(first))]
         for rank in there:
             data: dict[str, Any] = json.loads(self.file(rank).read_text(encoding="utf-8"))
@@ -169,7 +171,8 @@ def case_of(watched: Watched) -> Case:
     seen = watched.seen
     parallelism = Parallelism.RANKS if seen.ranks else Parallelism.THREADS if seen.threads else Parallelism.NONE
     reduction = Reduction.IN_BACKWARD if seen.threads else Reduction.OVERLAPPED
-    loop, names = watched.part.loop, sorted(set(watched.part.loop.optimizers))
+    loop = watched.part.loop
+    names = sorted(set(watched.part.loop.optimizers))
     return Case(
         model=watched.script, strategy=SCRIPT, batch_size=loop.rows * watched.ranks,
         devices=seen.devices * watched.ranks, device_kind=seen.device_kind, precision=loop.precision,
@@ -180,7 +183,8 @@ def case_of(watched: Watched) -> Case:
 
 def trials_of(watched: Watched) -> list[Trial]:
     """Return one trial per part of a watched loop, with the facts about the loop in the provenance of each."""
-    loop, case = watched.part.loop, case_of(watched)
+    loop = watched.part.loop
+    case = case_of(watched)
     warm = stopping.warmup([step.seconds for step in loop.steps], least=WARMUP)
     facts = {
         **torch_facts(case, open_devices(case.device_kind, 1)[0]),
@@ -197,7 +201,8 @@ def trials_of(watched: Watched) -> list[Trial]:
 
 def _observed(watched: Watched, warm: int) -> Observed:
     """Return the facts about the loop; reads are counted in timed steps only, which begin at the index `warm`."""
-    loop, seen = watched.part.loop, watched.seen
+    loop = watched.part.loop
+    seen = watched.seen
     reads: dict[str, int] = {}
     for places in loop.reads[warm:]:
         for place in places:

@@ -55,7 +55,9 @@ def watch(
     after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
-    recorder, result, seat = Recorder(), WatchResult(), trials.WatchedRank.of(Path(path))
+    recorder = Recorder()
+    result = WatchResult()
+    seat = trials.WatchedRank.of(Path(path))
     if seat.rank == 0 and seat.size > 1:
         seat.clear()
     if live is not None:
@@ -142,7 +144,9 @@ def _store(
         gpus=trials.gpus(seat.rank, recorder.seen),
         held=trials.held(seat.rank, recorder.seen),
     )
-    ranks, result.rank, result.steps = 1, seat.rank, len(part.loop.steps)
+    ranks = 1
+    result.rank = seat.rank
+    result.steps = len(part.loop.steps)
     if seat.rank:
         seat.write(part)
         return

@@ -26,7 +26,8 @@ class Ledger:
     """The seconds of one trial's steps by phase; each property is computed on first use and then kept."""
 
     def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
-        self._steps, self._spans = steps, spans
+        self._steps = steps
+        self._spans = spans
 
     @classmethod
     def recorded(cls, steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> Self:
@@ -255,9 +256,11 @@ def typical_step(steps: Sequence[Step], spans: Iterable[Span]) -> int | None:
     for span in spans:
         if span.step not in timed:
             continue
-        key, number = (span.phase, span.device), span.step
+        key = (span.phase, span.device)
+        number = span.step
         lasted.setdefault(key, dict.fromkeys(timed, 0.0))[number] += span.end_s - span.start_s
-        begins, after_s = began.setdefault(key, {}), span.start_s - timed[number]
+        begins = began.setdefault(key, {})
+        after_s = span.start_s - timed[number]
         begins[number] = min(after_s, begins.get(number, after_s))
     if not timed:
         return None

@@ -132,7 +132,8 @@ class Options:
         """
         words = ["dpbench", "run"] if config else ["dpbench", "--no-config", "run"]
         for field in fields(self):
-            value, option = getattr(self, field.name), f"--{field.name.replace('_', '-')}"
+            value = getattr(self, field.name)
+            option = f"--{field.name.replace('_', '-')}"
             if value == field.default:
                 continue
             if field.name in REPEATED:

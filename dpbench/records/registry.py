@@ -323,7 +323,8 @@ def check_module(name: str, option: str = "--model") -> None:
     if place.endswith(".py"):
         _check_exists(option, name, place)
         return
-    top, here = place.partition(".")[0], str(Path.cwd())
+    top = place.partition(".")[0]
+    here = str(Path.cwd())
     missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
     if missing and top in LIBRARIES:
         raise LookupError(

@@ -36,7 +36,9 @@ class Steps(Sequence[Step]):
 
     def __init__(self, seconds: Sequence[float], warmup: Sequence[bool], ends: Sequence[float]) -> None:
         """Take the fields of all steps: three sequences of equal length."""
-        self.seconds, self.warmup, self.ends = seconds, warmup, ends
+        self.seconds = seconds
+        self.warmup = warmup
+        self.ends = ends
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Self:

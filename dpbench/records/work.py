@@ -45,12 +45,17 @@ def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | 
     `sizes` are the bytes of the tensors. Tensors are added to a bucket until its size is at least `limit`. `first` is
     the limit of the first bucket; None means `limit`.
     """
-    runs, start, total, full = [], 0, 0.0, limit if first is None else first
+    runs = []
+    start = 0
+    total = 0.0
+    full = limit if first is None else first
     for i, size in enumerate(sizes):
         total += size
         if total >= full:
             runs.append(range(start, i + 1))
-            start, total, full = i + 1, 0.0, limit
+            start = i + 1
+            total = 0.0
+            full = limit
     return runs + ([range(start, len(sizes))] if start < len(sizes) else [])
 
 
@@ -67,7 +72,8 @@ def owners(sizes: Sequence[int], devices: int) -> list[int]:
 
     The tensors are assigned in descending order of size, each to the device with the fewest bytes so far.
     """
-    load, owner = [0] * devices, [0] * len(sizes)
+    load = [0] * devices
+    owner = [0] * len(sizes)
     for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
         owner[n] = load.index(min(load))
         load[owner[n]] += sizes[n]

@@ -168,9 +168,12 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: fl
     """
     if rung.change is None:
         (bar,) = axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
-        low, high, end = rung.step.low * 1e3, rung.step.high * 1e3, steps[rung.name]
+        low = rung.step.low * 1e3
+        high = rung.step.high * 1e3
+        end = steps[rung.name]
     else:
-        start, gain = steps[rung.change.over], rung.change.gain_s
+        start = steps[rung.change.over]
+        gain = rung.change.gain_s
         colour = _colour(rung.change)
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
         end = start - gain.value * 1e3
@@ -237,7 +240,8 @@ def sections(report: Report) -> list[Section]:
     The sections on the ladder and on phases show all rungs of each ladder. The other sections show only the lowest
     rung, the best rung, and the schedule that TrainStep selected.
     """
-    ladders, drawable = report.ladders, notable(report.rows, report.ladders)
+    ladders = report.ladders
+    drawable = notable(report.rows, report.ladders)
     climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
     with svg.theme():
         drawn = [
@@ -330,7 +334,8 @@ def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, wi
         width = row.phases.get(name, 0.0) * 1e3
         if not width:
             continue
-        look, share = svg.PHASES[name], words.percent(width / 1e3 / sum(row.phases.values()))
+        look = svg.PHASES[name]
+        share = words.percent(width / 1e3 / sum(row.phases.values()))
         bar = svg.bar(axes, (left, width), (y - 8, 16), facecolor=look.fill, **svg.edge(name))
         marks.explain(bar, f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}")
         letters = svg.room(width, widest * 1.02)

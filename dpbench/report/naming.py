@@ -143,7 +143,8 @@ def plain(text: str) -> str:
 
 def clip(text: str, columns: int) -> str:
     """Return the text as one line of at most `columns` columns, cut off with "…"; wide characters take two columns."""
-    text, used = plain(text), 0
+    text = plain(text)
+    used = 0
     for index, character in enumerate(text):
         used += _columns(character)
         if used > columns:
@@ -158,8 +159,10 @@ def _columns(character: str) -> int:
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return facts on the run, the machine and the code, as pairs of a name and a value."""
     provenance = report.provenance
-    name, tags = provenance.get("name"), provenance.get("tags") or {}
-    host, packages = provenance.get("host") or {}, provenance.get("packages") or {}
+    name = provenance.get("name")
+    tags = provenance.get("tags") or {}
+    host = provenance.get("host") or {}
+    packages = provenance.get("packages") or {}
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
         ("run", f"{report.run_id[:12]} @{name}" if name else report.run_id[:12]),

@@ -340,9 +340,11 @@ def _shortened(value: str) -> str:
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
         return value
-    path, last = "", ("", "")
+    path = ""
+    last = ("", "")
     for close, command, x, y in re.findall(r"(z)|([ML]) (\S+) (\S+)", value):
-        level, upright = command == "L" and y == last[1], command == "L" and x == last[0]
+        level = command == "L" and y == last[1]
+        upright = command == "L" and x == last[0]
         if not (level and upright):
             path += close or (f"H{x}" if level else f"V{y}" if upright else f"{command}{x} {y}")
         last = (x, y)

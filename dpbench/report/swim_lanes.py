@@ -145,7 +145,8 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
             _write(axes, ("idle",), (begin, end), top, width, svg.MUTED)
             marks.explain(box, f"{_place(lane.device)} idle: {_extent(begin, end, lanes.seconds)}")
         for bar in lane.bars:
-            look, y = svg.PHASES[bar.phase], top + bar.row * ROW
+            look = svg.PHASES[bar.phase]
+            y = top + bar.row * ROW
             pale = {"alpha": PALE} if bar.step else {}
             box = _box(axes, (bar.start_s, bar.end_s), y, ROW, facecolor=look.fill, **pale)
             ink = svg.FOREGROUND if bar.step else look.ink

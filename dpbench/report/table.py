@@ -79,7 +79,8 @@ def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
-    case, measured = row.case, row.step is not None
+    case = row.case
+    measured = row.step is not None
     about = [*naming.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
@@ -246,7 +247,8 @@ def climb(ladder: Ladder) -> Table:
 
 
 def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
-    change, row = rung.change, rung.row
+    change = rung.change
+    row = rung.row
     turned = "=".join(schedule.LADDER[rung.name]) if rung.name in schedule.LADDER else "no switch"
     return (
         Cell(f"{rung.name}{' (best)' if best else ''}", turned),

@@ -53,7 +53,8 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
     present = loop.loader_workers
     if not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER:
         return None
-    seconds, batch = context.phase(Phase.DATA.value), context.case.batch_size
+    seconds = context.phase(Phase.DATA.value)
+    batch = context.case.batch_size
     workers = "an unknown number of workers" if present is None else count(present, "worker")
     rest_s = max(context.step_s - seconds.value, 1e-5)
     # twice the present number, but at least 2
@@ -113,7 +114,8 @@ def _script(case: Case) -> str:
 def _reads(context: CaseContext, loop: Observed) -> Judgement:
     if not context.row.phases.get(Phase.READ.value):
         return None
-    seconds, steps = context.phase(Phase.READ.value), context.row.steps
+    seconds = context.phase(Phase.READ.value)
+    steps = context.row.steps
     places = sorted(loop.reads.items(), key=lambda pair: (-pair[1], pair[0]))
     said = ", ".join(f"{place} in {number} of {count(steps, 'step')}" for place, number in places[:PLACES])
     more = f" and {count(len(places) - PLACES, 'more place')}" if len(places) > PLACES else ""
@@ -128,7 +130,8 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
 def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     if loop.pinned is not False or not context.row.phases.get(Phase.SCATTER.value):
         return None
-    seconds, batch = context.phase(Phase.SCATTER.value), context.case.batch_size
+    seconds = context.phase(Phase.SCATTER.value)
+    batch = context.case.batch_size
     sample = context.model.get("input_bytes")
     moved = f" for {size(sample * batch)}" if sample and batch else ""
     return Evidence(
@@ -166,7 +169,8 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
 def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     if context.case.traits.parallelism is not Parallelism.RANKS or not context.row.phases.get(Phase.REDUCE.value):
         return None
-    seconds, gradients = context.phase(Phase.REDUCE.value), context.model.get("parameter_bytes")
+    seconds = context.phase(Phase.REDUCE.value)
+    gradients = context.model.get("parameter_bytes")
     moved = f" of {size(gradients)} of gradients" if gradients else ""
     return Evidence(
         says="backward does not hide the reduction of gradients",
@@ -181,7 +185,8 @@ def _ddp(context: CaseContext, loop: Observed) -> Judgement:
 
     Without a prediction, return `Missing` with the reason why there is none, or None if the reason is unknown.
     """
-    other, step = context.alternative, context.row.step
+    other = context.alternative
+    step = context.row.step
     if isinstance(other, str) or step is None:
         return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
     saved = Estimate(

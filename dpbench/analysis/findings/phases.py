@@ -66,7 +66,8 @@ def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
 
 
 def _per_gradient(context: CaseContext, seconds: Estimate) -> str:
-    model, copies = context.model, len(context.case.rows) - 1
+    model = context.model
+    copies = len(context.case.rows) - 1
     if not model.get("parameter_tensors"):
         return time(seconds.value)
     each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
@@ -96,7 +97,8 @@ def _optimizer(context: CaseContext) -> Judgement:
     """Return evidence if device 0 alone updates all weights, with the time that equal shares would save; else None."""
     if not context.schedule or context.schedule.update != "root" or not context.row.phases.get(Phase.OPTIMIZER.value):
         return None
-    seconds, idle = context.phase(Phase.OPTIMIZER.value), len(context.case.rows) - 1
+    seconds = context.phase(Phase.OPTIMIZER.value)
+    idle = len(context.case.rows) - 1
     others = 1 - 1 / len(context.case.rows)
     return Evidence(
         says=f"the optimizer runs on device 0 alone and takes {percent(seconds.value / context.step_s)} of the step",
@@ -129,11 +131,13 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
         mixed = phase is Phase.BACKWARD and context.case.traits.reduction is Reduction.IN_BACKWARD
         if not context.engine or mixed or context.case.device_kind == "emulated":
             return None
-        lost, ideal = context.excess(phase.value), context.ideal()
+        lost = context.excess(phase.value)
+        ideal = context.ideal()
         if lost is None or ideal is None:
             return Missing("whether devices compute concurrently (needs the strategy single at the same batch size)")
         at_once = _at_once(context, phase)
-        took, alone = context.row.phases.get(phase.value, 0.0), ideal[0].phases.get(phase.value, 0.0) / ideal[1]
+        took = context.row.phases.get(phase.value, 0.0)
+        alone = ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
             says=f"{phase.value} takes {time(took)} on {devices}; with perfect scaling, it would take {time(alone)}",

@@ -206,7 +206,8 @@ class CaseContext:
         The fraction varies less than the seconds if a disturbance slows all phases of a step.
         """
         value = sum(self.row.phases.get(name, 0.0) for name in names) / self.step_s
-        mine, whole = self._series(self.case, names), self._series(self.case, tuple(self.row.phases))
+        mine = self._series(self.case, names)
+        whole = self._series(self.case, tuple(self.row.phases))
         each = {n: [one / total for one, total in zip(mine[n], whole[n], strict=True) if total] for n in whole}
         return around(value, stats.median(each))
 

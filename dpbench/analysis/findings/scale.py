@@ -75,7 +75,9 @@ def _slow_device(context: CaseContext) -> Judgement:
     compared with it only if no third one has as many rows. Return None if the devices are not replicas, or if each has
     its own part of the update, because these parts may differ. Return `Missing` if there are not enough rounds.
     """
-    row, case, chosen = context.row, context.case, context.schedule
+    row = context.row
+    case = context.case
+    chosen = context.schedule
     shared = chosen.update == "sharded" if chosen else case.traits.scheduled  # `fastest` may share out the update
     devices, vectors = busy_of([trial for trial in context.trials if trial.trusted], row.busy_source)
     alike = [device for device in devices if device < len(case.rows) and case.rows[device] == case.rows[0]]
@@ -115,7 +117,8 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
         if not slow:
             return None
         slow.sort(key=lambda one: -one.slower.value)
-        moving, shown = context.phase(*phases), slow[:SHOWN_LINKS]
+        moving = context.phase(*phases)
+        shown = slow[:SHOWN_LINKS]
         more = [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
         return Evidence(
             says="; ".join([*map(str, shown), *more]),
@@ -152,7 +155,8 @@ def _oversubscribed(context: CaseContext) -> Judgement:
     if not context.oversubscribed:
         return None
     most = len(context.case.rows)
-    lost, compute = 1 - context.cores / most, context.phase(*COMPUTE)
+    lost = 1 - context.cores / most
+    compute = context.phase(*COMPUTE)
     return Evidence(
         says=f"oversubscribed: {count(most, 'device')} share {count(context.cores, 'core')}",
         numbers=f"forward and backward take {time(compute.value)}; with one core per device, they would take at least "
@@ -234,7 +238,8 @@ def _small(context: CaseContext) -> Judgement:
     replicas share a GPU.
     """
     share, rest = divmod(context.case.batch_size, context.case.devices)
-    whole, part = context.single(), None if rest else context.single(share)
+    whole = context.single()
+    part = None if rest else context.single(share)
     if context.case.placement == "colocated" or rest:
         return None
     if whole is None or part is None or whole.step is None or part.step is None:
@@ -287,11 +292,13 @@ def _bigger(context: CaseContext) -> Judgement:
 
 def _uneven(context: CaseContext) -> Judgement:
     """Return evidence if the devices' shares of the batch differ, so that all wait for the largest share; else None."""
-    rows, batch = context.case.rows, context.case.batch_size
+    rows = context.case.rows
+    batch = context.case.batch_size
     most = context.case.devices // context.case.traits.devices_per_replica
     if context.case.traits.parallelism is Parallelism.OTHER or (len(rows) == most and len(set(rows)) == 1):
         return None
-    lost, compute = 1 - batch / (max(rows) * most), context.phase(*COMPUTE)
+    lost = 1 - batch / (max(rows) * most)
+    compute = context.phase(*COMPUTE)
     without = most - len(rows)
     idle = f"; {without} of {count(most, 'device')} {verb(without, 'gets', 'get')} no sample" if without else ""
     multiples = _multiples(batch, most)

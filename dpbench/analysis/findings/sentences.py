@@ -37,7 +37,8 @@ def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
 
 
 def _gives(context: CaseContext) -> str:
-    case, row = context.case, context.row
+    case = context.case
+    row = context.row
     subject = _subject(context)
     if row.speedup is None:
         why = (

@@ -32,7 +32,8 @@ class StorageLedger:
         If the storage is counted already, update its size. Raises DeviceFull, a torch.OutOfMemoryError, and leaves the
         count unchanged, if the device would exceed its limit.
         """
-        key, size = id(storage), storage.nbytes()
+        key = id(storage)
+        size = storage.nbytes()
         with self._lock:
             entry = self._owned.get(key)
             before = None if entry is None else entry[1]

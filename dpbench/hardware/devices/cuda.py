@@ -97,7 +97,8 @@ class CudaDevice:
         stream of a new thread is the default stream.
         """
         stack = ExitStack()
-        device, stream = torch.cuda.device(self.ordinal), torch.cuda.stream(self.stream)
+        device = torch.cuda.device(self.ordinal)
+        stream = torch.cuda.stream(self.stream)
         return _Entered(stack, (device, stream))
 
     def settle(self) -> None:
@@ -248,7 +249,8 @@ class _Entered:
     """A context manager that enters several contexts; it may be created in one thread and entered in another."""
 
     def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._stack, self._contexts = stack, contexts
+        self._stack = stack
+        self._contexts = contexts
 
     def __enter__(self) -> None:
         for context in self._contexts:

@@ -172,7 +172,9 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
     command += ["--devices", ",".join(map(str, devices))]
     # the child must import the same modules as this process
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    process, pipe, env = None, subprocess.PIPE, {**os.environ, "PYTHONPATH": path}
+    process = None
+    pipe = subprocess.PIPE
+    env = {**os.environ, "PYTHONPATH": path}
     try:
         with signals.held():
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=env)

@@ -141,7 +141,8 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
         before[:] = [now]
 
     def read_clock() -> None:
-        now_s, clock_hz = time.perf_counter(), cpu_clock_hz()
+        now_s = time.perf_counter()
+        clock_hz = cpu_clock_hz()
         if clock_hz is not None:
             samples.append(Sample(now_s, HOST, "cpu_clock_hz", clock_hz))
 

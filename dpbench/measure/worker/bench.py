@@ -140,7 +140,8 @@ class PreparedCase:
 @contextmanager
 def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
     """Start the strategy of a prepared case with a clock for the case's devices, and yield the case's timer."""
-    listener, marking = clocks.choose(prepared.devices), _Marking()
+    listener = clocks.choose(prepared.devices)
+    marking = _Marking()
     mark = marking if prepared.case.compile else listener.mark
     with begin(prepared.strategy, prepared.case, prepared.model, prepared.devices, mark) as step:
         if prepared.case.compile:
@@ -168,7 +169,8 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
     how many graphs and graph breaks torch.compile made. Raises ValueError if no step of these passes compiled, and
     RuntimeError if a step compiled in each of `COMPILING_PASSES` passes.
     """
-    begun, compile_s = compilations(), 0.0
+    begun = compilations()
+    compile_s = 0.0
     for _ in range(COMPILING_PASSES):
         found_s = sum(_compiling_s(step, batch) for batch in prepared.batches)
         compile_s += found_s
@@ -193,7 +195,8 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
 
 def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
     """Take a step, and return its duration in seconds if torch.compile has made a graph in it, otherwise 0."""
-    graphs, at = compilations()["graphs"], time.perf_counter()
+    graphs = compilations()["graphs"]
+    at = time.perf_counter()
     step(*batch)
     return time.perf_counter() - at if compilations()["graphs"] > graphs else 0.0
 
@@ -204,10 +207,14 @@ class CaseTimer:
     def __init__(
         self, prepared: PreparedCase, effort: Effort, step: Callable[[Any, Any], Any], listener: clocks.Clock
     ) -> None:
-        self._prepared, self._effort = prepared, effort
-        self._step, self._listener = step, listener
+        self._prepared = prepared
+        self._effort = effort
+        self._step = step
+        self._listener = listener
         self._observe = getattr(step, "observe", list)
-        self._block_steps, self._steps_s, self._taken = effort.block_steps, 0.0, 0
+        self._block_steps = effort.block_steps
+        self._steps_s = 0.0
+        self._taken = 0
         self._profiled_steps = PROFILED_STEPS
         self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
 
@@ -219,7 +226,9 @@ class CaseTimer:
         """
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
-            self._block_steps, self._stopping.least_warmup, self._profiled_steps = 1, 1, 1
+            self._block_steps = 1
+            self._stopping.least_warmup = 1
+            self._profiled_steps = 1
             self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
     def block(self) -> None:
@@ -234,8 +243,12 @@ class CaseTimer:
 
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last step in seconds."""
-        case, batches, results = self._prepared.case, self._prepared.batches, list[Any]()
-        every, graphs, at = case.read_loss, compilations() if case.compile else None, time.perf_counter()
+        case = self._prepared.case
+        batches = self._prepared.batches
+        results = list[Any]()
+        every = case.read_loss
+        graphs = compilations() if case.compile else None
+        began_s = time.perf_counter()
         with self._listener.block():
             for i in range(steps):
                 inputs, target = batches[i % len(batches)]
@@ -260,7 +273,7 @@ class CaseTimer:
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is done
         for one in self._listener.steps()[-steps:]:
             self._stopping.add(one.seconds)
-        self._steps_s += time.perf_counter() - at
+        self._steps_s += time.perf_counter() - began_s
         return self._listener.steps()[-1].seconds
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
@@ -269,9 +282,11 @@ class CaseTimer:
         `memory` is added to the trial. On GPUs, additional steps are profiled; their seconds are `profile_s` in the
         trial's setup. On emulated devices, one additional step is taken to count operators and copies.
         """
-        of, warm = self._prepared, self._stopping.warmup
+        of = self._prepared
+        warm = self._stopping.warmup
         steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
-        spans, at = self._listener.spans(), time.perf_counter()
+        spans = self._listener.spans()
+        at = time.perf_counter()
         profile = _profiled(self._step, of.batches[0], of.devices, self._listener, self._profiled_steps)
         cost = {"profile_s": time.perf_counter() - at} if profile else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]

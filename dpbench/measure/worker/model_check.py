@@ -95,7 +95,8 @@ class _Facts:
     """The results of the check of a model: `seen` has its properties by name, mostly as text; `notes` has the notes."""
 
     def __init__(self, case: Case, model: Model) -> None:
-        self._case, self._model = case, model
+        self._case = case
+        self._model = model
         self.seen: dict[str, Any] = {}
         self.notes: list[str] = []
         self._draws = False
@@ -118,7 +119,8 @@ class _Facts:
         if elsewhere:
             raise self._fault("build", f"put parameters on {', '.join(sorted(elsewhere))}; build on the CPU: each "
                               "strategy moves the module itself")  # fmt: skip
-        needed, there = COPIES * sum(parameter.nbytes for parameter in parameters), _available_bytes()
+        needed = COPIES * sum(parameter.nbytes for parameter in parameters)
+        there = _available_bytes()
         if there and needed > there and self._case.device_kind == "cpu":
             raise self._fault("build", f"returned a module that needs at least {in_bytes(needed)} for weights, "
                               f"gradients and momentum, and this machine has {in_bytes(there)} free: build a smaller "
@@ -163,7 +165,8 @@ class _Facts:
 
     def forward(self) -> None:
         """Run forward, loss and backward on a copy of the module. Raises ModelFault for the first wrong result."""
-        model, device = self._model, open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
+        model = self._model
+        device = open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
         try:
             module = copy.deepcopy(model.module).to(device.torch_device).train()
         except Exception as error:
@@ -248,8 +251,10 @@ class _Facts:
                               "inputs of batch() and the initial weights of build()")  # fmt: skip
 
     def _registered(self, module: nn.Module, loss: torch.Tensor) -> None:
-        registered, unregistered = {id(one) for one in module.parameters()}, dict[int, torch.Tensor]()
-        nodes, seen = [loss.grad_fn], set[Any]()
+        registered = {id(one) for one in module.parameters()}
+        unregistered = dict[int, torch.Tensor]()
+        nodes = [loss.grad_fn]
+        seen = set[Any]()
         while nodes:
             node = nodes.pop()
             if node is not None and node not in seen:

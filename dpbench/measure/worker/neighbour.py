@@ -100,7 +100,8 @@ def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
         devices = devices_of(case)
         devices[0].settle()
         model = models.load(other.model, other.size, other.seed)
-        batches, steps = draw(other, model, devices[0]), 0
+        batches = draw(other, model, devices[0])
+        steps = 0
         with strategies.begin(strategies.load(other.strategy), other, model, devices, no_mark) as step:
             while not pipe.poll():
                 step(*batches[steps % len(batches)])

@@ -360,7 +360,8 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
     """
     if len(cases) == 1:
         return [run(cases[0], effort, folder)]
-    done, prepared_cases = {}, []
+    done = {}
+    prepared_cases = []
     for case in cases:
         try:
             strategy = strategies.load(case.strategy)
