@@ -30,7 +30,6 @@ ELSEWHERE = {
     "--compile": "test_the_time_of_compilation_is_apart_from_the_steps",
     "--launcher": "test_jobs_measure_a_plan_and_the_same_command_measures_what_a_cancelled_job_has_not",
     "--find-max-batch": "test_the_command_prints_a_line_a_case",
-    "--self-check": "test_the_report_and_the_terminal_show_findings_and_self_check",
 }
 """Commands and options that take long, and the tests that run them."""
 MODULE = re.findall(r"```python\n# mymodel.py\n(.*?)```", README, re.S)[0]

@@ -171,7 +171,7 @@ FREE = {
 }  # fmt: skip
 """The commands that are fuzzed; `probe` measures for a minute, whatever its options are."""
 NEVER = {
-    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--interface", "--self-check", "--max-batch",
+    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--interface", "--max-batch",
     "--memory", "--anyway", "--launcher", "--find-max-batch",
 }  # fmt: skip
 """Options that would remove, write elsewhere, or measure."""

@@ -13,7 +13,6 @@ from typing import Any, Self
 from dpbench.analysis import (
     answer,
     caveats,
-    diagnosis,
     findings,
     forecasts,
     history,
@@ -21,6 +20,7 @@ from dpbench.analysis import (
     imbalance,
     ladder,
     lanes,
+    notes,
     summary,
     transfers,
     verdict,
@@ -38,9 +38,8 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `self_check` has one line of text for each result of the run's self-check, and one for each model on which the
-    operators of the engine and of torch.nn.DataParallel were counted. `notes` are sentences on ladders, habits, hosts,
-    the engine's cost and noise. `past` are the runs of the store that have cases of this run; see `Store.past`.
+    `notes` are sentences on ladders, habits, hosts and noise. `past` are the runs of the store that have cases of this
+    run; see `Store.past`.
     """
 
     run_id: str
@@ -51,12 +50,9 @@ class Report:
     rows: Sequence[summary.Row]
     ladders: Sequence[ladder.Ladder]
     notes: Sequence[str]
-    tiles: Sequence[diagnosis.Tile]
     warnings: Sequence[caveats.Caveat]
     diagnoses: Sequence[findings.Diagnosis]
     answers: Sequence[answer.Answer] = ()
-    engine_costs: Sequence[diagnosis.EngineCost] = ()
-    self_check: Sequence[str] = ()
     past: Sequence[PastRun] = ()
 
     @classmethod
@@ -68,7 +64,6 @@ class Report:
         started_s: float,
         provenance: Mapping[str, Any],
         status: str = caveats.FINISHED,
-        self_check: Sequence[str] = (),
         past: Sequence[PastRun] = (),
         alternatives: Alternatives = MappingProxyType({}),
         unreadable: Sequence[UnreadableRow] = (),
@@ -79,18 +74,16 @@ class Report:
         read; all other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
-        ladders, costs = ladder.ladders(rows), diagnosis.engine_costs(rows, trials)
+        ladders = ladder.ladders(rows)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (
-                diagnosis.climbs(ladders), *hosts.sentences(trials), diagnosis.engine_cost(costs),
-                *diagnosis.habits(rows, trials), _noisy(provenance),
+                notes.climbs(ladders), *hosts.sentences(trials), *notes.habits(rows, trials), _noisy(provenance),
             ))),
             answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)),
-            engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
-            diagnoses=diagnoses, self_check=(*self_check, *diagnosis.call_counts(costs)), past=past,
+            diagnoses=diagnoses, past=past,
         )  # fmt: skip
 
     @property

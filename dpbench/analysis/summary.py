@@ -25,7 +25,6 @@ from dpbench.records import (
     Verified,
     plan,
 )
-from dpbench.records.case import MOVING
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.work import DRAWS
@@ -98,12 +97,6 @@ class Row:
     def doubt(self) -> Doubt | None:
         """Return the reason why the step time must not be shown as a result; None if it may be shown or is missing."""
         return self.step.doubt if self.step else None
-
-    @property
-    def moving_share(self) -> float:
-        """Return the fraction of the step in phases that move data: scatter, replicate, gather, reduce."""
-        total = sum(self.phases.values())
-        return sum(self.phases.get(phase.value, 0.0) for phase in MOVING) / total if total else 0.0
 
     @property
     def unattributed_share(self) -> float:

@@ -60,7 +60,6 @@ def run(
     retry: Names = (),
     profile: bool = False,
     device_memory: int = 0,
-    self_check: bool = False,
     launcher: str = "",
     job: Names = (),
     name: str = "",

@@ -227,12 +227,6 @@ class _Output:
 @click.option("--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), help=PAGE)
 @click.option(
-    "--self-check",
-    is_flag=True,
-    help="Also measure the cost of timing the phases and of the sampler process, and compare the engine with "
-    "torch.nn.DataParallel; takes about a minute longer.",
-)
-@click.option(
     "--launcher",
     type=click.Choice(["slurm", "local"]),
     help="Measure each case in a job of its own, with Slurm or on this machine (local), and collect the trials.",

@@ -230,7 +230,6 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     answers: Sequence[AnswerFacts]
     notes: Sequence[str]
     warnings: Sequence[str]
-    self_check: Sequence[str]
     cases: Sequence[CaseResult]
     schema: int = SCHEMA
 
@@ -240,7 +239,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         return cls(
             run=RunFacts.of(run, cases), answers=[AnswerFacts.of(one) for one in report.answers],
-            notes=report.notes, warnings=[*map(str, report.warnings)], self_check=report.self_check,
+            notes=report.notes, warnings=[*map(str, report.warnings)],
             cases=[CaseResult.of(row) for row in report.rows],
         )  # fmt: skip
 

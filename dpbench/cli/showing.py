@@ -108,12 +108,10 @@ def report_of(
     runs.
     """
     from dpbench.analysis.report import Report
-    from dpbench.measure import checks
 
     rows = [*unreadable]
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=checks.words(chosen.provenance),
         past=_past(store, chosen.id, trials, listing(rows)) if store else (),
         alternatives=_alternatives(chosen, trials), unreadable=rows,
     )  # fmt: skip
@@ -216,11 +214,9 @@ def print_warnings(report: Report) -> None:
 
 
 def print_notes(report: Report) -> None:
-    """Print a report's notes and self-check to stdout."""
+    """Print a report's notes to stdout."""
     for note in report.notes:
         click.echo(f"\n{note}")
-    for line in report.self_check:
-        click.echo(f"self-check: {line}")
 
 
 def print_plan(planned: RunForecast, *, as_json: bool) -> None:

@@ -21,33 +21,8 @@ class WorkKind(StrEnum):
     MEASURE = "measure"
     CHECK_MODEL = "check the model"
     """Check that the case's model can be built and take one step; the step is not timed."""
-    SELF_CHECK = "self-check"
-    """Measure by how much a component of measuring slows down the case's step."""
     LOAD = "load"
     """Time the batches of a DataLoader; there are no cases."""
-
-
-class Arm(StrEnum):
-    """The component of measuring whose cost a self-check measures: recorded marks, or the sampler process."""
-
-    MARKS = "marks"
-    SAMPLER = "sampler"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelfCheck:
-    """The settings of a self-check of the component `arm`.
-
-    `block_s` is the duration in seconds of one part of the measurement. For marks, a part is a block of steps, with or
-    without marks. For the sampler, it is a series of steps during which the sampler reads several times. `step_s`
-    applies only to marks: the clock reads CPU time as rarely as it would if each step took `step_s` seconds.
-    `sampler_pid` is the process id of the sampler; 0 for marks.
-    """
-
-    arm: Arm
-    block_s: float
-    step_s: float
-    sampler_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +85,8 @@ class Loading:
 class Request:
     """The work for one worker process, which is one rank of a trial if the request has a `seat`.
 
-    The worker writes its trials, log and stacks to `folder`; the server fills in this field. `self_check` has the
-    settings of a self-check, and `loading` describes the measurement of a DataLoader; both are None for other jobs.
+    The worker writes its trials, log and stacks to `folder`; the server fills in this field. `loading` describes
+    the measurement of a DataLoader; it is None for other jobs.
     `requested_s` is the time of the request in seconds on the clock of `time.perf_counter`.
     """
 
@@ -120,7 +95,6 @@ class Request:
     round: int
     folder: Path = Path()
     job: WorkKind = WorkKind.MEASURE
-    self_check: SelfCheck | None = None
     seat: RemoteRank | None = None
     loading: Loading | None = None
     requested_s: float = 0.0
@@ -133,12 +107,11 @@ class Request:
     def from_json(cls, line: str) -> Self:
         """Return the request that is encoded in a line of JSON from `to_json`."""
         data = json.loads(line)
-        checked, seat = data["self_check"], data["seat"]
+        seat = data["seat"]
         return cls(
             cases=tuple(Case.from_dict(case) for case in data["cases"]), effort=Effort(**data["effort"]),
             folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"],
             job=WorkKind(data["job"]),
-            self_check=SelfCheck(**{**checked, "arm": Arm(checked["arm"])}) if checked else None,
             seat=RemoteRank(**seat) if seat else None,
             loading=Loading.from_dict(data["loading"]) if data["loading"] else None,
         )  # fmt: skip

@@ -23,7 +23,7 @@ from typing import Any, Protocol, Self, TypeVar
 from dpbench.analysis.loaders import LoaderReading
 from dpbench.hardware import processes, signals
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
-from dpbench.measure.request import UNWRITTEN, Request, SelfCheck, WorkKind
+from dpbench.measure.request import UNWRITTEN, Request, WorkKind
 from dpbench.measure.scratch import explained
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
@@ -109,13 +109,6 @@ class Server:
         """
         return self._ask([case], Effort(), 0, limit_s, job=WorkKind.CHECK_MODEL)[0]
 
-    def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
-        """Measure in a fresh worker by how much a component of measuring slows down the step of a case.
-
-        Return a trial without steps, whose provenance has the measured facts.
-        """
-        return self._ask([case], effort, 0, limit_s, job=WorkKind.SELF_CHECK, self_check=settings)[0]
-
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run blocks of all cases in turn in one fresh worker; return one trial per case, even if the worker fails.
 
@@ -125,16 +118,14 @@ class Server:
         return self._ask(cases, effort, number, limit_s * len(cases))
 
     def _ask(
-        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: WorkKind = WorkKind.MEASURE,
-        self_check: SelfCheck | None = None,
-    ) -> list[Trial]:  # fmt: skip
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: WorkKind = WorkKind.MEASURE
+    ) -> list[Trial]:
         """Run a job in a fresh worker and return one trial per case, even if the worker fails.
 
-        If a signal from outside ends the worker or the server, the job is tried once more. `number` is the round,
-        `limit_s` is the time limit of the whole job in seconds, and `self_check` has the settings of a self-check (None
-        for other jobs).
+        If a signal from outside ends the worker or the server, the job is tried once more. `number` is the round
+        and `limit_s` the time limit of the whole job in seconds.
         """
-        request = Request(cases=tuple(cases), effort=effort, round=number, job=job, self_check=self_check)
+        request = Request(cases=tuple(cases), effort=effort, round=number, job=job)
         return [*again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))]
 
     def answer(

@@ -212,7 +212,7 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
     If workers have different values, commas separate the values.
     """
-    # the page shows the self-check's results in a separate section
+    # earlier versions stored long series of numbers under this name
     found = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:

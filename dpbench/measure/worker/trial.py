@@ -32,7 +32,7 @@ from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RankGroup, RanksFailed
 from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.verification import Verification
-from dpbench.measure.worker import loaders, memory, model_check, neighbour, selfcheck
+from dpbench.measure.worker import loaders, memory, model_check, neighbour
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts, with_links
 from dpbench.models import Model
@@ -291,11 +291,7 @@ def work(request: Request) -> list[Trial] | Failure:
         loaders.work(request.loading, request.folder)
         return []
     (case,) = request.cases
-    if request.job is WorkKind.CHECK_MODEL:
-        return [_caught(case, lambda: model_check.check(case))]
-    assert request.self_check is not None
-    settings = request.self_check
-    return [_caught(case, lambda: selfcheck.measure(case, request.effort, settings))]
+    return [_caught(case, lambda: model_check.check(case))]
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
