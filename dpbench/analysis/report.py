@@ -20,6 +20,7 @@ from dpbench.analysis import (
     imbalance,
     ladder,
     lanes,
+    loaders,
     notes,
     summary,
     transfers,
@@ -38,8 +39,8 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `notes` are sentences on ladders, habits, hosts and noise. `past` are the runs of the store that have cases of this
-    run; see `Store.past`.
+    `notes` are sentences on ladders, habits, hosts, DataLoaders and noise. `past` are the runs of the store that have
+    cases of this run; see `Store.past`.
     """
 
     run_id: str
@@ -54,6 +55,8 @@ class Report:
     diagnoses: Sequence[findings.Diagnosis]
     answers: Sequence[answer.Answer] = ()
     past: Sequence[PastRun] = ()
+    loading: loaders.LoaderCurve | None = None
+    """The results of `dpbench loaders`; None in another run."""
 
     @classmethod
     def of(
@@ -74,16 +77,19 @@ class Report:
         read; all other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
-        ladders = ladder.ladders(rows)
+        ladders, loading = ladder.ladders(rows), loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (
-                notes.climbs(ladders), *hosts.sentences(trials), *notes.habits(rows, trials), _noisy(provenance),
+                notes.climbs(ladders), *hosts.sentences(trials), *notes.habits(rows, trials),
+                *(loaders.said(loading) if loading else ()), _noisy(provenance),
             ))),
-            answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)),
+            answers=() if loading else (
+                *verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine),
+            ),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
-            diagnoses=diagnoses, past=past,
+            diagnoses=diagnoses, past=past, loading=loading,
         )  # fmt: skip
 
     @property

@@ -134,7 +134,7 @@ def order(case: Case) -> tuple[object, ...]:
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
     return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
-            case.devices, case.batch_size)  # fmt: skip
+            case.devices, case.batch_size, case.loader)  # fmt: skip
 
 
 def measured(trials: Iterable[Trial]) -> stats.Timed:
@@ -191,7 +191,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     return replace(
         row,
         series=series,
-        verified=max((trial.verified for trial in good), key=list(Verified).index),
+        verified=None if case.traits.loads else max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
         mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},

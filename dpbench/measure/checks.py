@@ -46,7 +46,8 @@ class Models:
         verdict = self._verdicts.get(plan.model_check(case))
         if verdict is None or verdict.status is Status.OK:
             return None
-        return replace(verdict, case=case, round=number, reason=f"the check of the model failed: {verdict.reason}")
+        checked = "dataset" if case.traits.loads else "model"
+        return replace(verdict, case=case, round=number, reason=f"the check of the {checked} failed: {verdict.reason}")
 
 
 def _refusal(verdict: Trial, cases: int) -> str:

@@ -274,7 +274,7 @@ def _ddp_of(case: Case) -> DistributedDataParallel:
         strategy = load(case.strategy)
         if isinstance(strategy, DistributedDataParallel) and not strategy.traits.rounds_gradients:
             return strategy
-    known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
+    known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED, Role.LOADER))
     raise ValueError(
         f"the memory of the strategy {case.strategy!r} is not known; use one of {known}, or a variant of ddp without a "
         "communication hook"

@@ -160,8 +160,11 @@ def baseline(**axes: Any) -> Case:
 def model_check(case: Case) -> Case:
     """Return the case that is run to check the model of `case` before a run: one sample on one device.
 
-    It is the same for all cases with the same model and model settings. For emulated devices, it runs on the CPU.
+    It is the same for all cases with the same model and model settings. For emulated devices, it runs on the CPU. For a
+    DataLoader, it loads one batch without workers.
     """
+    if case.traits.loads:
+        return replace(case, batch_size=1, loader=0)
     return baseline(
         model=case.model, batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
         optimizer=case.optimizer, device_ids=case.device_ids[:1],

@@ -78,7 +78,7 @@ def setting(case: Case) -> list[str]:
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
     return [
-        *([] if case.traits.observed else [case.size]),
+        *([] if case.traits.observed or case.traits.loads else [case.size]),
         *(value for value, default in zip(extra, usual, strict=True) if value != default),
         *bound,
         *case.habits,

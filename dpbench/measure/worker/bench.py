@@ -32,7 +32,7 @@ from dpbench.hardware.device import Device
 from dpbench.measure import clocks, verification
 from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
-from dpbench.measure.worker.loaders import fed
+from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
 from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy

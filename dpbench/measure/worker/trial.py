@@ -281,17 +281,16 @@ def work(request: Request) -> list[Trial] | Failure:
     """Carry out a request and return one trial per case; a failed trial has the reason of its failure.
 
     If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the record of the rank's
-    failure. A request to time a DataLoader returns an empty list.
+    failure.
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
-    if request.job is WorkKind.MEASURE:
-        return run_together(request.cases, request.effort, request.folder)
-    if request.loading is not None:
-        loaders.work(request.loading, request.folder)
-        return []
-    (case,) = request.cases
-    return [_caught(case, lambda: model_check.check(case))]
+    case, loads = request.cases[0], request.cases[0].traits.loads
+    if request.job is WorkKind.CHECK_MODEL:
+        return [_caught(case, lambda: loaders.check(case) if loads else model_check.check(case))]
+    if loads:
+        return [_caught(case, lambda: loaders.measure(case, request.round, request.folder))]
+    return run_together(request.cases, request.effort, request.folder)
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
