@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scripts import tutorial
-from dpbench.measure import loaders
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.records import Case
@@ -108,8 +107,7 @@ def test_a_command_of_a_document_runs(
     arguments: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    for module in (runner, loaders):
-        monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
+    monkeypatch.setattr(runner, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))
