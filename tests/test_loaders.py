@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.analysis import loaders, summary
-from dpbench.analysis.loaders import Bound, Least, LoaderCurve, Shape
+from dpbench.analysis.loaders import Bound, LoaderCurve, Shape
 from dpbench.hardware import foreign_load
 from dpbench.measure import run as runner
 from dpbench.measure.request import Request, WorkKind
@@ -77,16 +77,16 @@ def test_the_settings_are_in_the_case_and_come_back(tmp_path: Path) -> None:
 
 def test_the_knee_is_the_least_number_within_five_percent() -> None:
     found = curve(trials(KNEE))
-    assert (found.shape, found.knee.workers, found.knee.possible) == (Shape.KNEE, 4, (4,))
-    assert loaders.advised(found) == 4
-    assert curve(trials({**KNEE, 4: 0.0249 / 0.94})).knee.workers == 6
-    assert curve(trials({**KNEE, 4: 0.0249 / 0.96})).knee.workers == 4
+    assert (found.shape, found.knee, found.possible) == (Shape.KNEE, 4, (4,))
+    assert found.advised == 4
+    assert curve(trials({**KNEE, 4: 0.0249 / 0.94})).knee == 6
+    assert curve(trials({**KNEE, 4: 0.0249 / 0.96})).knee == 4
 
 
 def test_a_count_near_the_margin_stays_in_the_interval() -> None:
     found = curve(trials({**KNEE, 4: 0.0249 / 0.95}, (1.0, 1.05, 0.95, 1.02, 0.98)))
-    assert found.knee.possible[0] == 4
-    assert len(found.knee.possible) > 1
+    assert found.possible[0] == 4
+    assert len(found.possible) > 1
 
 
 @pytest.mark.parametrize(
@@ -106,24 +106,24 @@ def test_a_curve_without_a_knee_has_none(
 ) -> None:
     found = curve(trials(seconds, factors))
     assert found.shape is shape
-    assert loaders.advised(found) == advised
+    assert found.advised == advised
     assert loaders.said(found)
 
 
 def test_an_end_that_may_be_the_knee_or_not_is_no_knee() -> None:
     found = curve(trials({1: 0.1, 2: 0.05, 4: 0.047}, (1.0, 1.04, 0.96, 1.02, 0.98)))
-    assert found.knee.possible == (2, 4)
-    assert (found.shape is Shape.KNEE) is (found.knee.workers == 2)
+    assert found.possible == (2, 4)
+    assert (found.shape is Shape.KNEE) is (found.knee == 2)
 
 
 def test_noisy_rounds_decide_nothing() -> None:
     found = curve(trials(KNEE, step_s=0.06, provenance=BUSY))
     assert found.shape is Shape.UNDECIDED
-    assert found.knee == Least(None, tuple(KNEE), open=True)
+    assert (found.knee, found.possible) == (None, tuple(KNEE))
     assert {point.bound for point in found.points} == {Bound.UNDECIDED}
-    assert loaders.advised(found) is None
+    assert found.advised is None
     quiet = [replace(one, provenance=BUSY) if one.round == 0 else one for one in trials(KNEE)]
-    assert curve(quiet).knee.workers == 4, "four quiet rounds are enough"
+    assert curve(quiet).knee == 4, "four quiet rounds are enough"
 
 
 def test_the_slower_one_is_named_at_each_number_of_workers() -> None:
@@ -131,21 +131,18 @@ def test_the_slower_one_is_named_at_each_number_of_workers() -> None:
     bounds = {point.workers: point.bound for point in found.points}
     assert bounds == {0: Bound.LOADER, 1: Bound.LOADER, 2: Bound.STEP, 4: Bound.STEP, 6: Bound.STEP, 8: Bound.STEP}
     assert found.step == Estimate(0.06, 0.06, 0.06, 0)
-    assert found.enough == Least(2, (2,), open=False)
-    assert loaders.advised(found) == 2
+    assert found.advised == 2
 
 
 def test_a_step_that_no_number_of_workers_feeds_is_not_fed() -> None:
     found = curve(trials(KNEE, step_s=0.01))
-    assert found.enough == Least(None, (), open=True)
-    assert loaders.advised(found) == 4
+    assert {point.bound for point in found.points} == {Bound.LOADER}
+    assert found.advised == 4
 
 
 def test_noise_leaves_the_bound_open() -> None:
     found = curve(trials(KNEE, NOISY, step_s=0.05))
     assert found.points[2].bound is Bound.UNDECIDED
-    assert found.enough is not None
-    assert {2, 4} <= {*found.enough.possible}
     assert curve(trials(KNEE, STILL[:2], step_s=10.0)).points[0].bound is Bound.UNDECIDED
 
 
@@ -359,7 +356,7 @@ def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: C
     )  # fmt: skip
     assert code == 0, err
     found = json.loads(out)["loading"]
-    assert set(found) == {"shape", "knee", "knee_possible", "enough", "enough_possible", "bounds", "advised"}
+    assert set(found) == {"shape", "knee", "possible", "bounds", "advised"}
     assert set(found["bounds"]) == {"0", "2"}
     page = Path("out/page.html").read_text()
     assert '<section id="loaders"' in page

@@ -98,10 +98,9 @@ def planted(number: int) -> dict[str, Any]:
         ])
         for step_s in (0.5 * batch_s, 2 * batch_s)
     )  # fmt: skip
-    assert slow.enough is not None
     return {
-        "planted": least(most - 0.3), "found": found.knee.workers, "possible": found.knee.possible,
-        "shape": found.shape.value, "fast_step": bounds(fast), "slow_step": bounds(slow), "enough": slow.enough.workers,
+        "planted": least(most - 0.3), "found": found.knee, "possible": found.possible,
+        "shape": found.shape.value, "fast_step": bounds(fast), "slow_step": bounds(slow), "enough": slow.advised,
         "planted_enough": least((most - 0.3) / 2), "noisy": noisy,
         "batch_s": [[one.case.loader, one.round, sum(one.timed) / len(one.timed)] for one in trials if one.timed],
     }  # fmt: skip

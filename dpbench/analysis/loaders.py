@@ -41,19 +41,6 @@ class Bound(StrEnum):
     UNDECIDED = "cannot tell"
 
 
-@dataclass(frozen=True)
-class Least:
-    """The least number of workers that is enough; `workers` is None if it is unknown or larger than all measured.
-
-    `possible` has every measured number that may be the true least one, judged by intervals. `open` is True if even the
-    largest measured number may not be enough.
-    """
-
-    workers: int | None
-    possible: tuple[int, ...]
-    open: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoaderPoint:
     """The results with one number of workers.
@@ -83,20 +70,31 @@ class LoaderPoint:
 class LoaderCurve:
     """The results with every number of workers that was measured, in ascending order of this number.
 
-    `step` is the time of the step to compare with in seconds, None without a step; if the user gave it, its `n` is 0.
-    `enough` is the least number of workers with which the DataLoader is as fast as the step, None without a step.
+    `knee` is the knee, None if it is unknown; `possible` has every measured number that may be the true one. `step` is
+    the time of the step to compare with in seconds, None without a step; if the user gave it, its `n` is 0.
     """
 
     points: tuple[LoaderPoint, ...]
     shape: Shape
-    knee: Least
+    knee: int | None
+    possible: tuple[int, ...]
     step: Estimate | None = None
-    enough: Least | None = None
 
     @property
     def counts(self) -> list[int]:
         """Return the numbers of workers that were measured."""
         return [point.workers for point in self.points]
+
+    @property
+    def advised(self) -> int | None:
+        """Return the least number of workers that is surely enough for the step or, without one, the knee.
+
+        The end of a flat or a rising curve counts as its knee. Return None if the number is unknown.
+        """
+        sure = [point.workers for point in self.points if point.bound is Bound.STEP]
+        if sure:
+            return sure[0]
+        return None if self.shape is Shape.UNDECIDED else self.knee
 
 
 def curve(rows: Sequence[Row]) -> LoaderCurve | None:
@@ -117,15 +115,9 @@ def curve(rows: Sequence[Row]) -> LoaderCurve | None:
         )
         for row in measured
     )
-    knee = least({point.workers: point.of_best for point in points}, CLOSE)
-    demand = {point.workers: point.demand for point in points if point.demand}
-    return LoaderCurve(
-        points=points,
-        shape=_shape(knee, [point.workers for point in points]),
-        knee=knee,
-        step=step,
-        enough=least(demand, 1.0) if demand else None,
-    )
+    knee, possible = _knee({point.workers: point.of_best for point in points})
+    shape = _shape(knee, possible, [point.workers for point in points])
+    return LoaderCurve(points=points, shape=shape, knee=knee, possible=possible, step=step)
 
 
 def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Rounds]:
@@ -151,55 +143,39 @@ def _least(ratios: Sequence[Estimate]) -> Estimate:
     return Estimate(value, low, high, min(ratio.n for ratio in ratios), noisy=any(ratio.noisy for ratio in ratios))
 
 
-def least(ratios: Mapping[int, Estimate], threshold: float) -> Least:
-    """Return the least number of workers whose ratio is at least the threshold.
+def _knee(of_best: Mapping[int, Estimate]) -> tuple[int | None, tuple[int, ...]]:
+    """Return the knee, None if it is unknown, and every number of workers that may be the true knee.
 
-    A number may be the true least one (`Least.possible`) if the upper end of its ratio's interval reaches the
-    threshold, and if no smaller number has an interval that is entirely at or above the threshold. A ratio from fewer
-    than three rounds, or from NOISY rounds, proves nothing: its number may be the least one, no larger
-    number is excluded because of it, and the least number is unknown.
+    `of_best` has the ratio to the best rate by number of workers. A number may be the true knee if the upper end of its
+    interval reaches `CLOSE`, and if no smaller number has an interval that is entirely at or above `CLOSE`. A ratio
+    from fewer than three rounds, or from NOISY rounds, proves nothing: its number may be the knee, no larger number is
+    excluded because of it, and the knee is unknown.
     """
-    counts = sorted(ratios)
-    unsure = {count for count in counts if ratios[count].doubt in UNSURE}
-    sure = [count for count in counts if count not in unsure and ratios[count].low >= threshold]
-    reached = [count for count in counts if ratios[count].value >= threshold]
-    possible = [count for count in counts if count in unsure or ratios[count].high >= threshold]
-    return Least(
-        workers=reached[0] if reached and not unsure else None,
-        possible=tuple(count for count in possible if not sure or count <= sure[0]),
-        open=not sure,
-    )
+    counts = sorted(of_best)
+    unsure = {count for count in counts if of_best[count].doubt in UNSURE}
+    sure = [count for count in counts if count not in unsure and of_best[count].low >= CLOSE]
+    reached = [count for count in counts if of_best[count].value >= CLOSE]
+    possible = [count for count in counts if count in unsure or of_best[count].high >= CLOSE]
+    knee = reached[0] if reached and not unsure else None
+    return knee, tuple(count for count in possible if not sure or count <= sure[0])
 
 
-def _shape(knee: Least, counts: Sequence[int]) -> Shape:
+def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> Shape:
     """Return the form of a curve; its last point is never a knee, because the rate may rise beyond it."""
-    if len(counts) < 2 or knee.possible == tuple(counts):
+    if len(counts) < 2 or list(possible) == list(counts):
         return Shape.UNDECIDED
-    if knee.possible == (counts[0],):
+    if list(possible) == [counts[0]]:
         return Shape.FLAT
-    if knee.possible == (counts[-1],):
+    if list(possible) == [counts[-1]]:
         return Shape.RISING
-    return Shape.UNDECIDED if knee.workers in (None, counts[-1]) else Shape.KNEE
+    return Shape.UNDECIDED if knee in (None, counts[-1]) else Shape.KNEE
 
 
 def said(found: LoaderCurve) -> list[str]:
     """Return the verdicts on a curve as sentences, and the number of workers to use if one can be recommended."""
-    sentences = [_knee_said(found)]
-    if found.step and found.enough:
-        sentences.append(_bound_said(found, found.enough, found.step))
-    workers = advised(found)
-    return sentences if workers is None else [*sentences, f"Use num_workers={workers}."]
-
-
-def advised(found: LoaderCurve) -> int | None:
-    """Return the least number of workers that is surely enough for the step or, without one, the knee; None if unknown.
-
-    The end of a flat or a rising curve counts as its knee.
-    """
-    sure = [point.workers for point in found.points if point.bound is Bound.STEP]
-    if sure:
-        return sure[0]
-    return None if found.shape is Shape.UNDECIDED else found.knee.workers
+    against = [_bound_said(found, found.step)] if found.step and found.points else []
+    use = [] if found.advised is None else [f"Use num_workers={found.advised}."]
+    return [_knee_said(found), *against, *use]
 
 
 def _knee_said(found: LoaderCurve) -> str:
@@ -212,25 +188,16 @@ def _knee_said(found: LoaderCurve) -> str:
         return f"Flat: the rate with up to {workers_said([last])} is not clearly higher than with {first}."
     if found.shape is Shape.RISING:
         return f"No knee up to {workers_said([last])}: the rate still rises; give more with --workers."
-    possible = among(found.knee.possible)
-    if found.shape is Shape.KNEE:
-        return f"Knee: {workers_said([found.knee.workers or 0])} (95 %: {possible})."
+    possible = among(found.possible)
+    if found.shape is Shape.KNEE and found.knee is not None:
+        return f"Knee: {workers_said([found.knee])} (95 %: {possible})."
     return f"Cannot tell where the knee is: it may be at {possible} workers; {words.REMEDY} would help."
 
 
-def _bound_said(found: LoaderCurve, enough: Least, step: Estimate) -> str:
-    """Return with which numbers of workers loading is slower than the step, and which number is enough."""
+def _bound_said(found: LoaderCurve, step: Estimate) -> str:
     by_bound = {bound: [point.workers for point in found.points if point.bound is bound] for bound in Bound}
     parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
-    took = words.ms(step) if step.n else words.time(step.value)
-    verdict = f"Against the step ({took}): {'; '.join(parts)}"
-    if not enough.possible:
-        return f"{verdict}; even {workers_said([found.counts[-1]])} are not enough."
-    more = " or more" if enough.open else ""
-    possible = f"{among(enough.possible)}{more}"
-    if enough.workers is None:
-        return f"{verdict}; cannot tell which number is enough: it may be {possible}."
-    return f"{verdict}; enough: {workers_said([enough.workers])} (95 %: {possible})."
+    return f"Against the step ({words.ms(step) if step.n else words.time(step.value)}): {'; '.join(parts)}."
 
 
 def workers_said(counts: Sequence[int]) -> str:

@@ -227,34 +227,23 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
 class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The verdicts of `dpbench loaders` on the number of workers of a DataLoader.
 
-    `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the best rate, and
-    `enough` the least one with which loading is as fast as the step; the lists have every number that each may be.
-    `bounds` is the slower one of the DataLoader and the step, by the number of workers. `enough` is null, and `bounds`
-    is empty, without a step. `advised` is the number to use, null if it is unknown.
+    `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the best rate, null if
+    it is unknown, and `possible` has every number that it may be. `bounds` is the slower one of the DataLoader and the
+    step, by the number of workers; it is empty without a step. `advised` is the number to use, null if it is unknown.
     """
 
     shape: str
     knee: int | None
-    knee_possible: Sequence[int]
-    enough: int | None
-    enough_possible: Sequence[int]
+    possible: Sequence[int]
     bounds: Mapping[int, str]
     advised: int | None
 
     @classmethod
     def of(cls, curve: LoaderCurve) -> LoaderFacts:
         """Return the verdicts on a curve as a record."""
-        from dpbench.analysis import loaders
-
-        enough = curve.enough
+        bounds = {point.workers: point.bound.value for point in curve.points if point.demand}
         return cls(
-            shape=curve.shape.value,
-            knee=curve.knee.workers,
-            knee_possible=curve.knee.possible,
-            enough=enough.workers if enough else None,
-            enough_possible=enough.possible if enough else (),
-            bounds={point.workers: point.bound.value for point in curve.points if point.demand},
-            advised=loaders.advised(curve),
+            shape=curve.shape.value, knee=curve.knee, possible=curve.possible, bounds=bounds, advised=curve.advised
         )
 
 

@@ -82,12 +82,12 @@ def _drawing(found: LoaderCurve) -> str:
 
 def _knee(axes: Axes, found: LoaderCurve) -> list[Line2D]:
     """Draw the knee, if there is one, as a vertical line with its interval as a band; return the line."""
-    if found.shape is not Shape.KNEE or found.knee.workers is None:
+    if found.shape is not Shape.KNEE or found.knee is None:
         return []
-    possible, colour = found.knee.possible, svg.ROLES[Role.ENGINE]
-    axes.axvspan(possible[0], possible[-1], color=colour, alpha=0.15, linewidth=0)
-    label = f"knee: {found.knee.workers} (95 %: {loaders.among(possible)})"
-    return [axes.axvline(found.knee.workers, color=colour, linewidth=1.6, dashes=(4, 3), label=label)]
+    colour = svg.ROLES[Role.ENGINE]
+    axes.axvspan(found.possible[0], found.possible[-1], color=colour, alpha=0.15, linewidth=0)
+    label = f"knee: {found.knee} (95 %: {loaders.among(found.possible)})"
+    return [axes.axvline(found.knee, color=colour, linewidth=1.6, dashes=(4, 3), label=label)]
 
 
 def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
