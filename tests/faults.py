@@ -1088,7 +1088,7 @@ FAULTS = (
     Fault(
         "loader-rising",
         "a curve that ends at its best has no knee",
-        "    if knee.possible == (counts[-1],):\n        return Shape.RISING\n",
+        "    if list(possible) == [counts[-1]]:\n        return Shape.RISING\n",
         "",
         ("tests/test_loaders.py::test_a_curve_without_a_knee_has_none",),
     ),

@@ -1,12 +1,14 @@
-"""Notes: the sentences of a report on its ladders and habits."""
+"""Notes: the sentences of a report on its ladders, on habits and on noise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dpbench.analysis import stats
 from dpbench.analysis.ladder import Ladder, label
 from dpbench.analysis.summary import Row
+from dpbench.hardware import foreign_load
 from dpbench.records import HABITS, Case, Trial, words
 from dpbench.records.trial import Estimate
 
@@ -82,3 +84,9 @@ def _batch(row: Row, rows: Sequence[Row]) -> str:
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
     found = [*([f"batch {row.case.batch_size}"] if several else []), *row.case.habits]
     return f" ({', '.join(found)})" if found else ""
+
+
+def noisy(provenance: Mapping[str, Any]) -> str:
+    """Return the label NOISY and its reasons if other processes used too much of the cores during the run, else ""."""
+    reasons = provenance.get("noisy")
+    return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

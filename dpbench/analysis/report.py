@@ -28,7 +28,6 @@ from dpbench.analysis import (
 )
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
-from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
 from dpbench.records.observed import Alternatives
@@ -83,7 +82,7 @@ class Report:
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (
                 notes.climbs(ladders), *hosts.sentences(trials), *notes.habits(rows, trials),
-                *(loaders.said(loading) if loading else ()), _noisy(provenance),
+                *(loaders.said(loading) if loading else ()), notes.noisy(provenance),
             ))),
             answers=() if loading else (
                 *verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine),
@@ -137,9 +136,3 @@ class Report:
     def counted(self) -> Sequence[transfers.Counted]:
         """Return the bytes per step that the counters of the devices' links recorded, for each case."""
         return transfers.counted(self.trials)
-
-
-def _noisy(provenance: Mapping[str, Any]) -> str:
-    """Return the label NOISY and its reasons if other processes used too much of the cores during the run, else ""."""
-    reasons = provenance.get("noisy")
-    return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

@@ -122,13 +122,13 @@ def init(file: Path) -> None:
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
     "--examples",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 10**7),
     default=1024,
     show_default=True,
     help="Minimum number of timed examples per measurement; they are drawn at random.",
 )
 @click.option("--pin-memory", is_flag=True, help="Copy each batch into pinned memory.")
-@click.option("--prefetch-factor", type=click.IntRange(1), default=2, show_default=True)
+@click.option("--prefetch-factor", type=click.IntRange(1, 1000), default=2, show_default=True)
 @click.option("--persistent-workers", is_flag=True, help="Keep the workers between epochs.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Fresh processes per setting.")
 @click.option("--limit", type=click.FloatRange(1.0), default=120.0, show_default=True, help="Seconds per measurement.")
