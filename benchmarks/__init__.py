@@ -52,7 +52,6 @@ EARLIER = {
     "engine.collectives": ("engine.broadcast",),
     "hardware.samplers.nvml": ("samplers.nvml",),
     "measure.server": ("server",),
-    "measure.worker.selfcheck": ("worker.selfcheck",),
 }
 """The names that a module had in earlier commits, the latest first, by the present name of the module."""
 

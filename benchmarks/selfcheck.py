@@ -3,53 +3,58 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import QUICK, keep, module, names_of_the_commit, result, timing
+from . import QUICK, module, names_of_the_commit, result, timing
 
-ARMS = {"listening": "on_s", "silent": "off_s"}
-BUDGET_S = 1.0 if QUICK else 8.0
-LIMIT_S = 60.0
-BLOCK_S = STEP_S = 0.01
+ARMS = {"listening": True, "silent": False}
+BLOCKS, BLOCK_S = 10 if QUICK else 400, 0.01
 
 
 def in_turns() -> dict[str, list[float]]:
-    """Return the seconds of each step by arm: "listening" with recorded marks, "silent" without.
+    """Return the mean seconds of a step, by block and arm: "listening" with recorded marks, "silent" without.
 
-    The arms alternate in one worker. asv caches the result for both arms; it is empty if the commit has no self-check.
+    Blocks of both arms alternate, so that slow drift affects them alike. asv caches the result for both arms; it is
+    empty if the commit lacks a name that the benchmark needs.
     """
     try:
         with names_of_the_commit():
-            from dpbench.records import Case, Effort
+            from dpbench import models, strategies
+            from dpbench.hardware.devices import open_devices
+            from dpbench.records import Case, no_mark
 
-            server_of = module("measure.server").Server
-            module("measure.worker.selfcheck")
+            clock_of = module("measure.clocks").choose
     except NotImplementedError:
         return {}  # asv counts an exception here as a failure; setup_arm raises it
     case = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
-    effort = Effort(budget_s=BUDGET_S)
-    with TemporaryDirectory() as folder, server_of(Path(folder)) as server:
-        if hasattr(server, "self_check"):
-            from dpbench.measure.request import Arm, SelfCheck
+    devices, model = open_devices("cpu", case.devices), models.load(case.model, case.size, case.seed)
+    clock, batch, listening = clock_of(devices), model.batch(case.batch_size, case.seed), True
 
-            settings = SelfCheck(arm=Arm.MARKS, block_s=BLOCK_S, step_s=STEP_S)
-            trial = server.self_check(case, effort, settings, LIMIT_S)
-        else:  # earlier commits took the settings from the case
-            asked = {"role": "self-check", "toggle": "marks", "block_s": str(BLOCK_S), "step_s": str(STEP_S)}
-            trial = server.run(replace(case, options=tuple(sorted(asked.items()))), effort, 0, LIMIT_S)
-    if trial.status != "ok":
-        raise RuntimeError(f"{case.label}: {trial.status}: {trial.reason}")
-    keep("selfcheck.track_marked_step_seconds", (), [trial])
-    facts = trial.provenance["self_check"]
-    return {arm: facts[name] for arm, name in ARMS.items()}
+    def mark(phase: Any, device: int) -> Any:
+        return clock.mark(phase, device) if listening else no_mark(phase, device)
+
+    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    with strategies.load(case.strategy).start(case, model, devices, mark) as step:
+
+        def block(steps: int) -> float:
+            began_s = time.perf_counter()
+            with clock.block():
+                for _ in range(steps):
+                    with clock.step(warmup=False):
+                        step(*batch)
+            return (time.perf_counter() - began_s) / steps
+
+        steps = max(1, round(BLOCK_S / block(20)))
+        for number in range(BLOCKS):
+            for arm in ARMS if number % 2 else reversed(ARMS):
+                listening = ARMS[arm]
+                found[arm].append(block(steps))
+    return found
 
 
 def setup_arm(cache: dict[str, list[float]], arm: str) -> None:
     if arm not in cache:
-        raise NotImplementedError("this commit has no self-check")
+        raise NotImplementedError("this commit lacks a name that this benchmark needs")
 
 
 @timing(
@@ -84,7 +89,8 @@ class NoGpu:
     def synchronize(self) -> None: ...
 
 
-GPUS, BLOCKS, BLOCK_STEPS, PHASES = 8, 10 if QUICK else 50, 10, ("scatter", "replicate", "forward", "backward")
+GPUS, CLOCK_BLOCKS, BLOCK_STEPS = 8, 10 if QUICK else 50, 10
+PHASES = ("scatter", "replicate", "forward", "backward")
 
 
 def setup_clock(gpus: int) -> None:
@@ -99,7 +105,7 @@ def track_cuda_mark_seconds(gpus: int) -> dict[str, Any]:
 
     clock = module("measure.clocks").CudaClock([NoGpu(index) for index in range(gpus)])
     phases, samples = [Phase(name) for name in PHASES], []
-    for _ in range(BLOCKS):
+    for _ in range(CLOCK_BLOCKS):
         with clock.block():
             began_s = time.thread_time()
             for _ in range(BLOCK_STEPS):

@@ -23,7 +23,7 @@ import pytest
 
 from dpbench.hardware import processes
 from dpbench.hardware.samplers import host
-from dpbench.measure import batch_search, checks
+from dpbench.measure import batch_search
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.store import Store
@@ -108,8 +108,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the runs, searches and self-checks of this process share one server."""
-    for module in (runner, batch_search, checks):
+    """Let the runs and searches of this process share one server."""
+    for module in (runner, batch_search):
         monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
 
 

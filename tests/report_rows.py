@@ -11,7 +11,6 @@ from html.parser import HTMLParser
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.caveats import Caveat
 from dpbench.analysis.decision import Choice
-from dpbench.analysis.diagnosis import Tile
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row, labels
 from dpbench.records import (
@@ -143,26 +142,18 @@ def gpu_run() -> Report:
         Row(case=gone, source=Source.MEASURED, status=Status.SKIPPED, reason='needs "spread"', labels=("MEASURED",))
     )
     trials = [trial for row in rows if row.step for trial in ran(row, spans=True)]
-    tiles = [
-        Tile(value, caption, ("MEASURED",))
-        for value, caption in (
-            ("2.24×", "speed-up, ideal 4× (dp ×4, vgg16)"), ("56%", "parallel efficiency (dp ×4, vgg16)"),
-            ("3.00×", "device 0's peak memory relative to the mean of the others"),
-            ("18%", "share of the step spent on moving data"),
-        )
-    ]  # fmt: skip
     return Report(
         rows=rows, trials=trials, provenance=PROVENANCE, run_id="7f3a" * 8, started_s=1.7e9, ladders=(), diagnoses=(),
         notes=["Ladder of schedules: on vgg16 the best rung is overlap, 1.24× [1.17–1.31] over reference."],
         warnings=[Caveat(kind="oom", text="oom: no room", cases=((lost, ""),)), Caveat(kind="cpu", text="CPU-ONLY")],
-        tiles=tiles, answers=[answer(row) for row in rows if row.case.strategy == "ddp" and row.case.devices == 4],
+        answers=[answer(row) for row in rows if row.case.strategy == "ddp" and row.case.devices == 4],
     )  # fmt: skip
 
 
 def run_of(*rows: Row, trials: list[Trial] | None = None) -> Report:
     found = [trial for row in rows if row.step for trial in ran(row)] if trials is None else trials
     return dataclasses.replace(
-        gpu_run(), rows=list(rows), trials=found, warnings=[], tiles=[], notes=["Nothing."], diagnoses=[], ladders=[],
+        gpu_run(), rows=list(rows), trials=found, warnings=[], notes=["Nothing."], diagnoses=[], ladders=[],
         answers=[],
     )  # fmt: skip
 

@@ -223,7 +223,6 @@ def test_phases_sum_to_the_median_step() -> None:
         {"forward": found.step.value / 2, "reduce": found.step.value / 4, UNATTRIBUTED: found.step.value / 4}
     )
     assert list(found.phases) == ["forward", "reduce", UNATTRIBUTED]
-    assert found.moving_share == pytest.approx(0.25)
     assert found.unattributed_share == pytest.approx(0.25)
 
 

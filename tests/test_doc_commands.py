@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scripts import tutorial
-from dpbench.measure import loaders
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.records import Case
@@ -28,7 +27,6 @@ ELSEWHERE = {
     "probe": "test_the_command_measures_this_machine",
     "--compile": "test_the_time_of_compilation_is_apart_from_the_steps",
     "--find-max-batch": "test_the_command_prints_a_line_a_case",
-    "--self-check": "test_the_report_and_the_terminal_show_findings_and_self_check",
 }
 """Commands and options that take long, and the tests that run them."""
 MODULE = re.findall(r"```python\n# mymodel.py\n(.*?)```", README, re.S)[0]
@@ -107,8 +105,7 @@ def test_a_command_of_a_document_runs(
     arguments: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    for module in (runner, loaders):
-        monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
+    monkeypatch.setattr(runner, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))
@@ -120,5 +117,5 @@ def test_a_command_of_a_document_runs(
 def test_the_tables_of_the_tutorial_are_those_that_its_commands_print() -> None:
     text = tutorial.PAGE.read_text()
     assert len(tutorial.RESULT.findall(text)) == text.count("<!-- result") == 3
-    assert len(tutorial.MEASURED.findall(text)) == text.count("<!-- measured") == 2
+    assert len(tutorial.MEASURED.findall(text)) == text.count("<!-- measured") == 1
     assert tutorial.renewed(text) == text, "run: python benchmarks/scripts/tutorial.py"

@@ -18,7 +18,7 @@ from dpbench.analysis.report import Report
 from dpbench.cli import cli
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices
-from dpbench.measure.worker import loaders, trial
+from dpbench.measure.worker import feed, trial
 from dpbench.records import HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.strategies import _ranks
 
@@ -29,7 +29,7 @@ TEN = Effort(budget_s=30, warmup_steps=1, min_steps=8, max_steps=8, block_steps=
 def taken(case: Case, batches: list[Any], steps: int) -> list[Any]:
     """Return the batches that the steps of a loop get."""
     found: list[Any] = []
-    with loaders.fed(case, lambda inputs, target: found.append((inputs, target)), batches, no_mark) as step:
+    with feed.fed(case, lambda inputs, target: found.append((inputs, target)), batches, no_mark) as step:
         for _ in range(steps):
             step("not used", "not used")
     return found
@@ -52,7 +52,7 @@ def test_a_loader_gives_the_batches_of_the_loop_without_it(workers: int) -> None
 def test_workers_use_all_cores_and_end_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = [torch.tensor(0)] * 2
     monkeypatch.setattr(
-        loaders.Examples,
+        feed.Examples,
         "__getitem__",
         lambda *_: [torch.tensor(len(os.sched_getaffinity(0))), torch.tensor(os.getpid())],
     )
@@ -70,13 +70,13 @@ def test_workers_use_all_cores_and_end_with_the_loop(monkeypatch: pytest.MonkeyP
 
 def test_a_slow_dataset_is_the_phase_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = trial.run(CASE, TEN, tmp_path)
-    one = loaders.Examples.__getitem__
+    one = feed.Examples.__getitem__
 
-    def slow(examples: loaders.Examples, index: int) -> list[torch.Tensor]:
+    def slow(examples: feed.Examples, index: int) -> list[torch.Tensor]:
         time.sleep(0.005)
         return one(examples, index)
 
-    monkeypatch.setattr(loaders.Examples, "__getitem__", slow)
+    monkeypatch.setattr(feed.Examples, "__getitem__", slow)
     done = trial.run(CASE, TEN, tmp_path)
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE)
     for phases in done.ledger.phases:

@@ -178,7 +178,7 @@ FREE = {
 }  # fmt: skip
 """The commands that are fuzzed; `probe` measures for a minute, whatever its options are."""
 NEVER = {
-    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--self-check", "--max-batch",
+    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--max-batch",
     "--memory", "--anyway", "--find-max-batch",
 }  # fmt: skip
 """Options that would remove, write elsewhere, or measure."""
@@ -217,7 +217,7 @@ HUGE = "9" * 400
 @fuzz
 @hypothesis.example(line=["run", "--dry-run", "--rounds", HUGE])
 @hypothesis.example(line=["run", "--dry-run", "--device-memory", HUGE])
-@hypothesis.example(line=["loaders", "--example-bytes", HUGE])
+@hypothesis.example(line=["loaders", "--dataset", "absent.py:net", "--examples", HUGE])
 @hypothesis.example(line=["predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--batch-sizes", HUGE])
 @hypothesis.example(line=["predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--step-s", "1e-300"])
 @hypothesis.given(line=lines())

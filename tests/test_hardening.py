@@ -159,7 +159,6 @@ TRIAL_FACTS = (
     "model",
     "links",
     "observed",
-    "dispatched",
     "validity",
     "clock_error_s",
     "no_peer_access",
@@ -223,7 +222,6 @@ RUN_FACTS = (
     "rounds",
     "noisy",
     "foreign_load",
-    "self_check",
     "hosts",
     "tags",
 )
@@ -244,10 +242,7 @@ RUN_FACTS = (
         'provenance=\'{"gpus": {"gpus": [1]}}\'',
         'provenance=\'{"tags": {"a": 1}}\'',
         'provenance=\'{"hosts": {"machines": [{"name": "a"}]}}\'',
-        'provenance=\'{"self_check": {"marks": {"on_s": "x"}}}\'',
         "provenance='{\"host\": null}'",
-        'provenance=\'{"self_check": {"marks": {}}}\'',
-        'provenance=\'{"self_check": {"samplers": {"on_s": [1.0], "off_s": [0.0], "case": "x"}}}\'',
         *(f'provenance=\'{{"{name}": "x"}}\'' for name in RUN_FACTS),
     ],
 )

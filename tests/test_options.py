@@ -55,7 +55,7 @@ GIVEN: tuple[dict[str, Any], ...] = (
     {"inputs": ("pinned", "device"), "read_loss": (0, 10), "zero_grad": ("none", "zero"), "compile": (False, True)},
     {"rounds": "auto", "within": 0.02, "paired": True, "patience": 0.0, "limit": 5.0, "retry": ("failed", "oom")},
     {"loader": (-1, 0, 2), "mode": ("train", "no_grad"), "together": ("mlp", "lstm")},
-    {"scenario": "seeds", "self_check": True, "profile": True},
+    {"scenario": "seeds", "profile": True},
     {"find_max_batch": True, "device_memory": 1 << 30},
 )
 

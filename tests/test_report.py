@@ -16,7 +16,6 @@ import pytest
 
 from dpbench.analysis import summary
 from dpbench.analysis.caveats import Caveat
-from dpbench.analysis.diagnosis import Tile
 from dpbench.analysis.summary import Row
 from dpbench.records import (
     Case,
@@ -67,7 +66,7 @@ def test_every_section_is_there_in_order_with_drawings() -> None:
 
 
 @pytest.mark.slow
-def test_labels_stand_beside_every_figure_and_tile() -> None:
+def test_labels_stand_beside_every_figure() -> None:
     cpu = run_of(*colocated_cpu_and_weak())
     for run, text in ((gpu_run(), gpu_page()), (cpu, page.render(cpu))):
         parts = dict(re.findall(r'<section id="([^"]*)"(.*?)</section>', text, re.DOTALL))
@@ -86,7 +85,6 @@ def test_labels_stand_beside_every_figure_and_tile() -> None:
         ["CPU-ONLY", "COLOCATED"],
         [],
     ]
-    assert re.findall(r'class="tile".*?</div>', gpu_page(), re.DOTALL)[0].count("MEASURED</span>") == 1
 
 
 def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
@@ -153,11 +151,10 @@ def test_what_users_wrote_stays_text() -> None:
             case=Case(model="m", strategy="s", batch_size=1), source=Source.MEASURED, status=Status.FAILED, reason=STACK
         ),
     ]
-    tiles = [Tile(HOSTILE, HOSTILE, (HOSTILE,))]
     caveats = [Caveat(kind=HOSTILE, text=HOSTILE, cases=((rows[0].case, HOSTILE), (rows[2].case, "")))]
     said = dict.fromkeys(("subject", "headline", "reason", "certainty", "memory", "command"), HOSTILE)
     answers = [answer(rows[0], **said, labels=(HOSTILE,))]
-    given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], warnings=caveats, tiles=tiles, answers=answers)
+    given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], warnings=caveats, answers=answers)
     provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
     given = dataclasses.replace(given, run_id=HOSTILE, provenance=provenance)
     text = page.render(given)

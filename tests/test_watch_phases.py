@@ -9,30 +9,9 @@ import pytest
 from dpbench.records import UNATTRIBUTED, Phase, ledger
 from tests.watched_scripts import problems, watched
 
-AVERAGES = {
-    "by hand": ("""
-average = [p.detach().clone() for p in net.parameters()]
 
-
-def update():
-    with torch.no_grad():
-        for e, p in zip(average, net.parameters()):
-            e.mul_(0.9).add_(p, alpha=0.1)
-        time.sleep(0.002)
-""", "update()"),
-    "decorated": ("""
-import copy
-
-average = copy.deepcopy(net)
-
-
-@torch.no_grad()
-def update():
-    time.sleep(0.002)
-    for e, p in zip(average.state_dict().values(), net.state_dict().values()):
-        e.lerp_(p, 0.1)
-""", "update()"),
-    "torch": ("""
+def test_torchs_average_of_the_weights_belongs_to_the_optimizer(tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, """
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -43,17 +22,9 @@ def mean(averages, values, number):
 
 average = AveragedModel(net, multi_avg_fn=mean)
 average.update_parameters(net)  # the first call only copies
-""", "average.update_parameters(net)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", AVERAGES)
-def test_averaging_the_weights_after_the_step_belongs_to_the_optimizer(kind: str, tmp_path: Path) -> None:
-    before, after = AVERAGES[kind]
-    found, _ = watched(tmp_path, f"""{before}
 for x, y in batches(12):
     step(x, y)
-    {after}
+    average.update_parameters(net)
 """)  # fmt: skip
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
@@ -61,18 +32,20 @@ for x, y in batches(12):
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
 
-def test_a_block_without_gradients_that_writes_no_weights_is_not_the_optimizers(tmp_path: Path) -> None:
+def test_an_average_of_the_weights_by_hand_is_in_no_phase_and_named_with_its_place(tmp_path: Path) -> None:
     found, _ = watched(tmp_path, """
-hits = torch.zeros(3)  # of the shape of the bias
+average = [p.detach().clone() for p in net.parameters()]
 for x, y in batches(12):
     step(x, y)
     with torch.no_grad():
         time.sleep(0.002)
-        correct = (net.layer.weight @ x.T).argmax(0) == y
-        hits += 1
+        for e, p in zip(average, net.parameters()):
+            e.mul_(0.9).add_(p, alpha=0.1)
 """)  # fmt: skip
     rows = ledger.Ledger(found.steps, found.spans).phases
+    assert len(rows) == 11
     assert all(row[UNATTRIBUTED] > 0.002 and row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
+    assert "in no phase, most of it after the last step and before data" in problems(found)
 
 
 def test_steps_that_include_a_batch_that_the_script_skips_are_counted(tmp_path: Path) -> None:
@@ -166,24 +139,8 @@ for i, (x, y) in enumerate(batches(24)):
     ]  # fmt: skip
 
 
-SHARPNESS = """
-class Sharpness(torch.optim.SGD):
-    @torch.no_grad()
-    def first_step(self):
-        time.sleep(0.002)
-        for p in net.parameters():
-            p.add_(p.grad, alpha=0.1)
-
-
-optimizer = Sharpness(net.parameters(), lr=0.1)
-for x, y in batches(12):
-    nn.functional.cross_entropy(net(x), y).backward()
-    optimizer.first_step()
-    step(x, y)
-"""
 BLOCKS = {
-    "sharpness": (SHARPNESS, Phase.OPTIMIZER),
-    "gradients": ("""
+    "gradients": """
 for x, y in batches(12):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
@@ -192,8 +149,8 @@ for x, y in batches(12):
         for p in net.parameters():
             p.grad.clamp_(-1, 1)
     optimizer.step()
-""", Phase.CLIP),
-    "gradients and a step": ("""
+""",
+    "gradients and a step": """
 for i, (x, y) in enumerate(batches(12)):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
@@ -205,17 +162,16 @@ for i, (x, y) in enumerate(batches(12)):
             optimizer.step()
     if i <= 2:
         optimizer.step()
-""", Phase.CLIP),
+""",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_block_without_gradients_between_backward_and_the_step_has_a_phase(kind: str, tmp_path: Path) -> None:
-    source, phase = BLOCKS[kind]
-    found, _ = watched(tmp_path, source)
+def test_a_block_without_gradients_that_writes_gradients_is_clipping(kind: str, tmp_path: Path) -> None:
+    found, _ = watched(tmp_path, BLOCKS[kind])
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
-    assert all(0.002 < row[phase] < 0.0021 for row in rows)
+    assert all(0.002 < row[Phase.CLIP] < 0.0021 for row in rows)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
 

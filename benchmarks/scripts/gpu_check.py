@@ -2,8 +2,8 @@
 
     make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt]
 
-The page has the machine's facts, the tests that failed with the first line of each error, and the answers, table and
-self-check of a run on 1, 2 and all GPUs. It contains no host name, user name or path.
+The page has the machine's facts, the tests that failed with the first line of each error, and the answers and the
+table of a run on 1, 2 and all GPUs. It contains no host name, user name or path.
 
 Exit code 0: all tests passed and the run ended; 1: a test failed, or the run did; 2: no GPU is visible to CUDA.
 """
@@ -25,7 +25,7 @@ from dpbench.hardware import nvml, provenance
 ROOT = Path(__file__).parents[2]
 TESTS_S, RUN_S = 1800, 1200
 """The most seconds of the tests and of the run."""
-RUN = ("run", "--rounds", "3", "--budget", "300", "--self-check", "--quiet")
+RUN = ("run", "--rounds", "3", "--budget", "300", "--quiet")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,43 +19,98 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from dpbench.analysis import loaders as analysis
-from dpbench.analysis.loaders import Bound, Curve
-from dpbench.measure import loaders
-from dpbench.measure.request import Synthetic
-from dpbench.records import Case, registry
-from dpbench.records.registry import Role
+import torch
+from torch.utils.data import Dataset
 
-WAIT_S, BATCH, EXAMPLES, KNEES = 0.010, 4, 96, 6
-COSTS = {
-    "loader-bound": (Synthetic(wait_s=0.010, example_bytes=1000), "mlp"),
-    "compute-bound": (Synthetic(example_bytes=1000), "resnet18"),
-}
+from dpbench.analysis import loaders, summary
+from dpbench.analysis.loaders import Bound, LoaderCurve
+from dpbench.measure import run as runner
+from dpbench.records import Case, Trial, registry
+from dpbench.records.loading import Loading
+from dpbench.records.registry import Role
+from dpbench.store import Store
+
+WAIT_S, BATCH, EXAMPLES, KNEES, ROUNDS = 0.010, 4, 96, 6, 5
+MODELS = {"loader-bound": "mlp", "compute-bound": "resnet18"}
+
+
+class Limited(Dataset[torch.Tensor]):
+    """Examples that wait `wait_s` seconds; all processes together get at most `examples_per_s`, 0 for no limit."""
+
+    def __init__(self, wait_s: float, examples_per_s: float = 0.0) -> None:
+        self._wait_s, self._examples_per_s = wait_s, examples_per_s
+        self._next = multiprocessing.Value("d", 0.0)
+        """The earliest time of the next example on the clock of `time.monotonic`, which all processes share."""
+
+    def __len__(self) -> int:
+        return 2**20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self._examples_per_s:
+            with self._next.get_lock():
+                now = time.monotonic()
+                turn = max(now, self._next.value)
+                self._next.value = turn + 1 / self._examples_per_s
+            time.sleep(turn - now)
+        if self._wait_s:
+            time.sleep(self._wait_s)
+        return torch.full((1000,), index % 256, dtype=torch.uint8)
+
+
+def limit(knee: int) -> float:
+    """Return the limit of the rate, in examples per second, with which `knee` workers are needed."""
+    return (knee - 0.3) / WAIT_S
+
+
+globals().update({f"knee{knee}": partial(Limited, WAIT_S, limit(knee)) for knee in range(1, KNEES + 1)})
+DATASETS = {"loader-bound": partial(Limited, WAIT_S), "compute-bound": partial(Limited, 0.0)}
+globals().update({name.replace("-", "_"): dataset for name, dataset in DATASETS.items()})
+
+
+def measured(cases: Sequence[Case]) -> tuple[list[Trial], str]:
+    """Return the trials of the cases, and a text that says why the run was NOISY, or an empty text."""
+    with TemporaryDirectory() as folder, Store.create(Path(folder) / "x.db") as store:
+        outcome = runner.run(cases, store, rounds=ROUNDS)
+        (run,) = store.runs()
+        return store.trials(outcome.run_id), "; ".join(run.provenance.get("noisy", {}).values())
 
 
 def planted(number: int) -> dict[str, Any]:
     """Sweep a dataset with a planted knee; return the knee that was found, and both verdicts against a step."""
     most = number % KNEES + 1
-    rate = (most - 0.3) / WAIT_S
-    plan = loaders.LoaderPlan(
-        dataset=Synthetic(wait_s=WAIT_S, examples_per_s=rate, example_bytes=1000), batch_size=BATCH, examples=EXAMPLES,
-        settings=loaders.settings(range(most + 3), [False], [2], [False]), seed=100 * number,
+    batch_s = BATCH / limit(most)
+    loading, dataset = Loading(examples=EXAMPLES), f"{__file__}:knee{most}"
+    trials, noisy = measured([loading.case(dataset, workers, BATCH) for workers in range(most + 3)])
+    found = curve(trials)
+    fast, slow = (
+        curve([
+            replace(trial, case=replace(loading, step_s=step_s).case(dataset, trial.case.loader, BATCH))
+            for trial in trials
+        ])
+        for step_s in (0.5 * batch_s, 2 * batch_s)
     )  # fmt: skip
-    sweep = loaders.run(plan, print)
-    (found,) = analysis.curves(sweep.readings)
-    (fast,) = analysis.curves(sweep.readings, 0.5 * BATCH / rate)
-    (slow,) = analysis.curves(sweep.readings, 2 * BATCH / rate)
-    assert slow.enough is not None
     return {
-        "planted": least(most - 0.3), "found": found.knee.workers, "possible": found.knee.possible,
-        "shape": found.shape.value, "fast_step": bounds(fast), "slow_step": bounds(slow), "enough": slow.enough.workers,
-        "planted_enough": least((most - 0.3) / 2), "noisy": sweep.noisy,
-        "batch_s": [[one.setting.workers, one.round, one.batch_s] for one in sweep.readings],
+        "planted": least(most - 0.3), "found": found.knee, "possible": found.possible,
+        "shape": found.shape.value, "fast_step": bounds(fast), "slow_step": bounds(slow), "enough": slow.advised,
+        "planted_enough": least((most - 0.3) / 2), "noisy": noisy,
+        "batch_s": [[one.case.loader, one.round, sum(one.timed) / len(one.timed)] for one in trials if one.timed],
     }  # fmt: skip
+
+
+def curve(trials: Sequence[Trial]) -> LoaderCurve:
+    """Return the curve of a run."""
+    found = loaders.curve(summary.rows(trials))
+    assert found is not None
+    return found
 
 
 def least(workers: float) -> int:
@@ -65,19 +120,15 @@ def least(workers: float) -> int:
 
 def stepped(label: str) -> dict[str, Any]:
     """Sweep a dataset against the step of a model; return the verdicts."""
-    cost, model = COSTS[label]
-    step = Case(model=model, strategy=registry.of_role(Role.BASELINE), batch_size=16)
-    plan = loaders.LoaderPlan(
-        dataset=cost, batch_size=16, settings=loaders.settings((0, 1, 2), [False], [2], [False]), step=step
-    )
-    sweep = loaders.run(plan, print)
-    (found,) = analysis.curves(sweep.readings, sweep.step)
-    return {"expected": label, "bounds": bounds(found), "noisy": sweep.noisy}
+    step = Case(model=MODELS[label], strategy=registry.of_role(Role.BASELINE), batch_size=16)
+    dataset = f"{__file__}:{label.replace('-', '_')}"
+    trials, noisy = measured([*(Loading().case(dataset, workers, 16) for workers in (0, 1, 2)), step])
+    return {"expected": label, "bounds": bounds(curve(trials)), "noisy": noisy}
 
 
-def bounds(curve: Curve) -> dict[str, str]:
+def bounds(found: LoaderCurve) -> dict[str, str]:
     """Return the slower one at each number of workers."""
-    return {str(point.setting.workers): point.bound.value for point in curve.points}
+    return {str(point.workers): point.bound.value for point in found.points}
 
 
 def main() -> None:
@@ -86,7 +137,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     given = parser.parse_args()
     done = {line["run"] for line in _lines(given.output)}
-    for run in [*range(given.runs), *COSTS]:
+    for run in [*range(given.runs), *MODELS]:
         if run not in done:
             began = time.perf_counter()
             found = {"run": run} | (planted(run) if isinstance(run, int) else stepped(run))
@@ -106,7 +157,7 @@ def tally(lines: list[dict[str, Any]]) -> str:
     exact = sum(line["found"] == line["planted"] for line in runs)
     held = sum(line["planted"] in line["possible"] for line in runs)
     fast = sum({*line["fast_step"].values()} == {Bound.LOADER.value} for line in runs)
-    slow = sum(line["slow_step"][str(line["planted"])] == Bound.STEP.value for line in runs)
+    slow = sum(line["slow_step"].get(str(line["planted"])) == Bound.STEP.value for line in runs)
     enough = sum(line["enough"] is not None and abs(line["enough"] - line["planted_enough"]) <= 1 for line in runs)
     text = [
         f"knee within one worker: {near} of {len(runs)}; exact: {exact}; in the interval: {held}",

@@ -4,7 +4,7 @@
     python benchmarks/scripts/tutorial.py --check    # exit with status 1 if the table of a prediction differs
 
 A table follows the marker `<!-- result -->`, which follows the command. With `<!-- result memory -->`, it is the
-second table that the command prints. After `<!-- measured -->`, it is a measurement, followed by the verdict.
+second table that the command prints. After `<!-- measured run -->`, it is a measurement, followed by the verdict.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ RESULT = re.compile(
     r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- result(?: memory)? -->)\n(?P<table>(?:\|[^\n]*\n)*)"
 )
 MEASURED = re.compile(
-    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured(?: run)? -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
+    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured run -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
 )
 COLUMNS = {
-    "<!-- measured -->": ("setting", "examples/s", "of best", "first batch, ms", "bound"),
     "<!-- measured run -->": ("strategy", "devices", "ms/step", "95 % interval", "speed-up"),
     "<!-- result -->": ("strategy", "devices", "ms/step", "80 % interval", "speed-up", "phases, ms"),
     "<!-- result memory -->": ("strategy", "devices", "GPU 0 allocated", "other GPUs", "GPU 0 reserved"),

@@ -229,13 +229,16 @@ def ratio_of(one: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estima
 def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those without unusual settings first.
 
-    Strong scaling and weak scaling are separate questions, also if they have the same baseline. The questions leave out
-    observed loops, cases that share the machine with another model, and emulated devices for models that were also
-    measured on other devices. If a model has cases on several devices, its batch sizes that ran on one device only
-    are left out.
+    Strong scaling and weak scaling are separate questions, also if they have the same baseline. The
+    questions leave out observed loops, DataLoaders, cases that share the machine with another model,
+    and emulated devices for models that were also measured on other devices. If a model has cases on
+    several devices, its batch sizes that ran on one device only are left out.
     """
     asks = (
-        row for row in rows if row.case.options != plan.LIMIT and not (row.case.neighbour or row.case.traits.observed)
+        row
+        for row in rows
+        if row.case.options != plan.LIMIT
+        and not (row.case.neighbour or row.case.traits.observed or row.case.traits.loads)
     )
     table = {(row.case, row.source): row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}

@@ -13,7 +13,6 @@ from typing import Any, Self
 from dpbench.analysis import (
     answer,
     caveats,
-    diagnosis,
     findings,
     forecasts,
     history,
@@ -21,13 +20,14 @@ from dpbench.analysis import (
     imbalance,
     ladder,
     lanes,
+    loaders,
+    notes,
     summary,
     transfers,
     verdict,
 )
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
-from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
 from dpbench.records.observed import Alternatives
@@ -38,9 +38,8 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `self_check` has one line of text for each result of the run's self-check, and one for each model on which the
-    operators of the engine and of torch.nn.DataParallel were counted. `notes` are sentences on ladders, habits, hosts,
-    the engine's cost and noise. `past` are the runs of the store that have cases of this run; see `Store.past`.
+    `notes` are sentences on ladders, habits, hosts, DataLoaders and noise. `past` are the runs of the store that have
+    cases of this run; see `Store.past`.
     """
 
     run_id: str
@@ -51,13 +50,12 @@ class Report:
     rows: Sequence[summary.Row]
     ladders: Sequence[ladder.Ladder]
     notes: Sequence[str]
-    tiles: Sequence[diagnosis.Tile]
     warnings: Sequence[caveats.Caveat]
     diagnoses: Sequence[findings.Diagnosis]
     answers: Sequence[answer.Answer] = ()
-    engine_costs: Sequence[diagnosis.EngineCost] = ()
-    self_check: Sequence[str] = ()
     past: Sequence[PastRun] = ()
+    loading: loaders.LoaderCurve | None = None
+    """The results of `dpbench loaders`; None in another run."""
 
     @classmethod
     def of(
@@ -68,7 +66,6 @@ class Report:
         started_s: float,
         provenance: Mapping[str, Any],
         status: str = caveats.FINISHED,
-        self_check: Sequence[str] = (),
         past: Sequence[PastRun] = (),
         alternatives: Alternatives = MappingProxyType({}),
         unreadable: Sequence[UnreadableRow] = (),
@@ -80,18 +77,19 @@ class Report:
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders = ladder.ladders(rows)
-        costs = diagnosis.engine_costs(rows, trials)
+        loading = loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
             run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
             notes=tuple(filter(None, (
-                diagnosis.climbs(ladders), *hosts.sentences(trials), diagnosis.engine_cost(costs),
-                *diagnosis.habits(rows, trials), _noisy(provenance),
+                notes.climbs(ladders), *hosts.sentences(trials), *notes.habits(rows, trials),
+                *(loaders.said(loading) if loading else ()), notes.noisy(provenance),
             ))),
-            answers=(*verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine)),
-            engine_costs=costs, tiles=diagnosis.tiles(rows, ladders),
+            answers=() if loading else (
+                *verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine),
+            ),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
-            diagnoses=diagnoses, self_check=(*self_check, *diagnosis.call_counts(costs)), past=past,
+            diagnoses=diagnoses, past=past, loading=loading,
         )  # fmt: skip
 
     @property
@@ -139,8 +137,3 @@ class Report:
     def counted(self) -> Sequence[transfers.Counted]:
         """Return the bytes per step that the counters of the devices' links recorded, for each case."""
         return transfers.counted(self.trials)
-
-
-def _noisy(provenance: Mapping[str, Any]) -> str:
-    reasons = provenance.get("noisy")
-    return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

@@ -25,7 +25,6 @@ from dpbench.records import (
     Verified,
     plan,
 )
-from dpbench.records.case import MOVING
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.work import DRAWS
@@ -100,12 +99,6 @@ class Row:
         return self.step.doubt if self.step else None
 
     @property
-    def moving_share(self) -> float:
-        """Return the fraction of the step in phases that move data: scatter, replicate, gather, reduce."""
-        total = sum(self.phases.values())
-        return sum(self.phases.get(phase.value, 0.0) for phase in MOVING) / total if total else 0.0
-
-    @property
     def unattributed_share(self) -> float:
         """Return the fraction of the step that no phase covers."""
         total = sum(self.phases.values())
@@ -141,7 +134,7 @@ def order(case: Case) -> tuple[object, ...]:
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
     return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
-            case.devices, case.batch_size)  # fmt: skip
+            case.devices, case.batch_size, case.loader)  # fmt: skip
 
 
 def measured(trials: Iterable[Trial]) -> stats.Timed:
@@ -198,7 +191,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     return replace(
         row,
         series=series,
-        verified=max((trial.verified for trial in good), key=list(Verified).index),
+        verified=None if case.traits.loads else max((trial.verified for trial in good), key=list(Verified).index),
         step=step,
         mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},

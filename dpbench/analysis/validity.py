@@ -284,9 +284,9 @@ def _outlasting(trial: Trial, cores: int) -> Deviation | None:
 def _verification(trial: Trial, cores: int) -> Deviation | None:
     """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse.
 
-    Return None for an observed loop, in which dpbench computes nothing that could be wrong.
+    Return None for an observed loop or a DataLoader, in which dpbench computes nothing that could be wrong.
     """
-    if trial.case.traits.observed:
+    if trial.case.traits.observed or trial.case.traits.loads:
         return None
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 

@@ -55,7 +55,6 @@ def run(
     retry: Names = (),
     profile: bool = False,
     device_memory: int = 0,
-    self_check: bool = False,
     name: str = "",
     tag: Names = (),
     store: str | Path = STORE,

@@ -28,12 +28,10 @@ def report_of(
     runs.
     """
     from dpbench.analysis.report import Report
-    from dpbench.measure import checks
 
     rows = [*unreadable]
     return Report.of(
         trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
-        self_check=checks.words(chosen.provenance),
         past=_past(store, chosen.id, trials, listing(rows)) if store else (),
         alternatives=_alternatives(chosen, trials), unreadable=rows,
     )  # fmt: skip

@@ -14,22 +14,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpbench.cli.options import (
+    EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
     EXITS,
     NUMBERS,
-    SWITCHES,
-    Bytes,
+    PAGE,
     Documented,
     json_option,
     patience_option,
+    store_option,
 )
 
 if TYPE_CHECKING:
-    from dpbench.measure.loaders import LoaderPlan, Sweep
     from dpbench.records import Case
 
-LOADERS_REPORT = Path("reports/loaders/index.html")
 MOST_WORKERS = 1024
 
 
@@ -104,13 +103,15 @@ def init(file: Path) -> None:
         0: "all measurements succeeded",
         EXIT_FAILED: "a measurement failed, or a file cannot be read or written",
         EXIT_USAGE: "wrong usage",
-        130: "interrupted",
+        130: "interrupted; the same command resumes the run",
+        EXIT_CLOSED: "the reader of the output closed it",
     },
 )
 @click.option(
     "--dataset",
+    required=True,
     help="Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable without arguments that "
-    "returns one.  [default: a synthetic dataset]",
+    "returns one.",
 )
 @click.option(
     "--workers",
@@ -120,125 +121,92 @@ def init(file: Path) -> None:
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
     "--examples",
-    type=click.IntRange(1),
-    help="Minimum number of examples per measurement.  [default: as many as load in about a second]",
+    type=click.IntRange(1, 10**7),
+    default=1024,
+    show_default=True,
+    help="Minimum number of timed examples per measurement; they are drawn at random.",
 )
-@click.option("--pin-memory", type=SWITCHES, default="off", show_default=True)
-@click.option("--prefetch-factor", type=NUMBERS, default="2", show_default=True)
-@click.option("--persistent-workers", type=SWITCHES, default="off", show_default=True)
+@click.option("--pin-memory", is_flag=True, help="Copy each batch into pinned memory.")
+@click.option("--prefetch-factor", type=click.IntRange(1, 1000), default=2, show_default=True)
+@click.option("--persistent-workers", is_flag=True, help="Keep the workers between epochs.")
 @click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Fresh processes per setting.")
-@click.option("--limit", type=click.FloatRange(0.1), default=60.0, show_default=True, help="Maximum seconds per batch.")
-@click.option("--model", default="", help="Compare the loading rate with a step of this model on data in memory: a "
-              "reference model, or your own, package.module:name.")  # fmt: skip
+@click.option("--limit", type=click.FloatRange(1.0), default=120.0, show_default=True, help="Seconds per measurement.")
+@click.option(
+    "--model",
+    default="",
+    help="Compare the loading rate with a step of this model on data in memory: a reference model, or your own, "
+    "package.module:name.",
+)
 @click.option(
     "--step-ms", type=click.FloatRange(0, min_open=True), help="Compare the loading rate with a step of this length."
 )
-@click.option(
-    "--cpu-ms", type=click.FloatRange(0), help="Synthetic dataset: CPU milliseconds per example.  [default: 1]"
-)
-@click.option(
-    "--wait-ms", type=click.FloatRange(0), help="Synthetic dataset: milliseconds of waiting per example.  [default: 4]"
-)
-@click.option("--example-bytes", type=Bytes(), help="Synthetic dataset: bytes per example.  [default: 150528]")
-@click.option("--examples-per-s", type=click.FloatRange(0, min_open=True), help="Synthetic dataset: largest "
-              "total rate of all workers, like the rate of a disk.  [default: none]")  # fmt: skip
-@click.option("--json", "as_json", is_flag=True, help="Print all measurements as JSON instead of the table.")
-@click.option(
-    "--report", type=click.Path(path_type=Path), default=LOADERS_REPORT, show_default=True,
-    help="The page to write; the measurements go into a JSON file in the same folder.",
-)  # fmt: skip
+@click.option("--report", type=click.Path(path_type=Path), help=PAGE)
+@json_option
 @patience_option
-def loaders(report: Path, as_json: bool, patience: float | None, **options: Any) -> None:
+@store_option
+def loaders(
+    dataset: str,
+    store: Path,
+    report: Path | None,
+    rounds: int,
+    limit: float,
+    as_json: bool,
+    patience: float | None,
+    **options: Any,
+) -> None:
     """Measure a DataLoader's rate with several numbers of workers, and compare it with the rate of a training step.
 
     The recommended number of workers, the knee, is the least whose rate is within 5 % of the best.
     """
-    from dpbench.measure import loaders as measuring
-
-    plan = _loaders_plan(options)
-    try:
-        sweep = measuring.run(plan, lambda line: click.echo(line, err=True), patience_s=patience)
-    except measuring.Failed as failed:
-        click.echo(f"error: {failed}", err=True)
-        sys.exit(EXIT_FAILED)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    _show_loaders(sweep, report, as_json)
-    sys.exit(EXIT_FAILED if sweep.failed else 0)
-
-
-def _loaders_plan(options: dict[str, Any]) -> LoaderPlan:
-    """Return the measurements that the options select. Raises UsageError if the options contradict each other."""
-    from dpbench.hardware.provenance import usable_cores
-    from dpbench.measure import loaders as measuring
-    from dpbench.measure.request import Synthetic
+    from dpbench.api.progress import Detail
+    from dpbench.cli.running import Output, measure_and_show
+    from dpbench.measure import run as runner
     from dpbench.records import registry
+    from dpbench.store import Naming
 
-    if options["model"] and options["step_ms"]:
-        raise click.UsageError("--model and --step-ms both give the step to compare with: leave out one of them")
-    costs = ("cpu_ms", "wait_ms", "example_bytes", "examples_per_s")
-    given = [f"--{name.replace('_', '-')}" for name in costs if options[name] is not None]
-    if options["dataset"] is not None:
-        if given:
-            said = ", ".join(given)
-            raise click.UsageError(f"{said}: for the synthetic dataset only; leave out --dataset, or {said}")
-        registry.check_module(options["dataset"], "--dataset")
-    cpu_ms, wait_ms, example_bytes, rate = (options[name] for name in costs)
-    synthetic = Synthetic(
-        cpu_s=(1.0 if cpu_ms is None else cpu_ms) / 1e3, wait_s=(4.0 if wait_ms is None else wait_ms) / 1e3,
-        example_bytes=150_528 if example_bytes is None else example_bytes, examples_per_s=rate or 0.0,
-    )  # fmt: skip
-    workers = options["workers"] or measuring.default_workers(usable_cores())
-    if min(workers) < 0 or max(workers) > MOST_WORKERS:
-        raise click.UsageError(f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, workers))}")
-    if min(options["prefetch_factor"]) < 1:
-        raise click.UsageError(f"--prefetch-factor must be at least 1, got {min(options['prefetch_factor'])}")
-    return measuring.LoaderPlan(
-        dataset=options["dataset"] or synthetic, batch_size=options["batch_size"], examples=options["examples"],
-        settings=measuring.settings(
-            workers, options["pin_memory"], options["prefetch_factor"], options["persistent_workers"]
+    registry.check_module(dataset, "--dataset")
+    cases = _loader_cases(dataset, **options)
+    output = Output(store=store, report=report, as_json=as_json, dry_run=False, detail=Detail.USUAL, command="")
+    measure_and_show(
+        output,
+        Naming(),
+        lambda opened, listen: runner.run(
+            cases, opened, rounds=rounds, limit_s=limit, patience_s=patience, listen=listen
         ),
-        rounds=options["rounds"], limit_s=options["limit"], step=_step_of(options),
-    )  # fmt: skip
+    )
 
 
-def _step_of(options: dict[str, Any]) -> Case | float | None:
-    """Return the step to compare with: a case on one device for --model, seconds for --step-ms, None without both."""
+def _loader_cases(
+    dataset: str, *, workers: tuple[int, ...] | None, batch_size: int, model: str, step_ms: float | None, **loading: Any
+) -> list[Case]:
+    """Return the cases of the DataLoader, and that of the step to compare with, if a model is given."""
+    from dpbench.hardware.provenance import usable_cores
+    from dpbench.records.loading import Loading, workers_default
+
+    if model and step_ms:
+        raise click.UsageError("--model and --step-ms both give the step to compare with: leave out one of them")
+    counts = workers or workers_default(usable_cores())
+    if min(counts) < 0 or max(counts) > MOST_WORKERS:
+        raise click.UsageError(f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, counts))}")
+    asked = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
+    cases = [asked.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
+    return [*cases, *([_step_of(model, batch_size)] if model else [])]
+
+
+def _step_of(model: str, batch_size: int) -> Case:
+    """Return the case of a step on one device; the user's model is only looked for, and not imported."""
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda
     from dpbench.records import Case, registry
     from dpbench.records.registry import Role
 
-    if not options["model"]:
-        return options["step_ms"] / 1e3 if options["step_ms"] else None
-    if ":" in options["model"]:
-        registry.check_module(options["model"])
+    if ":" in model:
+        registry.check_module(model)
     else:
-        registry.check("models", options["model"])
+        registry.check("models", model)
     return Case(
-        model=options["model"], strategy=registry.of_role(Role.BASELINE), batch_size=options["batch_size"],
+        model=model,
+        strategy=registry.of_role(Role.BASELINE),
+        batch_size=batch_size,
         device_kind="cuda" if cuda_device_count() and torch_has_cuda() else "cpu",
-    )  # fmt: skip
-
-
-def _show_loaders(sweep: Sweep, report: Path, as_json: bool) -> None:
-    """Print the table and the verdict of a sweep, and write its page and its JSON file."""
-    from dpbench.analysis import loaders as analysis
-    from dpbench.records.words import aligned
-    from dpbench.report import loaders as page
-
-    found, step = analysis.curves(sweep.readings, sweep.step), analysis.step_time(sweep.step)
-    verdict = analysis.said(found, step)
-    measurements, plain = report.with_suffix(".json"), sweep.to_json()
-    for warning in sweep.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    if as_json:
-        click.echo(plain)
-    else:
-        click.echo("\n".join(aligned([page.COLUMNS, *page.lines(found)], left=(0, 7, 8))))
-        click.echo("\n" + "\n".join(verdict))
-    # files that cannot be written must not hide the results
-    report.parent.mkdir(parents=True, exist_ok=True)
-    measurements.write_text(plain, encoding="utf-8")
-    report.write_text(page.render(found, step, [*verdict, *sweep.warnings], sweep.facts), encoding="utf-8")
-    click.echo(f"report: {report}   measurements: {measurements}", err=True)
+    )

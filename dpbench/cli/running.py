@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -49,16 +49,17 @@ from dpbench.cli.showing import (
 if TYPE_CHECKING:
     from dpbench.api.progress import Detail
     from dpbench.measure.cluster import Cluster
+    from dpbench.measure.run import Listener, Outcome
     from dpbench.records import Case, Trial
     from dpbench.records.options import Options
-    from dpbench.store import Naming
+    from dpbench.store import Naming, Store
 
 
 RESUMES = "the finished trials are stored; to resume the run, give the same command again"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Output:
+class Output:
     """The options for the output of a run: its files, JSON or a table, and whether to print only the plan."""
 
     store: Path
@@ -226,12 +227,6 @@ class _Output:
 @click.option("--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB.")
 @click.option("--report", type=click.Path(path_type=Path), help=PAGE)
 @click.option(
-    "--self-check",
-    is_flag=True,
-    help="Also measure the cost of timing the phases and of the sampler process, and compare the engine with "
-    "torch.nn.DataParallel; takes about a minute longer.",
-)
-@click.option(
     "--dry-run",
     is_flag=True,
     help="Print the cases, the rounds and the expected time; measure and store nothing.",
@@ -266,7 +261,7 @@ def run(
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
     given = has_defaults(click.get_current_context())
-    output = _Output(
+    output = Output(
         store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
         command=asked.command("--store", str(store), config=False) if given else "",
     )  # fmt: skip
@@ -282,11 +277,9 @@ def run(
         group.serve()
 
 
-def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoReturn:
+def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoReturn:
     """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
-    from dpbench.api.progress import Progress
     from dpbench.measure import selection
-    from dpbench.store import FINISHED, Store
 
     naming = selection.naming(asked, output.command)
     if asked.find_max_batch:
@@ -299,13 +292,29 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     if output.dry_run:
         print_plan(selection.forecast(output.store, asked, cases, naming, cluster, budget_s), as_json=output.as_json)
         sys.exit(0)
+    planned = selection.forecast(output.store, asked, cases, naming, cluster, budget_s)
+    measure_and_show(
+        output,
+        naming,
+        lambda store, listen: selection.measure(asked, cases, store, budget_s=budget_s, cluster=cluster, listen=listen),
+        plan=expectation(planned),
+    )
+
+
+def measure_and_show(
+    output: Output, naming: Naming, measure: Callable[[Store, Listener], Outcome], *, plan: str = ""
+) -> NoReturn:
+    """Call `measure` with the store of the output and a listener, print the results of the run, write its page; exit.
+
+    `plan` is a text to print at the start.
+    """
+    from dpbench.api.progress import Progress
+    from dpbench.store import FINISHED, Store
+
     with Store.create(output.store, naming) as opened:
         try:
-            planned = selection.forecast(output.store, asked, cases, naming, cluster, budget_s)
-            with Progress(output.detail, plan=expectation(planned)) as progress:
-                outcome = selection.measure(
-                    asked, cases, opened, budget_s=budget_s, cluster=cluster, listen=progress.listen
-                )
+            with Progress(output.detail, plan=plan) as progress:
+                outcome = measure(opened, progress.listen)
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             sys.exit(130)
@@ -333,7 +342,7 @@ def _measure(output: _Output, cluster: Cluster | None, asked: Options) -> NoRetu
     sys.exit(EXIT_FAILED if lost or not written or not any(row.step for row in shown.rows) else 0)
 
 
-def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, output: _Output) -> int:
+def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, output: Output) -> int:
     """Search for the largest batch of each case that fits in memory, and return the exit code.
 
     Each attempt is printed to stderr, and the results are printed to stdout.

@@ -1,7 +1,7 @@
 """Shapes: the JSON that commands print with --json: one record per command, whose fields are the keys of the JSON.
 
-The module `comparing` has the records of comparisons, `observing` the records of imports, `predicted` the records of
-predictions, and `measure.loaders` the records of loaders. All others are here.
+The module `comparing` has the records of comparisons, `observing` the records of imports, and
+`predicted` the records of predictions. All others are here.
 
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or infinite is null. Keys
 are never removed or changed in meaning without a higher `schema`; new keys may appear.
@@ -21,6 +21,7 @@ from dpbench.records import Case
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.findings import Diagnosis, Finding
+    from dpbench.analysis.loaders import LoaderCurve
     from dpbench.analysis.report import Report
     from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
@@ -223,15 +224,41 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
+class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdicts of `dpbench loaders` on the number of workers of a DataLoader.
+
+    `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the best rate, null if
+    it is unknown, and `possible` has every number that it may be. `bounds` is the slower one of the DataLoader and the
+    step, by the number of workers; it is empty without a step. `advised` is the number to use, null if it is unknown.
+    """
+
+    shape: str
+    knee: int | None
+    possible: Sequence[int]
+    bounds: Mapping[int, str]
+    advised: int | None
+
+    @classmethod
+    def of(cls, curve: LoaderCurve) -> LoaderFacts:
+        """Return the verdicts on a curve as a record."""
+        bounds = {point.workers: point.bound.value for point in curve.points if point.demand}
+        return cls(
+            shape=curve.shape.value, knee=curve.knee, possible=curve.possible, bounds=bounds, advised=curve.advised
+        )
+
+
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench run` and of `dpbench report`: the answers of a run, and the results of its cases."""
+    """The JSON of `dpbench run`, `dpbench report` and `dpbench loaders`: the answers, and the results of the cases.
+
+    `loading` is null except for `dpbench loaders`.
+    """
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
     notes: Sequence[str]
     warnings: Sequence[str]
-    self_check: Sequence[str]
     cases: Sequence[CaseResult]
+    loading: LoaderFacts | None = None
     schema: int = SCHEMA
 
     @classmethod
@@ -240,8 +267,9 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         return cls(
             run=RunFacts.of(run, cases), answers=[AnswerFacts.of(one) for one in report.answers],
-            notes=report.notes, warnings=[*map(str, report.warnings)], self_check=report.self_check,
+            notes=report.notes, warnings=[*map(str, report.warnings)],
             cases=[CaseResult.of(row) for row in report.rows],
+            loading=LoaderFacts.of(report.loading) if report.loading else None,
         )  # fmt: skip
 
 

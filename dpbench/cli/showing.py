@@ -84,11 +84,9 @@ def print_warnings(report: Report) -> None:
 
 
 def print_notes(report: Report) -> None:
-    """Print a report's notes and self-check to stdout."""
+    """Print a report's notes to stdout."""
     for note in report.notes:
         click.echo(f"\n{note}")
-    for line in report.self_check:
-        click.echo(f"self-check: {line}")
 
 
 def print_plan(planned: RunForecast, *, as_json: bool) -> None:

@@ -123,6 +123,8 @@ def tolerated(case: Case, cores: int) -> float:
     if case.device_kind != "cpu" or case.traits.observed:
         return LIMIT * cores
     used = cores if case.traits.all_cores else case.devices / case.hosts
+    if case.traits.loads:
+        used = max(1, case.loader)
     return min(LIMIT * cores, max(0.0, cores - used) + SPARE_CORES)
 
 

@@ -6,9 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from dpbench.analysis.loaders import Setting
 from dpbench.records import Case, Effort
 
 UNWRITTEN = 74
@@ -21,33 +20,6 @@ class WorkKind(StrEnum):
     MEASURE = "measure"
     CHECK_MODEL = "check the model"
     """Check that the case's model can be built and take one step; the step is not timed."""
-    SELF_CHECK = "self-check"
-    """Measure by how much a component of measuring slows down the case's step."""
-    LOAD = "load"
-    """Time the batches of a DataLoader; there are no cases."""
-
-
-class Arm(StrEnum):
-    """The component of measuring whose cost a self-check measures: recorded marks, or the sampler process."""
-
-    MARKS = "marks"
-    SAMPLER = "sampler"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelfCheck:
-    """The settings of a self-check of the component `arm`.
-
-    `block_s` is the duration in seconds of one part of the measurement. For marks, a part is a block of steps, with or
-    without marks. For the sampler, it is a series of steps during which the sampler reads several times. `step_s`
-    applies only to marks: the clock reads CPU time as rarely as it would if each step took `step_s` seconds.
-    `sampler_pid` is the process id of the sampler; 0 for marks.
-    """
-
-    arm: Arm
-    block_s: float
-    step_s: float
-    sampler_pid: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,48 +39,10 @@ class RemoteRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Synthetic:
-    """The cost of one example of the synthetic dataset.
-
-    An example takes `wait_s` seconds of waiting, as for a disk, then `cpu_s` seconds of one core, and has
-    `example_bytes` bytes. All workers together get at most `examples_per_s` examples per second; 0 sets no limit.
-    """
-
-    cpu_s: float = 0.0
-    wait_s: float = 0.0
-    example_bytes: int = 1
-    examples_per_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """One measurement of a DataLoader.
-
-    `dataset` is `file.py:name` or `package.module:name`, or the costs of the synthetic dataset. `setting` has the
-    arguments of the DataLoader. `examples` is the least number of examples to load after the workers' queues have
-    filled. If `examples` is 0, the measurement is a short trial, which takes about half a second and loads at least one
-    batch.
-    """
-
-    dataset: str | Synthetic
-    setting: Setting
-    batch_size: int
-    examples: int
-    round: int = 0
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Return the measurement that `asdict` converted to `data`."""
-        dataset = data["dataset"] if isinstance(data["dataset"], str) else Synthetic(**data["dataset"])
-        return cls(**{**data, "dataset": dataset, "setting": Setting(**data["setting"])})
-
-
-@dataclass(frozen=True, kw_only=True)
 class Request:
     """The work for one worker process, which is one rank of a trial if the request has a `seat`.
 
-    The worker writes its trials, log and stacks to `folder`; the server fills in this field. `self_check` has the
-    settings of a self-check, and `loading` describes the measurement of a DataLoader; both are None for other jobs.
+    The worker writes its trials, log and stacks to `folder`; the server fills in this field.
     `requested_s` is the time of the request in seconds on the clock of `time.perf_counter`.
     """
 
@@ -117,9 +51,7 @@ class Request:
     round: int
     folder: Path = Path()
     job: WorkKind = WorkKind.MEASURE
-    self_check: SelfCheck | None = None
     seat: RemoteRank | None = None
-    loading: Loading | None = None
     requested_s: float = 0.0
 
     def to_json(self) -> str:
@@ -130,12 +62,10 @@ class Request:
     def from_json(cls, line: str) -> Self:
         """Return the request that is encoded in a line of JSON from `to_json`."""
         data = json.loads(line)
-        checked, seat = data["self_check"], data["seat"]
+        seat = data["seat"]
         return cls(
             cases=tuple(Case.from_dict(case) for case in data["cases"]), effort=Effort(**data["effort"]),
             folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"],
             job=WorkKind(data["job"]),
-            self_check=SelfCheck(**{**checked, "arm": Arm(checked["arm"])}) if checked else None,
             seat=RemoteRank(**seat) if seat else None,
-            loading=Loading.from_dict(data["loading"]) if data["loading"] else None,
         )  # fmt: skip

@@ -185,6 +185,11 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
     return given
 
 
+def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
+    """Return the cases in groups; one worker measures a group, with alternating blocks of steps."""
+    return plan.side_by_side(cases) if paired else [(case,) for case in cases]
+
+
 def ordinals(cases: Sequence[Case]) -> list[int]:
     """Return the sorted ordinals of all GPUs that the cases use; an empty list if they use no GPU."""
     used: set[int] = set()
@@ -305,7 +310,7 @@ class _Session:
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):
             measured = [case for case in cases if self._times[case, number]]
-            for group in plan.groups(measured, number, paired=paired):
+            for group in _groups(measured, paired=paired):
                 if slots & {(case, number) for case in group} and not self._spent():
                     self._total += len(group)
                     self._group(server, group, number, watched)
@@ -316,7 +321,7 @@ class _Session:
         """Measure each case once in round `number`, in a random order that depends only on the run and the round."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        for group in plan.groups(shuffled, number, paired=paired):
+        for group in _groups(shuffled, paired=paired):
             self._group(server, group, number, watched)
 
     def _group(self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile) -> None:

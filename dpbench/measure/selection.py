@@ -29,11 +29,6 @@ QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
 The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
 """
 AUTO_BUDGET_S = 300.0
-SELF_CHECK_SCALE = 1.0
-"""The duration of the self-check as a multiple of its default duration, which is about a minute."""
-SELF_CHECK = (
-    "self-check: measuring the overhead of timing phases (marks) and of the sampler process; this takes about a minute"
-)
 ASSUMED_S = OVERHEAD_S + Effort().budget_s
 """The assumed seconds of a trial of a case without earlier trials: the overhead plus the default budget for steps."""
 LEFT_OUT = "the check of each model, the start of the workers' server in each round, and the wait for idle cores"
@@ -76,13 +71,11 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     elif options.ladder:
         swept["devices"] = options.devices or (max(2, *devices),)
         cases = plan.ladder(**swept)
-        cases += plan.engine_cost(**swept) if kind == "cpu" else []
     else:
         schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
         usual = plan.default_strategies("launch" if cluster else kind)
         strategies = (*(options.strategies or usual), *options.strategy)
         cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
-        cases += plan.engine_cost(**swept) if options.quick and kind == "cpu" and not cluster else []
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
     optimizer, unverified = options.optimizer, options.unverified
@@ -98,7 +91,7 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
     statuses(options.retry)
     if options.profile and options.paired:
         raise ValueError("--profile needs one case per process: leave out --paired")
-    for name in ("ladder", "paired", "profile", "self_check", "find_max_batch", "together") if cluster else ():
+    for name in ("ladder", "paired", "profile", "find_max_batch", "together") if cluster else ():
         if getattr(options, name):
             option = name.replace("_", "-")
             raise ValueError(f"--{option} does not work in a launch by torchrun or srun: leave out --{option}")
@@ -160,26 +153,17 @@ def measure(
 ) -> Outcome:  # fmt: skip
     """Measure the cases in processes of this machine, or by the ranks of `cluster`; return the result.
 
-    `cases` and `budget_s` are the results of `cases_of`. With the option `self_check`, the overhead of measuring is
-    measured after the cases.
+    `cases` and `budget_s` are the results of `cases_of`.
     """
-    from dpbench.measure import checks
     from dpbench.measure import run as runner
     from dpbench.measure.stopping import UntilPrecise
 
-    outcome = runner.run(
+    return runner.run(
         cases, store, rounds=options.rounds if isinstance(options.rounds, int) else UntilPrecise(options.within),
         paired=options.paired, budget_s=budget_s, limit_s=options.limit, retry=options.retry,
         patience_s=options.patience, listen=listen, cluster=cluster,
         traces=store.traces if options.profile else None,
     )  # fmt: skip
-    if options.self_check:
-        listen(runner.Note(SELF_CHECK))
-        widest = max(cases, key=lambda case: case.devices)
-        devices = widest.devices if widest.placement == "spread" else 1
-        found = checks.measure(widest.device_kind, devices, runner.ordinals(cases), scale=SELF_CHECK_SCALE)
-        store.annotate(outcome.run_id, "self_check", found)
-    return outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
-from dpbench.analysis.loaders import LoaderReading
 from dpbench.hardware import processes, signals
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
-from dpbench.measure.request import UNWRITTEN, Request, SelfCheck, WorkKind
+from dpbench.measure.request import UNWRITTEN, Request, WorkKind
 from dpbench.measure.scratch import explained
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.trial import Failure
@@ -31,11 +30,7 @@ from dpbench.records.visible import visible
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[], int]
-"""A function that returns the number of results that a worker has produced so far."""
 START_LIMIT_S = 120.0
-LOOK_S = 0.5
-"""The seconds between two checks of a worker's progress."""
 STACKS_S = 0.5
 """The seconds that a hung worker gets to write its Python stacks."""
 TAIL = 4000
@@ -60,10 +55,7 @@ class TrialRunner(Protocol):
         """Run cases in round `number`, with `limit_s` seconds for each; return one trial per case, even if it fails."""
 
 
-Result = TypeVar("Result", Trial, LoaderReading)
-
-
-def again_if_killed(attempt: Callable[[], Sequence[Result]]) -> Sequence[Result]:
+def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:
     """Return the results of `attempt()`; if a signal from outside ended it, log a warning and attempt it once more.
 
     The status of results that such a signal ended is `killed`.
@@ -107,13 +99,6 @@ class Server:
         """
         return self._ask([case], Effort(), 0, limit_s, job=WorkKind.CHECK_MODEL)[0]
 
-    def self_check(self, case: Case, effort: Effort, settings: SelfCheck, limit_s: float) -> Trial:
-        """Measure in a fresh worker by how much a component of measuring slows down the step of a case.
-
-        Return a trial without steps, whose provenance has the measured facts.
-        """
-        return self._ask([case], effort, 0, limit_s, job=WorkKind.SELF_CHECK, self_check=settings)[0]
-
     def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
         """Run blocks of all cases in turn in one fresh worker; return one trial per case, even if the worker fails.
 
@@ -123,17 +108,15 @@ class Server:
         return self._ask(cases, effort, number, limit_s * len(cases))
 
     def _ask(
-        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: WorkKind = WorkKind.MEASURE,
-        self_check: SelfCheck | None = None,
-    ) -> list[Trial]:  # fmt: skip
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: WorkKind = WorkKind.MEASURE
+    ) -> list[Trial]:
         """Run a job in a fresh worker and return one trial per case, even if the worker fails.
 
-        If a signal from outside ends the worker or the server, the job is tried once more. `number` is the round,
-        `limit_s` is the time limit of the whole job in seconds, and `self_check` has the settings of a self-check (None
-        for other jobs).
+        If a signal from outside ends the worker or the server, the job is tried once more. `number` is the round
+        and `limit_s` the time limit of the whole job in seconds.
         """
-        request = Request(cases=tuple(cases), effort=effort, round=number, job=job, self_check=self_check)
-        return [*again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))]
+        request = Request(cases=tuple(cases), effort=effort, round=number, job=job)
+        return again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))
 
     def answer(self, request: Request, limit_s: float) -> list[Trial] | Failure:
         """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
@@ -163,15 +146,15 @@ class Server:
         with suppress(_ServerDied):  # the next request tries again, and reports the reason
             self._started()
 
-    def attempt(self, request: Request, limit_s: float, progress: Progress | None = None) -> WorkerEnd:
+    def attempt(self, request: Request, limit_s: float) -> WorkerEnd:
         """Run a request in a fresh worker, and return how the worker ended.
 
-        `limit_s` limits the whole request or, with `progress`, each period in which `progress()` returns the same
-        number. If the server process has ended, the worker has ended too, and the next request starts a new server.
+        `limit_s` limits the whole request. If the server process has ended, the worker has ended too, and the next
+        request starts a new server.
         """
         killed_before = processes.killed_for_memory()
         try:
-            answer = self._attempt(request, limit_s, progress)
+            answer = self._attempt(request, limit_s)
         except _ServerDied as died:
             self.stop()
             return WorkerEnd(exit_status=died.exit_status, killed_before=killed_before, server=str(died))
@@ -183,7 +166,7 @@ class Server:
             peak_bytes=answer["peak_bytes"],
         )
 
-    def _attempt(self, request: Request, limit_s: float, progress: Progress | None) -> dict[str, Any] | None:
+    def _attempt(self, request: Request, limit_s: float) -> dict[str, Any] | None:
         """Run a request in a fresh worker; return the server's answer about its end, or None if it was too late."""
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
@@ -195,7 +178,7 @@ class Server:
             raise self._died() from error
         pid = int(self._soon()["pid"])
         try:
-            answer = self._answer(limit_s, progress)
+            answer = self._answer(limit_s)
             _kill_group(pid)  # also end processes that the model has started
             return answer
         except TimeoutError:
@@ -232,22 +215,19 @@ class Server:
         except TimeoutError as error:
             raise _ServerDied(f"the worker server did not answer within {START_LIMIT_S:.0f} s", None) from error
 
-    def _answer(self, limit_s: float, progress: Progress | None = None) -> dict[str, Any]:
+    def _answer(self, limit_s: float) -> dict[str, Any]:
         """Return the server's next answer, decoded from JSON.
 
-        Raises TimeoutError after `limit_s` seconds or, with `progress`, after `limit_s` seconds in which `progress()`
-        returns the same number. Raises _ServerDied if the server process has ended.
+        Raises TimeoutError after `limit_s` seconds, and _ServerDied if the server process has ended.
         """
         assert self._process is not None
         assert self._process.stdout is not None
-        descriptor, deadline, seen = self._process.stdout.fileno(), time.monotonic() + limit_s, 0
+        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            if not signals.wait(descriptor, min(left_s, LOOK_S) if progress else left_s):
-                if progress and (now := progress()) != seen:
-                    deadline, seen = time.monotonic() + limit_s, now
+            if not signals.wait(descriptor, left_s):
                 continue
             chunk = os.read(descriptor, 65536)
             if not chunk:

@@ -9,13 +9,10 @@ modules are never slower and torch.compile traces the original.
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -27,8 +24,7 @@ from torch.utils._pytree import tree_leaves
 from dpbench.engine import DataParallel
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker.facts import sizes
-from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder, Seen
-from dpbench.observe.script import calling_frame
+from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Raw, Recorder, Seen
 from dpbench.records import Phase
 from dpbench.strategies.ddp import ExposedReduction
 
@@ -41,8 +37,6 @@ COUNTED = 64
 OUTSIDE = ("", Phase.OPTIMIZER)
 """The innermost open span around an outermost call of a module: none, or an optimizer's step, through a closure."""
 _FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
-PLACES = 16
-"""The largest number of places in the script at which a block without gradients is examined."""
 SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
 
 
@@ -293,123 +287,31 @@ class _marked:  # noqa: N801
             self._module.__dict__.pop(name, None)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A `no_grad` block after a backward or an update: its context, its place in the script, its start.
+class WrittenGradients:
+    """Notes whether the script itself writes the gradients between backward and an optimizer's step.
 
-    `updates` is the number of updates before it. `versions` has the tensors with the shape of a weight, each with its
-    version, which torch increments at a write; None if the phase of the block is known.
-    """
-
-    context: Any
-    place: tuple[types.CodeType, int]
-    start: Any
-    updates: int
-    versions: Sequence[tuple[torch.Tensor, int]] | None
-
-
-class Averages:
-    """The `no_grad` blocks of the script that write weights, such as those of a moving average, or that clip gradients.
-
-    torch counts the writes to each tensor. When the script first enters the block at a place in its code, dpbench looks
-    up all tensors of the process that have the shape of a trained weight. If the block writes to at least two of them,
-    and to at least half as many as there are weights, every block at this place is recorded as `optimizer`; or as
-    `clip`, if all written tensors are gradients of the weights. A block that computes an accuracy, for example, writes
-    to fewer tensors. In a loop without an optimizer, any `no_grad` block may update the weights.
+    torch counts the writes to each tensor (`_version`).
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
-        self._recorder = recorder
-        self._outermost = outermost
-        self._places: dict[tuple[types.CodeType, int], Phase | None] = {}
-        self.block: _Block | None = None
-        recorder.computed = self.computed
-        self.gradients: tuple[Any, Sequence[tuple[nn.Parameter, torch.Tensor, int]]] = None, []
-        """After a backward: the last span, and each weight with its gradient and the gradient's version."""
+        self._recorder, self._outermost = recorder, outermost
+        self._last: Raw | None = None
+        """The last span when the latest backward or reduction ended."""
+        self._gradients: Sequence[tuple[nn.Parameter, torch.Tensor, int]] = ()
+        """Each weight with its gradient and the gradient's version, when the latest backward or reduction ended."""
+        recorder.computed = self._computed
 
-    def entering(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that replaces `was`, `torch.no_grad.__enter__`, and notes that a `no_grad` block begins."""
-        recorder = self._recorder
-        open_spans = self._recorder.open
-
-        @functools.wraps(was)
-        def enter(context: Any) -> None:
-            was(context)
-            # the first test is the cheapest: torch itself enters several `no_grad` blocks in each step
-            if not open_spans and not is_compiling() and recorder.updating_weights:
-                self._enter(context, calling_frame(sys._getframe(1)))
-
-        return enter
-
-    def leaving(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that replaces `was`, `torch.no_grad.__exit__`, and notes that a `no_grad` block ends."""
-        recorder = self._recorder
-
-        @functools.wraps(was)
-        def leave(context: Any, kind: Any, error: Any, place: Any) -> None:
-            was(context, kind, error, place)
-            if self.block is not None and self.block.context is context:
-                self._leave(self.block)
-            elif recorder.updating is not None and not is_compiling():
-                recorder.updated_by_hand()
-
-        return leave
-
-    def _enter(self, context: Any, frame: types.FrameType | None) -> None:
-        if frame is None:
-            return
-        place = (frame.f_code, frame.f_lineno)
-        updates = len(self._recorder.ends)
-        if place not in self._places:
-            if len(self._places) < PLACES:
-                versions = self._versions()
-                start = self._recorder.now()  # without the time of the look-up
-                self.block = _Block(context, place, start, updates, versions)
-        elif (phase := self._places[place]) and self._recorder.begin(phase):
-            self.block = _Block(context, place, None, updates, None)
-
-    def computed(self) -> None:
-        """Note the gradients of the weights, and their versions, after a backward."""
-        found = [(one, one.grad, one.grad._version) for one in self._weights() if one.grad is not None]
-        self.gradients = self._recorder.last, found
+    def _computed(self) -> None:
+        modules, trained = self._outermost.known, self._recorder.seen.trained
+        weights = [one for module in modules if id(module) in trained for one in module.parameters()]
+        self._gradients = [(one, one.grad, one.grad._version) for one in weights if one.grad is not None]
+        self._last = self._recorder.last
 
     def before_step(self) -> None:
-        """Set `Seen.clips` if the script has written most gradients since backward, with no other span in between.
-
-        This is called before an optimizer's step. If the step is inside a `no_grad` block that has a span, that span
-        ends here, because the span of the step begins.
-        """
-        last, gradients = self.gradients
-        self.gradients = None, []
-        written = sum(one.grad is not grad or grad._version != version for one, grad, version in gradients)
-        if last is self._recorder.last and 2 * written >= max(4, len(gradients)):
-            self._recorder.seen.clips = True
-        if self.block is not None and self.block.versions is None:
-            self._leave(self.block)
-
-    def _leave(self, block: _Block) -> None:
-        self.block = None
-        if block.versions is None:
-            self._recorder.end()
+        """Set `Seen.clips` if the script has written most gradients since, with no other span in between."""
+        if not self._gradients:
             return
-        weights = self._weights()
-        written = {id(one) for one, version in block.versions if one._version != version}
-        clipped = written & {id(one.grad) for one in weights}
-        phase, number = (Phase.CLIP, len(clipped)) if clipped == written else (Phase.OPTIMIZER, len(written - clipped))
-        stepped = block.updates != len(self._recorder.ends)
-        writes = 2 * number >= max(4, len(weights)) and not stepped
-        self._places[block.place] = phase if writes else None
-        if writes and self._recorder.updating_weights:
-            self._recorder.add(phase, block.start, self._recorder.now())
-
-    def _weights(self) -> list[nn.Parameter]:
-        modules = self._outermost.known
-        trained = self._recorder.seen.trained
-        return [one for module in modules if id(module) in trained for one in module.parameters()]
-
-    def _versions(self) -> list[tuple[torch.Tensor, int]]:
-        weights = self._weights()
-        shapes = {one.shape for one in weights}
-        kept = [one.grad for one in weights]  # reading `grad` makes an object
-        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)] if kept else []
-        return [(one, one._version) for one in tensors if not one.is_inference() and one.shape in shapes]
+        written = sum(one.grad is not grad or grad._version != version for one, grad, version in self._gradients)
+        if self._last is self._recorder.last and 2 * written >= max(4, len(self._gradients)):
+            self._recorder.seen.clips = True
+        self._last, self._gradients = None, ()

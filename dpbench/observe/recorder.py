@@ -66,15 +66,13 @@ INTERRUPTS: dict[str, frozenset[str]] = {
 """For each kind of an outer span, the kinds of inner spans that interrupt it and are recorded separately."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded even in intervals that are not kept."""
+_GRADIENTS = frozenset({Phase.BACKWARD, Phase.REDUCE})
+"""The kinds of spans after which the gradients are computed."""
 _BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
 _OTHERS = frozenset({EVALUATION, WITHIN})
 """The kinds of spans that `_log` records when they end: it merges evaluations and drops `WITHIN`."""
 _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
-_AFTER = frozenset({Phase.OPTIMIZER, Phase.READ})
-"""The kinds of spans that may come between a kind in `_WRITES` and the script's writes to gradients or weights."""
-_WRITES = frozenset({Phase.BACKWARD, Phase.REDUCE, Phase.CLIP})
-"""The kinds of spans after which the script may write gradients or weights."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 
 
@@ -172,7 +170,7 @@ class Recorder:
         """A function that takes the end of backward and returns the spans of the exposed reduction; None if unused."""
         self.looking = False
         self.computed: Callable[[], None] = lambda: None
-        """The function to call after each backward while modules are looked for (`looking`)."""
+        """The function to call after each backward and reduction while modules are looked for (`looking`)."""
         self.kept = True
         self.thread = get_ident()
         self._most = spans
@@ -228,11 +226,10 @@ class Recorder:
             self._spans.append(new(Raw, (kind, start, now, HOST if kind == _DATA else OWN, place or note)))
         if self.open:
             self.open[-1] = self.open[-1]._replace(start=now)
-        if kind == _BACKWARD:
-            if self.reduction is not None or not self.seen.optimizers:
-                self._backward(start, now)
-            if self.looking:
-                self.computed()
+        if kind == _BACKWARD and (self.reduction is not None or not self.seen.optimizers):
+            self._backward(start, now)
+        if self.looking and kind in _GRADIENTS:
+            self.computed()
 
     def _backward(self, began: Any, now: Any) -> None:
         """Record the reduction of the backward that has ended; in a loop without an optimizer, expect an update."""
@@ -282,16 +279,6 @@ class Recorder:
     def mine(self) -> bool:
         """Return whether the calling thread is the one that records, and the recorder is active."""
         return self.active and get_ident() == self.thread
-
-    @property
-    def updating_weights(self) -> bool:
-        """Return whether the script may now write gradients or weights, in a loop with an optimizer.
-
-        It may if its last work was backward, clipping or an update. Reads are not taken as work.
-        """
-        if self.open or not self.seen.optimizers or not self.kept or not self.mine:
-            return False
-        return next((raw.kind for raw in reversed(self._spans) if raw.kind not in _AFTER), _BACKWARD) in _WRITES
 
     @property
     def last(self) -> Raw | None:

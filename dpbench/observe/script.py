@@ -87,13 +87,6 @@ The code object is kept, so that no other code object gets its id.
 """
 
 
-def calling_frame(frame: types.FrameType | None) -> types.FrameType | None:
-    """Return the innermost frame of the script among `frame` and its callers; None if there is none."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
-        frame = frame.f_back
-    return frame
-
-
 def place(caller: types.FrameType, what: str) -> str:
     """Return the place in the script that led to a call of `what` by the frame `caller`, such as `train.py:31 item`."""
     code = caller.f_code
@@ -101,7 +94,9 @@ def place(caller: types.FrameType, what: str) -> str:
     known = _places.get(key)
     if known is not None:
         return known[1]
-    frame = calling_frame(caller)
+    frame: types.FrameType | None = caller
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
+        frame = frame.f_back
     if frame is None:
         return what
     text = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.observe.modules import Averages, Outermost
+from dpbench.observe.modules import Outermost, WrittenGradients
 from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder, new
 from dpbench.observe.script import place
 from dpbench.records import Phase
@@ -64,10 +64,8 @@ def installed(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
-        averages = Averages(recorder, outermost)
-        _optimizers(recorder, averages, replace, stack)
-        replace(torch.no_grad, "__enter__", averages.entering)
-        replace(torch.no_grad, "__exit__", averages.leaving)
+        _optimizers(recorder, WrittenGradients(recorder, outermost), replace, stack)
+        replace(torch.no_grad, "__exit__", lambda was: _leaving(recorder, was))
         _data(recorder, replace, outermost)
         for name in LOSSES:
             replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
@@ -126,6 +124,18 @@ def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callab
     return call
 
 
+def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that replaces `was`, torch.no_grad.__exit__, after a possible update by hand."""
+
+    @functools.wraps(was)
+    def leave(*args: Any) -> None:
+        was(*args)
+        if recorder.updating is not None and not is_compiling():
+            recorder.updated_by_hand()
+
+    return leave
+
+
 class _Running(NamedTuple):
     """A running step of an optimizer: the optimizer's id, the frame that calls its hooks, and whether it has a span."""
 
@@ -154,8 +164,10 @@ def _around_step(frame: types.FrameType | None) -> Iterator[type]:
 class _Steps:
     """The hooks around optimizers' steps: each step ends an interval, unless a GradScaler or an engine ends it."""
 
-    def __init__(self, recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack) -> None:
-        self._recorder, self._averages, self._replace, self._stack = recorder, averages, replace, stack
+    def __init__(
+        self, recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
+    ) -> None:
+        self._recorder, self._gradients, self._replace, self._stack = recorder, gradients, replace, stack
         self._running: list[_Running] = []
         self._called: Any = None
         """The moment at which the script has called a step that has not begun yet; None if there is none."""
@@ -209,8 +221,7 @@ class _Steps:
         if get_ident() != recorder.thread:
             recorder.elsewhere()
             return
-        if self._averages.block is not None or self._averages.gradients[1]:
-            self._averages.before_step()
+        self._gradients.before_step()
         frame = sys._getframe(1)
         while running and not _runs(running[-1].frame, frame):  # a step that raised before its class was hooked
             self._leave(len(running) - 1)
@@ -244,9 +255,11 @@ class _Steps:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
 
-def _optimizers(recorder: Recorder, averages: Averages, replace: Callable[..., None], stack: ExitStack) -> None:
+def _optimizers(
+    recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
+) -> None:
     """Hook into optimizers, learning-rate schedulers, GradScaler and AveragedModel."""
-    steps = _Steps(recorder, averages, replace, stack)
+    steps = _Steps(recorder, gradients, replace, stack)
     stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
     stack.callback(register_optimizer_step_post_hook(steps.after).remove)
     zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731

@@ -80,7 +80,6 @@ class Options:
     profile: bool = False
     device_memory: int = 0
     find_max_batch: bool = False
-    self_check: bool = False
     name: str = ""
     tag: tuple[str, ...] = ()
 

@@ -156,8 +156,11 @@ def baseline(**axes: Any) -> Case:
 def model_check(case: Case) -> Case:
     """Return the case that is run to check the model of `case` before a run: one sample on one device.
 
-    It is the same for all cases with the same model and model settings. For emulated devices, it runs on the CPU.
+    It is the same for all cases with the same model and model settings. For emulated devices, it runs on the CPU. For a
+    DataLoader, it loads one batch without workers.
     """
+    if case.traits.loads:
+        return replace(case, batch_size=1, loader=0)
     return baseline(
         model=case.model, batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
         optimizer=case.optimizer, device_ids=case.device_ids[:1],
@@ -179,49 +182,6 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     if case.devices == 1 and case.placement == "colocated":
         case = replace(case, placement="spread")
     return case if case.traits.scheduled else replace(case, schedule="")
-
-
-def groups(cases: Sequence[Case], number: int, *, paired: bool) -> list[tuple[Case, ...]]:
-    """Return the cases of round `number` in groups; one worker measures a group, with alternating blocks of steps.
-
-    If `paired` is True, the groups are those of `side_by_side`. If it is False, each case is a group by itself, except
-    on emulated devices: there, the engine's `reference` and torch.nn.DataParallel on equal work form a group, whose
-    order changes with every round. Emulated devices show host time only, and the ratio of host times varies too much
-    between processes.
-    """
-    if paired:
-        return side_by_side(cases)
-    pairs: list[tuple[Case, ...]] = []
-    for case in cases:
-        wrapped = wrapped_as(case) if case.device_kind == "emulated" else None
-        if wrapped and wrapped in cases:
-            pairs.append((case, wrapped) if number % 2 else (wrapped, case))
-    grouped = {case for group in pairs for case in group}
-    return [*pairs, *((case,) for case in cases if case not in grouped)]
-
-
-def wrapped_as(case: Case) -> Case | None:
-    """Return the case of torch.nn.DataParallel with the same work and devices as `case`.
-
-    Return None if `case` does not run the engine's schedule `reference`.
-    """
-    if case.traits.role is not Role.ENGINE or case.schedule != schedule.REFERENCE:
-        return None
-    return replace(case, strategy=registry.of_role(Role.WRAPPER), schedule="", options=())
-
-
-def engine_cost(*, devices: Sequence[int], batch_sizes: Sequence[int] = (), **axes: Any) -> list[Case]:
-    """Return the cases that compare the engine with torch.nn.DataParallel on emulated devices.
-
-    The axes are those of `sweep`. Only the largest of `devices` and the first of `batch_sizes` are used. The list is
-    empty if there is only one device, if `batch_sizes` is empty, or if the precision is not fp32.
-    """
-    count = max(devices)
-    if count == 1 or not batch_sizes or axes.get("precision", "fp32") != "fp32":
-        return []
-    kept = {name: axes[name] for name in ("models", "size", "mode") if name in axes}
-    both = (registry.of_role(Role.ENGINE), registry.of_role(Role.WRAPPER))
-    return sweep(strategies=both, devices=[count], batch_sizes=batch_sizes[:1], device_kind="emulated", **kept)
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:

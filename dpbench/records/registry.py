@@ -46,6 +46,8 @@ class Role(StrEnum):
     OTHER = "other"
     OBSERVED = "observed"
     """A training loop of the user, which dpbench watched, or whose trace dpbench imported."""
+    LOADER = "loader"
+    """A DataLoader alone: each step is the wait for a batch."""
 
 
 class Parallelism(StrEnum):
@@ -125,6 +127,11 @@ class Traits:
     def observed(self) -> bool:
         """Return whether the case is a user's training loop that dpbench observed and did not run itself."""
         return self.role is Role.OBSERVED
+
+    @property
+    def loads(self) -> bool:
+        """Return whether the case is a DataLoader alone, which trains nothing."""
+        return self.role is Role.LOADER
 
     @property
     def scheduled(self) -> bool:

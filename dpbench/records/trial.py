@@ -72,14 +72,6 @@ LONGEST_S = 1e9
 """The duration of a step, about 32 years, from which on the clock must be wrong."""
 
 
-DISPATCHED = "dispatched"
-"""The key of a trial's provenance for the counts of one step on emulated devices.
-
-The counts are `operators` (all dispatched operators), `copies` (the operators that copy a tensor between two devices)
-and `copied_bytes` (the bytes of these copies).
-"""
-
-
 AVERAGING = "averaging"
 """The key of a trial's provenance for gradients that are the mean of those of the ranks' own losses.
 

@@ -17,7 +17,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.records.registry import Role
-from dpbench.report import marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
+from dpbench.report import loaders, marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
 from dpbench.report.svg import Panel, Section
 from dpbench.store import PAST
 
@@ -244,6 +244,8 @@ def sections(report: Report) -> list[Section]:
     drawable = notable(report.rows, report.ladders)
     climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
     with svg.theme():
+        if report.loading:
+            return [loaders.section(report.loading, report.trials)]
         drawn = [
             swim_lanes.section(drawable, report.lanes), speedup.section(drawable), throughput(drawable),
             phases([row for row in report.rows if row.case in climbed]), timeline.imbalance(drawable),

@@ -25,7 +25,7 @@ def render(report: Report) -> str:
         f"## dpbench: run {_said(report.run_id[:12])}",
         " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)),
         *(_answer(one) for one in report.answers),
-        *([_details("All ratios", _ratios(report))] if report.answers else [_ratios(report)]),
+        *([_details("All ratios", _remarks(report))] if report.answers else [_remarks(report)]),
         "\n".join(["**Warnings**", "", *(f"- {_said(str(warning), 400)}" for warning in report.warnings)])
         if report.warnings
         else "No warnings.",
@@ -36,7 +36,6 @@ def render(report: Report) -> str:
         _details("Step time by phase, in ms", _phases(rows)),
         *(_part(part) for part in devices.parts(report)),
         _machines(report),
-        _details("Overhead of measuring", "\n".join(f"- {_said(line)}" for line in report.self_check)),
         _details(
             "Machine and code",
             "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
@@ -66,11 +65,8 @@ def _code(text: str) -> str:
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
 
 
-def _ratios(report: Report) -> str:
-    """Return two Markdown lists: the notes of a run, and its headline numbers (tiles), each with a caption."""
-    tiles = (f"- **{_said(tile.value)}** {_said(tile.caption)}{_labels(tile.labels)}" for tile in report.tiles)
-    notes = (f"- {_said(note, 4000)}" for note in report.notes)
-    return "\n\n".join(filter(None, ("\n".join(notes), "\n".join(tiles))))
+def _remarks(report: Report) -> str:
+    return "\n".join(f"- {_said(note, 4000)}" for note in report.notes)
 
 
 def _machines(report: Report) -> str:

@@ -78,7 +78,7 @@ def setting(case: Case) -> list[str]:
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
     return [
-        *([] if case.traits.observed else [case.size]),
+        *([] if case.traits.observed or case.traits.loads else [case.size]),
         *(value for value, default in zip(extra, usual, strict=True) if value != default),
         *bound,
         *case.habits,
@@ -213,7 +213,7 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
 
     If workers have different values, commas separate the values.
     """
-    # the page shows the self-check's results in a separate section
+    # earlier versions stored long series of numbers under this name
     entries = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:

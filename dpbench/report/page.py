@@ -33,9 +33,8 @@ from dpbench.report.svg import Panel, Section
 
 FOLDER = Path(__file__).parent
 ORDER = (
-    "lanes", "speedup", "throughput", "phases", "imbalance", "imbalance-index", "ladder", "memory-by-phase", "links",
-    "link-counters", "steps", "utilisation", "predicted", "history",
-    "hosts",
+    "loaders", "lanes", "speedup", "throughput", "phases", "imbalance", "imbalance-index", "ladder", "memory-by-phase",
+    "links", "link-counters", "steps", "utilisation", "predicted", "history", "hosts",
 )  # fmt: skip
 """The ids of the sections with drawings or tables, in the order of the page; other sections come after these."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {

@@ -67,29 +67,6 @@ class _Code(msgspec.Struct):
     dirty: bool | None = None
 
 
-class _Pairs(msgspec.Struct):
-    """The stored pairs of one component of the self-check, or the reason why there are none."""
-
-    reason: str = ""
-    case: str = ""
-    on_s: list[float] = []
-    off_s: list[float] = []
-    on_cpu_s: list[float] = []
-    off_cpu_s: list[float] = []
-    marks_per_step: float | None = None
-    sampler_cpu_ratio: float | None = None
-    steps_touched: int = 0
-
-    def check(self, name: str) -> None:
-        """Raise ValueError if there is neither a reason nor all that the cost of a component is computed from."""
-        if self.reason:
-            return
-        needed = {"marks": self.marks_per_step, "samplers": self.sampler_cpu_ratio}.get(name, 0.0)
-        pairs = len(self.on_s) == len(self.off_s) > 0 and len(self.on_cpu_s) == len(self.off_cpu_s)
-        if not (pairs and self.case and needed is not None and min(*self.on_s, *self.off_s) > 0):
-            raise ValueError(f"the self-check has no usable pairs of step times for its component {name}")
-
-
 class _ModelCheck(msgspec.Struct):
     seen: dict[str, Any]
     notes: list[str]
@@ -112,7 +89,6 @@ class _Run(msgspec.Struct):
     rounds: dict[str, str] = {}
     noisy: dict[str, str] = {}
     foreign_load: _RunLoad = msgspec.field(default_factory=_RunLoad)
-    self_check: dict[str, _Pairs] = {}
 
 
 class _Load(msgspec.Struct, forbid_unknown_fields=True):
@@ -128,12 +104,6 @@ class _Check(msgspec.Struct):
     ok: bool
 
 
-class _Counts(msgspec.Struct, forbid_unknown_fields=True):
-    operators: int
-    copies: int
-    copied_bytes: int
-
-
 class _Trial(msgspec.Struct):
     host: _Host = msgspec.field(default_factory=_Host)
     gpus: _Gpus = msgspec.field(default_factory=_Gpus)
@@ -143,7 +113,6 @@ class _Trial(msgspec.Struct):
     model: dict[str, float | None] | None = None
     links: list[CopyTimes] = []
     observed: Observed | None = None
-    dispatched: _Counts | None = None
     validity: dict[str, _Check] | None = None
     clock_error_s: float | None = None
     no_peer_access: list[Any] | None = None
@@ -154,8 +123,7 @@ class _Trial(msgspec.Struct):
 
 def check_run(found: Mapping[str, Any], started_s: float) -> None:
     """Raise ValueError if a run's start is no time, or if a fact of its provenance has another type than it must."""
-    for name, pairs in msgspec.convert(found, _Run).self_check.items():
-        pairs.check(name)
+    msgspec.convert(found, _Run)
     _check_time(started_s)
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -160,7 +159,6 @@ def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, res
 
 
 _home = torch.device("cpu")
-_counters: list[list[int]] = []
 
 
 def set_home(device: torch.device) -> torch.device:
@@ -220,45 +218,8 @@ def _numbered(device: Any) -> torch.device:
     return device if device.index is not None else torch.device(device.type, 0)
 
 
-@contextmanager
-def counting() -> Iterator[list[int]]:
-    """Yield a list to which each operator on emulated tensors, in any thread, appends the bytes that it copies.
-
-    Only bytes copied between two devices count: an operator that does not copy between devices appends 0.
-    """
-    copied: list[int] = []
-    _counters.append(copied)
-    try:
-        yield copied
-    finally:
-        _counters[:] = [counter for counter in _counters if counter is not copied]
-
-
-def _copied_bytes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    """Return the bytes that an operator copies between two devices; 0 if it does not copy between devices."""
-    if func is aten._to_copy.default:
-        (source,), target = args, kwargs.get("device")
-        return _bytes(source) if target is not None and _numbered(target) != source.device else 0
-    if func is aten.copy_.default:
-        return _bytes(args[1]) if args[0].device != args[1].device else 0
-    if func.name().startswith("aten::_foreach_copy"):
-        return sum(source.nbytes for copy, source in zip(*args[:2], strict=True) if copy.device != source.device)
-    return 0
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor's values; for a sparse tensor, the bytes of its indices and values."""
-    if tensor.layout is not torch.sparse_coo:
-        return tensor.nbytes
-    held = _held(tensor)
-    return held._indices().nbytes + held._values().nbytes
-
-
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Check the devices of the arguments, run `func` on the wrapped tensors, and wrap the tensors that it returns."""
-    if _counters and func.namespace != "prim":  # prim's functions read a tensor's properties
-        for counter in _counters:
-            counter.append(_copied_bytes(func, args, kwargs))
     tensors = _tensors((*args, *kwargs.values()))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")

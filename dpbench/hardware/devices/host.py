@@ -21,7 +21,7 @@ import torch
 
 from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._ledger import ledger
-from dpbench.hardware.devices._wrapper import LAZY, counting, install, load_operators, set_home
+from dpbench.hardware.devices._wrapper import LAZY, install, load_operators, set_home
 from dpbench.hardware.processes import stay
 
 
@@ -112,7 +112,7 @@ class CpuDevice(HostDevice):
         """Do nothing: this device does not measure memory."""
 
 
-__all__ = ["EmulatedDevice", "bounded", "bytes_only", "counting", "install", "load_operators"]
+__all__ = ["EmulatedDevice", "bounded", "bytes_only", "install", "load_operators"]
 
 
 class EmulatedDevice(HostDevice):

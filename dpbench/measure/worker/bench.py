@@ -29,15 +29,13 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices.host import counting
 from dpbench.measure import clocks, verification
 from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
-from dpbench.measure.worker.loaders import fed
+from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
 from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
-from dpbench.records.trial import DISPATCHED
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
@@ -280,7 +278,7 @@ class CaseTimer:
         """Return the trial of the case: all recorded measurements, with the steps of the warm-up flagged.
 
         `memory` is added to the trial. On GPUs, additional steps are profiled; their seconds are `profile_s` in the
-        trial's setup. On emulated devices, one additional step is taken to count operators and copies.
+        trial's setup.
         """
         of = self._prepared
         warm = self._stopping.warmup
@@ -297,20 +295,8 @@ class CaseTimer:
             reason=self._stopping.reason or "stopped with the other ranks, because one of them had enough steps",
             verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, profile)),
             samples=tuple(samples), memory=memory,
-            setup={**of.setup, "steps_s": self._steps_s, **cost}, provenance={**of.facts, **self._dispatched()},
+            setup={**of.setup, "steps_s": self._steps_s, **cost}, provenance=of.facts,
         )  # fmt: skip
-
-    def _dispatched(self) -> dict[str, dict[str, int]]:
-        """Take one additional step on emulated devices, and return its counts of operators, copies and copied bytes.
-
-        On other devices, take no step and return an empty dictionary.
-        """
-        if self._prepared.case.device_kind != "emulated":
-            return {}
-        with counting() as copied:
-            self._step(*self._prepared.batches[0])
-        copies = [size for size in copied if size]
-        return {DISPATCHED: {"operators": len(copied), "copies": len(copies), "copied_bytes": sum(copies)}}
 
     def trace(self, path: str) -> None:
         """Write a profile of one additional step to the file `path`, as a Chrome trace."""

@@ -33,7 +33,7 @@ from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RanksFailed
 from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.verification import Verification
-from dpbench.measure.worker import loaders, memory, model_check, neighbour, selfcheck
+from dpbench.measure.worker import loaders, memory, model_check, neighbour
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts, with_links
 from dpbench.models import Model
@@ -280,21 +280,16 @@ def work(request: Request) -> list[Trial] | Failure:
     """Carry out a request and return one trial per case; a failed trial has the reason of its failure.
 
     If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the record of the rank's
-    failure. A request to time a DataLoader returns an empty list.
+    failure.
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
-    if request.job is WorkKind.MEASURE:
-        return run_together(request.cases, request.effort, request.folder)
-    if request.loading is not None:
-        loaders.work(request.loading, request.folder)
-        return []
-    (case,) = request.cases
+    case, loads = request.cases[0], request.cases[0].traits.loads
     if request.job is WorkKind.CHECK_MODEL:
-        return [_caught(case, lambda: model_check.check(case))]
-    assert request.self_check is not None
-    settings = request.self_check
-    return [_caught(case, lambda: selfcheck.measure(case, request.effort, settings))]
+        return [_caught(case, lambda: loaders.check(case) if loads else model_check.check(case))]
+    if loads:
+        return [_caught(case, lambda: loaders.measure(case, request.round, request.folder))]
+    return run_together(request.cases, request.effort, request.folder)
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:

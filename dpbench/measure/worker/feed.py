@@ -1,0 +1,116 @@
+"""Feed: take the batches of a training loop from a DataLoader.
+
+The DataLoader yields the same batches in the same order as are used without a DataLoader. A rank loads its own rows
+only, as with torch's DistributedSampler. The wait for a batch is the phase `data` of the host. If the DataLoader has no
+workers, this wait includes the loading itself.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, Dataset
+
+from dpbench.hardware import processes
+from dpbench.models import rows_in
+from dpbench.records import HOST, Case, Mark, Phase
+
+Batch = tuple[Any, Any]
+"""A pair (inputs, target) on the host."""
+StepOfBatch = Callable[[Any, Any], Any]
+
+
+class Examples(Dataset[list[torch.Tensor]]):
+    """A dataset of the rows of several batches; an example is a list with one row of each tensor of a batch."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        leaves = [[leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)] for batch in batches]
+        self._columns = [torch.cat(column) for column in zip(*leaves, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [column[index] for column in self._columns]
+
+
+class _InOrder:
+    """An endless batch sampler that yields the indices of each batch's examples, batch by batch, over and over again.
+
+    `batches` is the number of batches, each of `rows` examples.
+    """
+
+    def __init__(self, batches: int, rows: int) -> None:
+        self._batches, self._rows = batches, rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in count():
+            first = number % self._batches * self._rows
+            yield list(range(first, first + self._rows))
+
+
+@contextmanager
+def fed(case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> Iterator[StepOfBatch]:
+    """Yield a step that takes its batch from a DataLoader and ignores its arguments; without a loader, yield `step`.
+
+    `batches` have the rows of this process, on the host. On exit, the workers of the loader end.
+    """
+    if case.loader < 0:
+        yield step
+        return
+    feed = _Feed(case, step, batches, mark)
+    try:
+        yield feed
+    finally:
+        feed.close()
+
+
+class _Feed:
+    """A step that takes its batch from a DataLoader."""
+
+    def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
+        self._step, self._mark, self._taken = step, mark, 0
+        self._flat = [tree_flatten(batch) for batch in batches]
+        self.observe, self.settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
+        with warnings.catch_warnings():
+            # torch warns if workers outnumber this thread's cores; the thread may be bound to one, the workers are not
+            warnings.simplefilter("ignore", UserWarning)
+            loader = DataLoader(
+                Examples(batches), batch_sampler=_InOrder(len(batches), rows_in(batches[0])), num_workers=case.loader,
+                pin_memory=case.device_kind == "cuda" and case.inputs == "pinned",
+                worker_init_fn=partial(_unbind, processes.CORES),
+            )  # fmt: skip
+            self._loaded: Iterator[Any] | None = iter(loader)
+
+    def __call__(self, inputs: Any, target: Any) -> Any:
+        """Wait for the next batch, and take a step with it; the arguments have no effect. Return the step's result."""
+        assert self._loaded is not None
+        with self._mark(Phase.DATA, HOST):
+            loaded = iter(next(self._loaded))
+            leaves, structure = self._flat[self._taken % len(self._flat)]
+            given = [next(loaded) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            batch = tree_unflatten(given, structure)
+        self._taken += 1
+        return self._step(*batch)
+
+    def close(self) -> None:
+        """End the workers of the DataLoader."""
+        self._loaded = None
+
+
+def _unbind(cores: Sequence[int], worker: int) -> None:
+    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be bound to one core.
+
+    If `cores` is empty, nothing changes. The argument `worker`, the worker's number, has no effect.
+    """
+    if cores:
+        with suppress(OSError):
+            os.sched_setaffinity(0, cores)
