@@ -676,6 +676,13 @@ FAULTS = (
         ("tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",),
     ),
     Fault(
+        "closed-connection",
+        "a rank whose connection closes between two cases is named",
+        "else self._ended()",
+        "else []",
+        ("tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",),
+    ),
+    Fault(
         "first-node",
         "the tasks of srun meet on the first node of the step",
         r"""re.sub(r"\[(\d+)[^]]*\]", r"\1", environ["SLURM_STEP_NODELIST"])""",
