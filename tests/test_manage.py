@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dpbench.cli import shapes
 from dpbench.records import Case, Status, Trial
 from dpbench.store import Naming, Store, StoreError
 from dpbench.store.copying import PARTS, Merged
@@ -137,7 +138,7 @@ def test_list_runs_shows_what_a_run_is(dpbench, three):
     assert re.search(r"no commit  2 cases  finished  @nightly  mlp  secret-host  dpbench run --models mlp$", lines[1])
     assert lines[2].endswith("@base     mlp  secret-host  -")
     found = json.loads(dpbench("list", "runs", "--json")[1])
-    assert found["schema"] == 1
+    assert found["schema"] == shapes.SCHEMA
     one = found["runs"][1]
     assert (one["id"], one["name"], one["tags"]) == (three[1], "nightly", {"driver": "550"})
     assert (one["cases"], one["models"], one["host"], one["cpu"]) == (2, ["mlp"], "secret-host", "EPYC")

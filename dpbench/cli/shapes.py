@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of the JSON of all commands."""
 
 
