@@ -1,15 +1,16 @@
-"""The asv suite: the time of a training step, its phases, the engine's verbs and an import, for each commit.
+"""The asv suite: the time of a training step, its phases, the engine's verbs and an import, for
+each commit.
 
-asv takes this folder from the working tree and dpbench from the commit that it measures. Benchmarks therefore import
-dpbench inside their functions. If the commit lacks a name that a benchmark needs, the benchmark is reported as not
-applicable, not as failed.
+asv takes this folder from the working tree and dpbench from the commit that it measures. Benchmarks
+therefore import dpbench inside their functions. If the commit lacks a name that a benchmark needs,
+the benchmark is reported as not applicable, not as failed.
 
-A `track_` function does the warm-up itself and returns timings as {"samples", "number"}, from which asv computes a
-median, an interval and the significance of changes. With DPBENCH_QUICK=1, benchmarks take fewer samples of the same
-work, so that quick and full results form one series.
+A `track_` function does the warm-up itself and returns timings as {"samples", "number"}, from which
+asv computes a median, an interval and the significance of changes. With DPBENCH_QUICK=1, benchmarks
+take fewer samples of the same work, so that quick and full results form one series.
 
-If DPBENCH_HISTORY is set, benchmarks that run trials store them in the file with this name and the suffix .db, and list
-them in the file with the suffix .jsonl, which has the run of each result.
+If DPBENCH_HISTORY is set, benchmarks that run trials store them in the file with this name and the
+suffix .db, and list them in the file with the suffix .jsonl, which has the run of each result.
 """
 
 from __future__ import annotations
@@ -53,11 +54,15 @@ EARLIER = {
     "hardware.samplers.nvml": ("samplers.nvml",),
     "measure.server": ("server",),
 }
-"""The names that a module had in earlier commits, the latest first, by the present name of the module."""
+"""The names that a module had in earlier commits, the latest first, by the present name of the
+module.
+"""
 
 
 def module(name: str) -> ModuleType:
-    """Import a module of dpbench by its present name, or by an earlier name if the measured commit is older."""
+    """Import a module of dpbench by its present name, or by an earlier name if the measured commit
+    is older.
+    """
     names = [name, *EARLIER.get(name, ())]
     for number, one in enumerate(names, start=1):
         try:
@@ -70,10 +75,11 @@ def module(name: str) -> ModuleType:
 
 
 def attribute(name: str, *attributes: str) -> Any:
-    """Return the object of a module of dpbench with the first of the names `attributes` that exists.
+    """Return the object of a module of dpbench with the first of the names `attributes` that
+    exists.
 
-    The module is searched for under its present name and its earlier names, because in an earlier commit another module
-    may have the present name. Raises ImportError if no object is found.
+    The module is searched for under its present name and its earlier names, because in an earlier
+    commit another module may have the present name. Raises ImportError if no object is found.
     """
     for one in (name, *EARLIER.get(name, ())):
         try:
@@ -84,12 +90,16 @@ def attribute(name: str, *attributes: str) -> Any:
             if hasattr(found, candidate):
                 return getattr(found, candidate)
     raise ImportError(
-        f"the module dpbench.{name} has no {' or '.join(attributes)} in this commit", name=f"dpbench.{name}"
+        f"the module dpbench.{name} has no {' or '.join(attributes)} in this commit",
+        name=f"dpbench.{name}",
     )
 
 
 def gpus() -> int:
-    """Return the number of GPUs that torch sees; torch is not loaded if DPBENCH_GPUS has the number."""
+    """Return the number of GPUs that torch sees.
+
+    Torch is not loaded if DPBENCH_GPUS has the number.
+    """
     counted = os.environ.get("DPBENCH_GPUS")
     if counted is None:
         import torch
@@ -101,14 +111,19 @@ def gpus() -> int:
 def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Sequence[Any]) -> None:
     """Store the trials of one result, and list their run, if DPBENCH_HISTORY is set.
 
-    `params` are the values of the benchmark's parameters; they are empty if one group of trials has all its results. A
-    commit whose store has another interface stores nothing, and its results have no trials.
+    `params` are the values of the benchmark's parameters; they are empty if one group of trials has
+    all its results. A commit whose store has another interface stores nothing, and its results have
+    no trials.
     """
     target = os.environ.get("DPBENCH_HISTORY")
     if not target:
         return
     file, commit = Path(f"{target}.db"), Path(target).name
-    name = f"{benchmark.__module__.rpartition('.')[2]}.{benchmark.__name__}" if callable(benchmark) else benchmark
+    name = (
+        f"{benchmark.__module__.rpartition('.')[2]}.{benchmark.__name__}"
+        if callable(benchmark)
+        else benchmark
+    )
     try:
         from dpbench.hardware import provenance
         from dpbench.store import Store
@@ -118,9 +133,12 @@ def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Seq
         facts["command"] = f"asv run --bench '{name}'"
         with Store.create(file) as store:
             run_id, _ = store.begin_run(
-                plan=json.dumps([name, *map(repr, params)]), host=provenance.host_key(facts), code=commit,
-                rounds=len({trial.round for trial in trials}), provenance=facts,
-            )  # fmt: skip
+                plan=json.dumps([name, *map(repr, params)]),
+                host=provenance.host_key(facts),
+                code=commit,
+                rounds=len({trial.round for trial in trials}),
+                provenance=facts,
+            )
             for trial in trials:
                 store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
             store.end_run(run_id)
@@ -128,16 +146,22 @@ def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Seq
         print(f"this commit stores no trials of {name}: {error}", file=sys.stderr)
         return
     entry = {
-        "benchmark": name, "params": [repr(value) for value in params], "commit": commit, "run": run_id,
-        "store": f".asv/trials/{file.name}", "fingerprints": sorted({trial.case.fingerprint for trial in trials}),
-    }  # fmt: skip
+        "benchmark": name,
+        "params": [repr(value) for value in params],
+        "commit": commit,
+        "run": run_id,
+        "store": f".asv/trials/{file.name}",
+        "fingerprints": sorted({trial.case.fingerprint for trial in trials}),
+    }
     with file.with_suffix(".jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(entry) + "\n")
 
 
 @contextmanager
 def names_of_the_commit() -> Iterator[None]:
-    """Return a context that converts a missing module, name or field of dpbench to asv's "not applicable"."""
+    """Return a context that converts a missing module, name or field of dpbench to asv's "not
+    applicable".
+    """
     try:
         yield
     except ImportError as error:

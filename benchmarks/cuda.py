@@ -19,7 +19,10 @@ TIMEOUT_S = 1800
 Cell = tuple[str, str, int]
 """A strategy, a model and a number of GPUs."""
 Numbers = dict[str, Any]
-"""The result of each benchmark for one cell, by the name of the benchmark; one that does not apply is missing."""
+"""The result of each benchmark for one cell, by the name of the benchmark.
+
+One that does not apply is missing.
+"""
 
 
 def cells() -> dict[Cell, Numbers]:
@@ -49,13 +52,21 @@ def _numbers(strategy: str, model: str, count: int) -> Numbers:
     effort()
     schedule = "reference" if strategy == "dp" else ""
     case = Case(
-        model=model, strategy=strategy, devices=count, batch_size=BATCH_SIZES[model], schedule=schedule,
+        model=model,
+        strategy=strategy,
+        devices=count,
+        batch_size=BATCH_SIZES[model],
+        schedule=schedule,
         device_kind="cuda",
-    )  # fmt: skip
+    )
     trials = trials_of(module("records.plan").normalise(case))
     keep("cuda", (strategy, model, count), trials)
     (row,) = summary.rows(trials)
-    numbers = {"track_cuda_step_seconds": [s.seconds for trial in trials for s in trial.steps if not s.warmup]}
+    numbers = {
+        "track_cuda_step_seconds": [
+            s.seconds for trial in trials for s in trial.steps if not s.warmup
+        ]
+    }
     if row.imbalance and not row.imbalance.doubt:
         numbers["track_cuda_imbalance"] = row.imbalance.value
     if row.memory:
@@ -64,7 +75,9 @@ def _numbers(strategy: str, model: str, count: int) -> Numbers:
 
 
 def _setup(name: str) -> Any:
-    """Return the setup of a benchmark, which reports a cell without its number as not applicable."""
+    """Return the setup of a benchmark, which reports a cell without its number as not
+    applicable.
+    """
 
     def setup_cell(cache: dict[Cell, Numbers], strategy: str, model: str, devices: int) -> None:
         if not gpus():
@@ -79,23 +92,37 @@ def _on_cells(name: str, **attributes: Any) -> Any:
     """Return a decorator that makes a function a benchmark of the numbers `name` of all cells."""
     none = not gpus()
     return timing(
-        params=(STRATEGIES[:1] if none else STRATEGIES, tuple(BATCH_SIZES)[: 1 if none else None], COUNTS),
-        param_names=("strategy", "model", "devices"), setup=_setup(name), setup_cache=cells, rounds=1,
-        timeout=TIMEOUT_S, **attributes,
-    )  # fmt: skip
+        params=(
+            STRATEGIES[:1] if none else STRATEGIES,
+            tuple(BATCH_SIZES)[: 1 if none else None],
+            COUNTS,
+        ),
+        param_names=("strategy", "model", "devices"),
+        setup=_setup(name),
+        setup_cache=cells,
+        rounds=1,
+        timeout=TIMEOUT_S,
+        **attributes,
+    )
 
 
 @_on_cells("track_cuda_step_seconds")
-def track_cuda_step_seconds(cache: dict[Cell, Numbers], strategy: str, model: str, devices: int) -> dict[str, Any]:
+def track_cuda_step_seconds(
+    cache: dict[Cell, Numbers], strategy: str, model: str, devices: int
+) -> dict[str, Any]:
     return result(cache[strategy, model, devices]["track_cuda_step_seconds"])
 
 
 @_on_cells("track_cuda_imbalance", unit="device 0 / mean of the others")
-def track_cuda_imbalance(cache: dict[Cell, Numbers], strategy: str, model: str, devices: int) -> float:
+def track_cuda_imbalance(
+    cache: dict[Cell, Numbers], strategy: str, model: str, devices: int
+) -> float:
     return float(cache[strategy, model, devices]["track_cuda_imbalance"])
 
 
 @_on_cells("track_cuda_peak_bytes", unit="bytes")
-def track_cuda_peak_bytes(cache: dict[Cell, Numbers], strategy: str, model: str, devices: int) -> float:
+def track_cuda_peak_bytes(
+    cache: dict[Cell, Numbers], strategy: str, model: str, devices: int
+) -> float:
     """Return the largest peak of allocated memory on any GPU."""
     return float(cache[strategy, model, devices]["track_cuda_peak_bytes"])

@@ -1,4 +1,6 @@
-"""Seconds of a step on emulated devices with the engine's schedule `reference`, and with torch.nn.DataParallel."""
+"""Seconds of a step on emulated devices with the engine's schedule `reference`, and with
+torch.nn.DataParallel.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,16 @@ BATCH_SIZES = {"mlp": 64, "resnet18": 16}
 PAIRS = tuple(itertools.product(STRATEGIES, BATCH_SIZES))
 BUDGET_S = 0.3 if QUICK else 1.5
 WORKERS = 2 if QUICK else 6
-"""The number of fresh processes, each of which runs blocks of steps of the two strategies alternately."""
+"""The number of fresh processes, each of which runs blocks of steps of the two strategies
+alternately.
+"""
 LIMIT_S = 120.0
 
 
 def pairs() -> dict[tuple[str, str], list[float]]:
-    """Return the seconds of all timed steps by (strategy, model); the result is empty if the commit cannot run them.
+    """Return the seconds of all timed steps by (strategy, model).
+
+    The result is empty if the commit cannot run them.
 
     asv caches the result, so that the steps of both strategies come from the same processes.
     """
@@ -36,12 +42,18 @@ def pairs() -> dict[tuple[str, str], list[float]]:
         return {}  # asv counts an exception here as a failure; setup_step raises it
     with TemporaryDirectory() as folder, server_of(Path(folder)) as server:
         for model, batch in BATCH_SIZES.items():
-            case = Case(model=model, strategy="", devices=2, batch_size=batch, device_kind="emulated")
-            cases = [replace(case, strategy=name, schedule=schedule) for name, schedule in STRATEGIES.items()]
+            case = Case(
+                model=model, strategy="", devices=2, batch_size=batch, device_kind="emulated"
+            )
+            cases = [
+                replace(case, strategy=name, schedule=schedule)
+                for name, schedule in STRATEGIES.items()
+            ]
             for number in range(WORKERS):
                 trials = server.run_together(cases, Effort(budget_s=BUDGET_S), number, LIMIT_S)
                 if any(trial.status == "skipped" for trial in trials):
-                    return {}  # earlier commits cannot run torch.nn.DataParallel on emulated devices
+                    # earlier commits cannot run torch.nn.DataParallel on emulated devices
+                    return {}
                 for trial in trials:
                     if trial.status != "ok":
                         raise RuntimeError(f"{trial.case.label}: {trial.status}: {trial.reason}")
@@ -55,7 +67,9 @@ def pairs() -> dict[tuple[str, str], list[float]]:
 
 def setup_step(cache: dict[tuple[str, str], list[float]], strategy: str, model: str) -> None:
     if (strategy, model) not in cache:
-        raise NotImplementedError("this commit cannot run torch.nn.DataParallel on emulated devices")
+        raise NotImplementedError(
+            "this commit cannot run torch.nn.DataParallel on emulated devices"
+        )
 
 
 @timing(
@@ -65,5 +79,7 @@ def setup_step(cache: dict[tuple[str, str], list[float]], strategy: str, model: 
     setup_cache=pairs,
     rounds=1,  # another round would read the same cache
 )
-def track_emulated_step_seconds(cache: dict[tuple[str, str], list[float]], strategy: str, model: str) -> dict[str, Any]:
+def track_emulated_step_seconds(
+    cache: dict[tuple[str, str], list[float]], strategy: str, model: str
+) -> dict[str, Any]:
     return result(cache[strategy, model])

@@ -1,4 +1,6 @@
-"""Seconds to start an interpreter and import the command line, or print its help: the start-up time of each command."""
+"""Seconds to start an interpreter and import the command line, or print its help: the start-up time
+of each command.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def track_import_seconds(program: str) -> dict[str, Any]:
     for _ in range(1 + SAMPLES):
         began = time.perf_counter()
         subprocess.run(
-            [sys.executable, *PROGRAMS[program]], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            [sys.executable, *PROGRAMS[program]],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
         )
         samples.append(time.perf_counter() - began)
     return result(samples[1:])  # the first one may have compiled the bytecode

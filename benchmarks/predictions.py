@@ -1,4 +1,7 @@
-"""Seconds to predict one case, 1,000 cases, and one case on 4,096 GPUs; predictions do not load torch."""
+"""Seconds to predict one case, 1,000 cases, and one case on 4,096 GPUs.
+
+Predictions do not load torch.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,24 @@ from typing import Any
 from . import module
 
 
-def _cases(strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple[int, ...]) -> list[Any]:
+def _cases(
+    strategies: tuple[str, ...], devices: tuple[int, ...], batches: tuple[int, ...]
+) -> list[Any]:
     found: list[Any] = module("predict.cases").sweep(
-        ["resnet50", "bert-base"], strategies=strategies, devices=devices, batch_per_device=batches,
+        ["resnet50", "bert-base"],
+        strategies=strategies,
+        devices=devices,
+        batch_per_device=batches,
         schedules=("reference", "zero1"),
-    )  # fmt: skip
+    )
     return found
 
 
 class Predictions:
-    """The benchmarks of predictions; the time of a prediction includes the computation of its interval."""
+    """The benchmarks of predictions.
+
+    The time of a prediction includes the computation of its interval.
+    """
 
     timeout = 60.0
 

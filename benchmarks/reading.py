@@ -1,4 +1,5 @@
-"""CPU seconds and peak memory of the commands that read a store, each in a fresh process on one core.
+"""CPU seconds and peak memory of the commands that read a store, each in a fresh process on one
+core.
 
 The store has 60 cases of 3 rounds and 300 steps, and 100,000 samples.
 """
@@ -24,11 +25,24 @@ from dpbench.store import Naming, Store
 PHASES = {
     "single": (Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER),
     "dp": (
-        Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE,
+        Phase.SCATTER,
+        Phase.REPLICATE,
+        Phase.FORWARD,
+        Phase.GATHER,
+        Phase.LOSS,
+        Phase.BACKWARD,
+        Phase.REDUCE,
         Phase.OPTIMIZER,
     ),
-    "ddp": (Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER),
-}  # fmt: skip
+    "ddp": (
+        Phase.SCATTER,
+        Phase.FORWARD,
+        Phase.LOSS,
+        Phase.BACKWARD,
+        Phase.REDUCE,
+        Phase.OPTIMIZER,
+    ),
+}
 SPREAD = {Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.BACKWARD}
 """The phases that run on each device; the others run on device 0."""
 COMMANDS = {
@@ -41,7 +55,9 @@ COMMANDS = {
 
 
 def cases(count: int) -> list[Case]:
-    """Return `count` cases: models and batch sizes, each with one device, and with two devices under two strategies."""
+    """Return `count` cases: models and batch sizes, each with one device, and with two devices
+    under two strategies.
+    """
     found = []
     for number in range(-(-count // 3)):
         model = ("mlp", "resnet18", "vgg16", "transformer", "lstm")[number % 5]
@@ -55,7 +71,9 @@ def cases(count: int) -> list[Case]:
 
 
 def trial(case: Case, number: int, steps: int, samples: int, draw: np.random.Generator) -> Trial:
-    """Return a trial with made-up times: `steps` steps after a warm-up, and `samples` samples of two metrics."""
+    """Return a trial with made-up times: `steps` steps after a warm-up, and `samples` samples of
+    two metrics.
+    """
     at, made, spans = 1000.0 * number, [], []
     scale = {"single": 1.0, "dp": 0.7, "ddp": 0.6}[case.strategy] * case.batch_size / 8 * 1e-3
     phases = PHASES[case.strategy]
@@ -65,19 +83,27 @@ def trial(case: Case, number: int, steps: int, samples: int, draw: np.random.Gen
         for turn, phase in enumerate(phases):
             for device in range(case.devices if phase in SPREAD else 1):
                 start = at + turn * part
-                spans.append(Span(step, phase, device, "host", start, start + part * (0.8 + 0.1 * device)))
+                spans.append(
+                    Span(step, phase, device, "host", start, start + part * (0.8 + 0.1 * device))
+                )
         at += seconds
         made.append(Step(seconds, step < 20, at))
     times = np.linspace(1000.0 * number, at, max(1, samples // 2))
     values = draw.random(len(times))
     return Trial(
-        case=case, round=number, verified=Verified.BITWISE, steps=tuple(made), spans=tuple(spans),
-        memory=(Memory(HOST, 500_000_000, "rss"),), started_s=1e9 + number,
+        case=case,
+        round=number,
+        verified=Verified.BITWISE,
+        steps=tuple(made),
+        spans=tuple(spans),
+        memory=(Memory(HOST, 500_000_000, "rss"),),
+        started_s=1e9 + number,
         samples=tuple(
-            Sample(float(t), HOST, metric, float(v)) for metric in ("cpu_percent", "load_1m")
+            Sample(float(t), HOST, metric, float(v))
+            for metric in ("cpu_percent", "load_1m")
             for t, v in zip(times, values, strict=True)
         ),
-    )  # fmt: skip
+    )
 
 
 def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
@@ -86,23 +112,41 @@ def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
     each = samples // (count * rounds)
     facts = provenance.collect({"physical_gpus": 0, "gpus": []})
     with Store.create(path, Naming(name="big")) as store:
-        run_id, _ = store.begin_run(plan="big", host="host", code="code", rounds=rounds, provenance=facts)
+        run_id, _ = store.begin_run(
+            plan="big", host="host", code="code", rounds=rounds, provenance=facts
+        )
         for number in range(rounds):
             for case in chosen:
                 slot = store.begin_trial(run_id, case, number)
-                made = trial(case, number, steps, each, draw)  # a run stores the results of the validity checks too
-                store.end_trial(slot, replace(made, provenance={"validity": validity.facts(made, 2)}))
+                made = trial(
+                    case, number, steps, each, draw
+                )  # a run stores the results of the validity checks too
+                store.end_trial(
+                    slot, replace(made, provenance={"validity": validity.facts(made, 2)})
+                )
         store.end_run(run_id)
 
 
 def measured(command: str, store: Path) -> dict[str, float]:
-    """Return the CPU seconds and the peak memory in MB of a command in a fresh process on one core."""
-    arguments = [sys.executable, "-m", "dpbench", *command.split(), "--store", str(store), *COMMANDS[command]]
+    """Return the CPU seconds and the peak memory in MB of a command in a fresh process on one
+    core.
+    """
+    arguments = [
+        sys.executable,
+        "-m",
+        "dpbench",
+        *command.split(),
+        "--store",
+        str(store),
+        *COMMANDS[command],
+    ]
     core = {max(os.sched_getaffinity(0))}
     pid = os.fork()
     if pid == 0:
         os.sched_setaffinity(0, core)
-        code = subprocess.run(arguments, check=False, stdout=subprocess.DEVNULL, cwd=store.parent).returncode
+        code = subprocess.run(
+            arguments, check=False, stdout=subprocess.DEVNULL, cwd=store.parent
+        ).returncode
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = {
             "code": code,
@@ -123,7 +167,10 @@ class Reading:
     timeout = 300.0
 
     def setup_cache(self) -> str:
-        """Make the store; asv keeps the working folder until all benchmarks of the class have ended."""
+        """Make the store.
+
+        Asv keeps the working folder until all benchmarks of the class have ended.
+        """
         store = Path("big.db").absolute()
         fill(store, 60, 3, 300, 100_000)
         return str(store)

@@ -1,8 +1,9 @@
 """Host seconds of the parts of making replicas of a module with ResNet-50's shapes.
 
-Three parts are measured for eight replicas: binding tensors to the replicas' modules, noticing changes of the module,
-and rebuilding the replicas' modules. Their tensors are on the meta device, so that only the time of Python is measured.
-The fourth part is the broadcast of all tensors to one other device.
+Three parts are measured for eight replicas: binding tensors to the replicas' modules, noticing
+changes of the module, and rebuilding the replicas' modules. Their tensors are on the meta device,
+so that only the time of Python is measured. The fourth part is the broadcast of all tensors to one
+other device.
 """
 
 from __future__ import annotations
@@ -21,16 +22,26 @@ SAMPLES = 30 if QUICK else 100
 
 
 def bottleneck(inputs: int, planes: int, stride: int) -> Any:
-    """Return the modules of one residual block as a plain sequence, because only the shapes matter here."""
+    """Return the modules of one residual block as a plain sequence, because only the shapes matter
+    here.
+    """
     from torch import nn
 
     layers = [
-        nn.Conv2d(inputs, planes, 1, bias=False), nn.BatchNorm2d(planes),
-        nn.Conv2d(planes, planes, 3, stride, 1, bias=False), nn.BatchNorm2d(planes),
-        nn.Conv2d(planes, 4 * planes, 1, bias=False), nn.BatchNorm2d(4 * planes), nn.ReLU(),
-    ]  # fmt: skip
+        nn.Conv2d(inputs, planes, 1, bias=False),
+        nn.BatchNorm2d(planes),
+        nn.Conv2d(planes, planes, 3, stride, 1, bias=False),
+        nn.BatchNorm2d(planes),
+        nn.Conv2d(planes, 4 * planes, 1, bias=False),
+        nn.BatchNorm2d(4 * planes),
+        nn.ReLU(),
+    ]
     if inputs != 4 * planes:
-        layers.append(nn.Sequential(nn.Conv2d(inputs, 4 * planes, 1, stride, bias=False), nn.BatchNorm2d(4 * planes)))
+        layers.append(
+            nn.Sequential(
+                nn.Conv2d(inputs, 4 * planes, 1, stride, bias=False), nn.BatchNorm2d(4 * planes)
+            )
+        )
     return nn.Sequential(*layers)
 
 
@@ -38,7 +49,15 @@ def resnet50() -> Any:
     """Return a module with 161 parameters and 159 buffers that have the shapes of ResNet-50's."""
     from torch import nn
 
-    layers, inputs = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)], 64
+    layers, inputs = (
+        [
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        ],
+        64,
+    )
     for planes, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for block in range(blocks):
             layers.append(bottleneck(inputs, planes, stride if block == 0 else 1))
@@ -61,14 +80,18 @@ def _call(part: str) -> Callable[[], Any]:
     from dpbench.records import no_mark
 
     copies_of = attribute("engine.collectives", "copies_of")
-    cache_class = attribute("engine.replicate", "ReplicaCache", "Trees")  # earlier commits call it Trees
+    cache_class = attribute(
+        "engine.replicate", "ReplicaCache", "Trees"
+    )  # earlier commits call it Trees
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
         network = resnet50()
     cache = cache_class(network)
     sources = [*cache.parameters, *cache.buffers]
     if part == "broadcast":
-        devices = engine.resolve(["cpu"] * 2)  # one copy of 102 MB: the cost of each additional replica
+        devices = engine.resolve(
+            ["cpu"] * 2
+        )  # one copy of 102 MB: the cost of each additional replica
         return torch.no_grad()(lambda: copies_of(sources, devices, no_mark))
     copies = [[source.detach() for source in sources] for _ in range(REPLICAS)]
     if part == "rebuild":

@@ -1,4 +1,6 @@
-"""Seconds between two readings of the NVML sampler, whose nominal rate is 100 Hz, with recorded latencies of NVML."""
+"""Seconds between two readings of the NVML sampler, whose nominal rate is 100 Hz, with recorded
+latencies of NVML.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ LOOK_S = 0.5 if QUICK else 1.0
 
 
 class Replay:
-    """A replacement for pynvml whose functions return recorded answers after their recorded latencies."""
+    """A replacement for pynvml whose functions return recorded answers after their recorded
+    latencies.
+    """
 
     class NVMLError(Exception):
         value = 3
@@ -72,7 +76,10 @@ def setup_devices(devices: int) -> None:
     rounds=1,
 )
 def track_fast_tick_seconds(devices: int) -> dict[str, Any]:
-    """Return the mean seconds between two readings of the fast counters in each of `LOOKS` periods; goal: 10 ms."""
+    """Return the mean seconds between two readings of the fast counters in each of `LOOKS` periods.
+
+    Goal: 10 ms.
+    """
     nvml = module("hardware.samplers.nvml")
     ticks = []
     for _ in range(LOOKS):

@@ -1,4 +1,6 @@
-"""The overhead of measuring: steps with and without recorded marks, and the Python code of one mark of GPUs."""
+"""The overhead of measuring: steps with and without recorded marks, and the Python code of one mark
+of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ BLOCKS, BLOCK_S = 10 if QUICK else 400, 0.01
 
 
 def in_turns() -> dict[str, list[float]]:
-    """Return the mean seconds of a step, by block and arm: "listening" with recorded marks, "silent" without.
+    """Return the mean seconds of a step, by block and arm: "listening" with recorded marks,
+    "silent" without.
 
-    Blocks of both arms alternate, so that slow drift affects them alike. asv caches the result for both arms; it is
-    empty if the commit lacks a name that the benchmark needs.
+    Blocks of both arms alternate, so that slow drift affects them alike. asv caches the result for
+    both arms; it is empty if the commit lacks a name that the benchmark needs.
     """
     try:
         with names_of_the_commit():
@@ -27,7 +30,10 @@ def in_turns() -> dict[str, list[float]]:
     except NotImplementedError:
         return {}  # asv counts an exception here as a failure; setup_arm raises it
     case = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
-    devices, model = open_devices("cpu", case.devices), models.load(case.model, case.size, case.seed)
+    devices, model = (
+        open_devices("cpu", case.devices),
+        models.load(case.model, case.size, case.seed),
+    )
     clock, batch, listening = clock_of(devices), model.batch(case.batch_size, case.seed), True
 
     def mark(phase: Any, device: int) -> Any:
@@ -100,7 +106,9 @@ def setup_clock(gpus: int) -> None:
 
 @timing(params=((GPUS,),), param_names=("gpus",), setup=setup_clock)
 def track_cuda_mark_seconds(gpus: int) -> dict[str, Any]:
-    """Return the CPU seconds of Python code per mark, by block: neither a GPU nor the reading of marks is in them."""
+    """Return the CPU seconds of Python code per mark, by block: neither a GPU nor the reading of
+    marks is in them.
+    """
     from dpbench.records import Phase
 
     clock = module("measure.clocks").CudaClock([NoGpu(index) for index in range(gpus)])

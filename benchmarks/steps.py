@@ -1,4 +1,5 @@
-"""Seconds of a training step and of its phases, per strategy, measured as `dpbench run` measures them.
+"""Seconds of a training step and of its phases, per strategy, measured as `dpbench run` measures
+them.
 
 The devices are logical CPU devices. A machine with GPUs measures the benchmarks of `cuda` instead.
 """
@@ -15,11 +16,23 @@ STRATEGIES = ("single", "dp", "ddp")
 BATCH_SIZES = {"mlp": 64, "resnet18": 16}
 DEVICES = (1, 2)
 PHASES = (
-    "data", "scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "optimizer", "unattributed",
-)  # fmt: skip
+    "data",
+    "scatter",
+    "replicate",
+    "forward",
+    "gather",
+    "loss",
+    "backward",
+    "reduce",
+    "optimizer",
+    "unattributed",
+)
 
 WORKERS = 4 if QUICK else 6
-"""The number of fresh processes per case; steps differ more between processes than within one process."""
+"""The number of fresh processes per case.
+
+Steps differ more between processes than within one process.
+"""
 LIMIT_S = 60.0
 
 
@@ -28,7 +41,9 @@ def _case(strategy: str, model: str, devices: int) -> Any:
 
     batch = BATCH_SIZES[model]
     return module("records.plan").normalise(
-        Case(model=model, strategy=strategy, devices=devices, batch_size=batch, schedule="reference")
+        Case(
+            model=model, strategy=strategy, devices=devices, batch_size=batch, schedule="reference"
+        )
     )
 
 
@@ -52,7 +67,9 @@ def trials_of(case: Any) -> list[Any]:
 
 def setup_step(strategy: str, model: str, devices: int) -> None:
     if gpus():
-        raise NotImplementedError("this machine has GPUs, on which the benchmarks of `cuda` measure steps")
+        raise NotImplementedError(
+            "this machine has GPUs, on which the benchmarks of `cuda` measure steps"
+        )
     if strategy == "single" and devices > 1:
         raise NotImplementedError("the strategy single has one device")
     with names_of_the_commit():
@@ -76,7 +93,9 @@ def track_step_seconds(strategy: str, model: str, devices: int) -> dict[str, Any
 
 
 def phases_of_dp() -> dict[str, list[float]]:
-    """Return, by phase, the seconds in each timed step of dp on two devices; empty if the commit cannot measure them.
+    """Return, by phase, the seconds in each timed step of dp on two devices.
+
+    Empty if the commit cannot measure them.
 
     asv caches the result, so that the seconds of all phases come from the same steps.
     """

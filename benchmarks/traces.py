@@ -1,4 +1,7 @@
-"""Seconds and memory to import a profiler trace of 200,000 events; importing does not load torch."""
+"""Seconds and memory to import a profiler trace of 200,000 events.
+
+Importing does not load torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ def events() -> list[dict[str, Any]]:
         at_us = step * 100_000.0
         found.append(_event("user_annotation", f"ProfilerStep#{step}", 1, at_us, 100_000.0))
         for number in range(OPERATORS):
-            start_us, correlation = at_us + 140.0 * number, {"correlation": step * OPERATORS + number, "device": 0}
+            start_us, correlation = (
+                at_us + 140.0 * number,
+                {"correlation": step * OPERATORS + number, "device": 0},
+            )
             found += [
                 _event("cpu_op", "aten::linear", 1, start_us, 90.0),
                 _event("cuda_runtime", "cudaLaunchKernel", 1, start_us + 10.0, 5.0, **correlation),
@@ -31,7 +37,16 @@ def events() -> list[dict[str, Any]]:
 
 
 def _event(cat: str, name: str, tid: int, ts: float, dur: float, **args: int) -> dict[str, Any]:
-    return {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "pid": 1,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
 
 
 class Traces:

@@ -1,4 +1,6 @@
-"""Host seconds of the engine's functions, such as scatter, on logical CPU devices; the tensors are small.
+"""Host seconds of the engine's functions, such as scatter, on logical CPU devices.
+
+The tensors are small.
 
 Most of the time is therefore that of Python.
 """
@@ -15,7 +17,9 @@ from . import QUICK, names_of_the_commit, result, timing
 VERBS = ("scatter", "replicate", "parallel_apply", "gather", "reduce")
 DEVICES = (2, 4)
 LAYERS = 80
-"""The number of layers with two tensors each, so that there are about as many parameter tensors as in ResNet-50."""
+"""The number of layers with two tensors each, so that there are about as many parameter tensors as
+in ResNet-50.
+"""
 WIDTH = 4
 WARMUP = 5
 SAMPLES = 30 if QUICK else 100
@@ -32,7 +36,9 @@ def setup(verb: str, devices: int) -> None:
 
 
 def _call(verb: str, count: int) -> Callable[[], Any]:
-    """Return a function that calls the engine's function `verb` once on `count` devices, as a training step does."""
+    """Return a function that calls the engine's function `verb` once on `count` devices, as a
+    training step does.
+    """
     import torch
     from torch import nn
 

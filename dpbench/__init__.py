@@ -2,18 +2,19 @@
 
     import dpbench as dp
 
-    run = dp.run(models=["mlp"], devices=[1, 2])    # measure; the arguments are the options of `dpbench run`
+    run = dp.run(models=["mlp"], devices=[1, 2])    # measure, with options of `dpbench run`
     run = dp.load("dpbench.db", run="@last")        # or read a stored run
     run = dp.open_trials("trials.jsonl.gz")         # or read exported trials
     print(run.verdict)
-    run.frame                                       # one row per case; also run.steps, run.phases, run.samples
+    run.frame                                       # also run.steps, run.phases, run.samples
     run.report("report.html")
 
     with dp.watch("dpbench.db"):                    # record the steps of your own training loop
         ...
 
-The engine (`DataParallel`, `TrainStep` and the functions of torch.nn.parallel) trains models in your own code. All
-names are imported on first use, so that `import dpbench` imports neither torch nor pandas.
+The engine (`DataParallel`, `TrainStep` and the functions of torch.nn.parallel) trains models in
+your own code. All names are imported on first use, so that `import dpbench` imports neither torch
+nor pandas.
 """
 
 from __future__ import annotations
@@ -63,11 +64,16 @@ _HOMES = {
     "Run": "dpbench.api.runs",
     "watch": "dpbench.observe.watching",
 }
-"""The names in `__all__` that `dpbench.engine` does not define, with the modules that define them."""
+"""The names in `__all__` that `dpbench.engine` does not define, with the modules that define
+them.
+"""
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return the object `name` of the interface; raise AttributeError if `name` is not in `__all__`."""
+    """Import and return the object `name` of the interface.
+
+    Raise AttributeError if `name` is not in `__all__`.
+    """
     if name == "__version__":
         return import_module("dpbench.hardware.provenance").own_version()
     if name in __all__:
@@ -76,5 +82,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names in `__all__` in alphabetical order, including objects that are not imported yet."""
+    """Return the names in `__all__` in alphabetical order, including objects that are not imported
+    yet.
+    """
     return sorted(__all__)

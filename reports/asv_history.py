@@ -1,13 +1,15 @@
-"""An asv plugin that saves each benchmark's result as it ends, and the plan of benchmarks/history.sh.
+"""An asv plugin that saves each benchmark's result as it ends, and the plan of
+benchmarks/history.sh.
 
-asv saves the results of a commit after its last benchmark, so that a kill would lose all of them. The plugin saves them
-after each benchmark, and notes whether the result is quick or full, and how long it took. asv's own interpreter runs
-this: it imports neither torch nor dpbench.
+asv saves the results of a commit after its last benchmark, so that a kill would lose all of them.
+The plugin saves them after each benchmark, and notes whether the result is quick or full, and how
+long it took. asv's own interpreter runs this: it imports neither torch nor dpbench.
 
-python reports/asv_history.py select COMMIT       asv's options that select the benchmarks to measure, one per line
-python reports/asv_history.py expect COMMIT...    a sentence on the time that the benchmarks will take
+python reports/asv_history.py select COMMIT       asv's options that select the benchmarks
+python reports/asv_history.py expect COMMIT...    the time that the benchmarks will take
 
-BENCH is a regular expression for the benchmarks; with AGAIN, those that have a result are measured too.
+BENCH is a regular expression for the benchmarks; with AGAIN, those that have a result are measured
+too.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from asv.results import Results
 
 RESULTS = Path(".asv/results")
 EFFORTS = "efforts.json"
-"""The file beside the folder of the results, which has a note on each saved result, by commit and benchmark.
+"""The file beside the folder of the results, which has a note on each saved result, by commit and
+benchmark.
 
-A note has the `effort`, "quick" or "full", and the `seconds` that pass from the end of the benchmark before, so that
-the seconds include the start of processes and the cache of a group of benchmarks. Of several rounds they are the sum.
+A note has the `effort`, "quick" or "full", and the `seconds` that pass from the end of the
+benchmark before, so that the seconds include the start of processes and the cache of a group of
+benchmarks. Of several rounds they are the sum.
 """
 
 
@@ -40,13 +44,18 @@ def effort() -> str:
 
 
 def setup() -> None:
-    """Let asv save results as each benchmark ends; asv calls this once, when it loads the plugin."""
+    """Let asv save results as each benchmark ends.
+
+    Asv calls this once, when it loads the plugin.
+    """
     add, saved, ended = Results.add_result, Results.save, Counter[tuple[str, str]]()
     spent, last = Counter[tuple[str, str]](), [time.monotonic()]
     if getattr(add, "saves", False):
         return
 
-    def add_result(self: Any, benchmark: Mapping[str, Any], result: Any, *args: Any, **options: Any) -> None:
+    def add_result(
+        self: Any, benchmark: Mapping[str, Any], result: Any, *args: Any, **options: Any
+    ) -> None:
         add(self, benchmark, result, *args, **options)
         name, now = benchmark["name"], time.monotonic()
         key = self.commit_hash, name
@@ -54,7 +63,9 @@ def setup() -> None:
         spent[key] += now - last[0]
         last[0] = now
         # asv measures a benchmark without any result in no further round
-        rounds = 1 if all(value is None for value in result.result) else int(benchmark.get("rounds", 1))
+        rounds = (
+            1 if all(value is None for value in result.result) else int(benchmark.get("rounds", 1))
+        )
         self.__dict__.setdefault("unfinished", set()).add(name)
         if ended[key] >= rounds and RESULTS.parent.is_dir() and self._filename:
             self.unfinished.discard(name)
@@ -62,9 +73,13 @@ def setup() -> None:
             _note(RESULTS.parent / EFFORTS, *key, spent[key])
 
     def _save_finished(results: Any) -> None:
-        """Save all results but those of benchmarks that have rounds left, which a later run would take for complete."""
+        """Save all results but those of benchmarks that have rounds left, which a later run would
+        take for complete.
+        """
         whole = results._results
-        results._results = {name: value for name, value in whole.items() if name not in results.unfinished}
+        results._results = {
+            name: value for name, value in whole.items() if name not in results.unfinished
+        }
         try:
             saved(results, str(RESULTS))
         finally:
@@ -96,13 +111,22 @@ def stored(commit: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def benchmarks(pattern: str) -> dict[str, str]:
-    """Return the version of each benchmark that asv discovered and whose name matches, as with asv's --bench."""
+    """Return the version of each benchmark that asv discovered and whose name matches, as with
+    asv's --bench.
+    """
     found = json.loads((RESULTS / "benchmarks.json").read_text())
-    return {name: one["version"] for name, one in found.items() if name != "version" and re.search(pattern, name)}
+    return {
+        name: one["version"]
+        for name, one in found.items()
+        if name != "version" and re.search(pattern, name)
+    }
 
 
 def missing(commit: str, pattern: str) -> list[str]:
-    """Return the benchmarks that have no good result for a commit with at least this effort; with AGAIN, all."""
+    """Return the benchmarks that have no good result for a commit with at least this effort.
+
+    With AGAIN, all.
+    """
     if os.environ.get("AGAIN"):
         return list(benchmarks(pattern))
     notes = _read(RESULTS.parent / EFFORTS).get(commit, {})
@@ -119,15 +143,16 @@ def missing(commit: str, pattern: str) -> list[str]:
 def selection(commit: str, pattern: str) -> list[str]:
     """Return asv's options that select the missing benchmarks; none if there are none.
 
-    asv compares a pattern with the name of a benchmark and its parameters. If the pattern matches no name, asv gets it
-    as it is.
+    asv compares a pattern with the name of a benchmark and its parameters. If the pattern matches
+    no name, asv gets it as it is.
     """
     names = [rf"^{re.escape(name)}(\(|$)" for name in missing(commit, pattern)]
     return [f"--bench={one}" for one in names or ([] if benchmarks(pattern) else [pattern])]
 
 
 def expect(commits: Sequence[str], pattern: str) -> str:
-    """Return a sentence on the time that the missing benchmarks of the commits will take, and its basis.
+    """Return a sentence on the time that the missing benchmarks of the commits will take, and its
+    basis.
 
     The time of a benchmark is the median of its earlier results with the same effort.
     """
@@ -146,7 +171,10 @@ def expect(commits: Sequence[str], pattern: str) -> str:
     if not todo:
         return said
     if len(unknown) == len(set(todo)):
-        return f"{said}; expected time: unknown, no benchmark has an earlier {effort()} result on this machine"
+        return (
+            f"{said}; expected time: unknown, no benchmark has an earlier {effort()} result on this"
+            " machine"
+        )
     least = f"at least {total:.0f} s" if unknown else f"about {total:.0f} s"
     without = f"; no earlier result: {', '.join(unknown)}" if unknown else ""
     return f"{said}; expected time: {least} (medians of earlier {effort()} results){without}"

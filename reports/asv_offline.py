@@ -1,11 +1,13 @@
 """An asv plugin that makes the published site work without a network, and from a file.
 
-asv's page loads ten files from public servers, and where it cannot it shows nothing but an error. The files are
-also in npm packages; benchmarks/history.sh installs those in .asv/vendor, and `asv publish`, which loads this
-plugin, puts copies beside the page. asv's own interpreter runs this: it imports neither torch nor dpbench.
+asv's page loads ten files from public servers, and where it cannot it shows nothing but an error.
+The files are also in npm packages; benchmarks/history.sh installs those in .asv/vendor, and `asv
+publish`, which loads this plugin, puts copies beside the page. asv's own interpreter runs this: it
+imports neither torch nor dpbench.
 
-The page also requests its data, which a browser refuses to a page that was opened from a file. After `asv publish`,
-`python reports/asv_offline.py .asv/html` therefore writes the data as a script beside the page.
+The page also requests its data, which a browser refuses to a page that was opened from a file.
+After `asv publish`, `python reports/asv_offline.py .asv/html` therefore writes the data as a script
+beside the page.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ from asv.console import log
 from asv.publishing import OutputPublisher
 
 PACKAGES = (
-    "jquery@3.3.1", "flot@0.8.3", "flot-orderbars@1.0.0", "stupid-table-plugin@1.1.3", "blueimp-md5@2.19.0",
+    "jquery@3.3.1",
+    "flot@0.8.3",
+    "flot-orderbars@1.0.0",
+    "stupid-table-plugin@1.1.3",
+    "blueimp-md5@2.19.0",
     "bootstrap@3.1.1",
-)  # fmt: skip
+)
 FILES = {
     "jquery-3.3.1.min.js": "jquery/dist/jquery.min.js",
     "jquery.flot.min.js": "flot/jquery.flot.js",
@@ -39,14 +45,18 @@ FILES = {
 """What the page calls a file -> where npm puts it."""
 
 DATA, ANSWERS = "asv_data.js", "asv_files.js"
-"""The scripts with the data of the page, and with the answers to the page's requests, by their names in the site."""
+"""The scripts with the data of the page, and with the answers to the page's requests, by their
+names in the site.
+"""
 _OWN = re.compile(r'(?=<script language="javascript" type="text/javascript"\s+src="asv.js">)')
 _REMOTE = re.compile(r'<(?:script|link)\b[^>]*?\b(?:src|href)="(https?://[^"]+)"[^>]*>')
 _CHECKS = re.compile(r'\s(?:integrity|crossorigin|referrerpolicy)="[^"]*"')
 
 
 def localise(html: Path, modules: Path) -> str:
-    """Replace what html/index.html loads from elsewhere by copies out of `modules`; return one line to tell.
+    """Replace what html/index.html loads from elsewhere by copies out of `modules`.
+
+    Return one line to tell.
 
     Either every file is replaced or none: half a page would only hide what is missing.
     """
@@ -54,10 +64,16 @@ def localise(html: Path, modules: Path) -> str:
     text = page.read_text(encoding="utf-8")
     names = [url.rpartition("/")[2] for url in _REMOTE.findall(text)]
     if unknown := sorted(set(names) - FILES.keys()):
-        return f"the page needs a network: no local file is known for {', '.join(unknown)}; see FILES in {__file__}"
+        return (
+            f"the page needs a network: no local file is known for {', '.join(unknown)}; see FILES"
+            f" in {__file__}"
+        )
     if not all((modules / FILES[name]).is_file() for name in names):
         install = f"npm install --ignore-scripts --prefix {modules.parent} {' '.join(PACKAGES)}"
-        return f"the page needs a network; to make it work without, run this and publish again: {install}"
+        return (
+            "the page needs a network; to make it work without, run this and publish again:"
+            f" {install}"
+        )
     vendor = html / "vendor"
     vendor.mkdir(exist_ok=True)
     for name in names:
@@ -67,16 +83,20 @@ def localise(html: Path, modules: Path) -> str:
 
 
 def _local(tag: re.Match[str]) -> str:
-    """Return the tag with its copy's address, and without the checks that belong to the original."""
+    """Return the tag with its copy's address, and without the checks that belong to the
+    original.
+    """
     url = tag.group(1)
     return _CHECKS.sub("", tag.group().replace(url, f"vendor/{url.rpartition('/')[2]}"))
 
 
 def embed(html: Path) -> str:
-    """Write the data of the page in the folder `html` as a script, which the page loads; return one line to tell.
+    """Write the data of the page in the folder `html` as a script, which the page loads.
 
-    The data are the JSON files that asv published, and the stored trials that benchmarks listed in `trials` beside the
-    folder. A page that loads the script already gets only new data.
+    Return one line to tell.
+
+    The data are the JSON files that asv published, and the stored trials that benchmarks listed in
+    `trials` beside the folder. A page that loads the script already gets only new data.
     """
     page = html / "index.html"
     text = page.read_text(encoding="utf-8")
@@ -85,7 +105,9 @@ def embed(html: Path) -> str:
         text, places = _OWN.subn(tags, text, count=1)
         if not places:
             return "the page needs a server: it loads no asv.js, so this version of asv is unknown"
-    files = {path.relative_to(html).as_posix(): _plain(path) for path in sorted(html.rglob("*.json"))}
+    files = {
+        path.relative_to(html).as_posix(): _plain(path) for path in sorted(html.rglob("*.json"))
+    }
     trials = _trials(html.parent / "trials")
     data = f"const asvFiles = {json.dumps(files)};\nconst asvTrials = {json.dumps(trials)};\n"
     (html / DATA).write_text(data, encoding="utf-8")
@@ -95,12 +117,18 @@ def embed(html: Path) -> str:
 
 
 def _plain(file: Path) -> Any:
-    """Return the content of a JSON file; asv writes values that JSON lacks as NaN, which become null."""
+    """Return the content of a JSON file.
+
+    Asv writes values that JSON lacks as NaN, which become null.
+    """
     return json.loads(file.read_text(encoding="utf-8"), parse_constant=lambda name: None)
 
 
 def _trials(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the entries of all lists in a folder by benchmark; of equal commits and parameters, the last counts."""
+    """Return the entries of all lists in a folder by benchmark.
+
+    Of equal commits and parameters, the last counts.
+    """
     found: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
     for file in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         for line in file.read_text(encoding="utf-8").splitlines():

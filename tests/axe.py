@@ -1,4 +1,5 @@
-"""axe-core, which checks the accessibility of a page: fetched by npm at one version, and checked by its hash.
+"""axe-core, which checks the accessibility of a page: fetched by npm at one version, and checked by
+its hash.
 
 python tests/axe.py     fetch it now, so that no test needs a network; it fails if that is impossible
 """
@@ -25,7 +26,9 @@ class UnavailableError(Exception):
 
 
 def script() -> str:
-    """Return the text of axe-core, which is fetched if it is not here. Raises UnavailableError if that is impossible.
+    """Return the text of axe-core, which is fetched if it is not here.
+
+    Raises UnavailableError if that is impossible.
 
     Raises ValueError if the fetched package is not the expected one.
     """
@@ -43,10 +46,16 @@ def _fetch() -> None:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         packages = [*Path(folder).glob("*.tgz")]
         if done.returncode or len(packages) != 1:
-            raise UnavailableError(f"npm cannot fetch axe-core {VERSION}: {done.stderr.strip()[-200:]}")
-        found = f"sha512-{base64.b64encode(hashlib.sha512(packages[0].read_bytes()).digest()).decode()}"
+            raise UnavailableError(
+                f"npm cannot fetch axe-core {VERSION}: {done.stderr.strip()[-200:]}"
+            )
+        found = (
+            f"sha512-{base64.b64encode(hashlib.sha512(packages[0].read_bytes()).digest()).decode()}"
+        )
         if found != INTEGRITY:
-            raise ValueError(f"the package of axe-core {VERSION} has the hash {found} instead of {INTEGRITY}")
+            raise ValueError(
+                f"the package of axe-core {VERSION} has the hash {found} instead of {INTEGRITY}"
+            )
         with tarfile.open(packages[0]) as package:
             content = package.extractfile("package/axe.min.js")
             assert content

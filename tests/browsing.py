@@ -15,7 +15,9 @@ from tests import test_compare
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
 from tests.test_ladder import content
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 DRIVER = shutil.which("chromedriver")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 MARKS = [
@@ -24,10 +26,17 @@ MARKS = [
     pytest.mark.skipif(not DRIVER, reason="there is no chromedriver on this system"),
 ]
 FLAGS = (
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--hide-scrollbars",
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--hide-scrollbars",
     "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
+)
 
 
 @contextmanager
@@ -58,7 +67,9 @@ def show(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> 
 
 def _cpu() -> str:
     rows = colocated_cpu_and_weak()
-    return page.render(run_of(*rows, trials=[trial for row in rows for trial in ran(row, spans=True)]))
+    return page.render(
+        run_of(*rows, trials=[trial for row in rows for trial in ran(row, spans=True)])
+    )
 
 
 def _compared() -> str:

@@ -30,7 +30,9 @@ class Folder:
 
     @property
     def env(self) -> dict[str, str]:
-        """Return the environment of its commands, in which a new commit does not change dpbench's identity."""
+        """Return the environment of its commands, in which a new commit does not change dpbench's
+        identity.
+        """
         paths = [str(ROOT), *map(str, self.paths)]
         own = {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -40,12 +42,21 @@ class Folder:
         return os.environ | self.mark.env | own
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start a command in a separate session; its output goes to files, so that no reader can block it."""
+        """Start a command in a separate session.
+
+        Its output goes to files, so that no reader can block it.
+        """
         with (self.path / "out").open("w") as out, (self.path / "err").open("w") as err:
             return subprocess.Popen(
-                [*COMMAND, *arguments], cwd=self.path, env=self.env, text=True,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
+                [*COMMAND, *arguments],
+                cwd=self.path,
+                env=self.env,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
 
     def do(self, *arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run a command to its end."""
@@ -64,7 +75,9 @@ class Folder:
     def query(self, sql: str) -> list[tuple]:
         """Return the result of a query of the store at this moment; [] if there is no store yet."""
         try:
-            with closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True, timeout=30)) as db:
+            with closing(
+                sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True, timeout=30)
+            ) as db:
                 return db.execute(sql).fetchall()
         except sqlite3.OperationalError:
             return []
@@ -78,10 +91,15 @@ class Folder:
         )
 
     def wait_for(self, process: subprocess.Popen[str], trials: int, timeout_s: float = 90) -> bool:
-        """Wait until this number of trials are final and another one is running, or the command has ended."""
+        """Wait until this number of trials are final and another one is running, or the command has
+        ended.
+        """
 
         def there() -> bool:
-            busy = self.query("SELECT 1 FROM trial WHERE status='running'") and len(self.mark.alive()) >= 3
+            busy = (
+                self.query("SELECT 1 FROM trial WHERE status='running'")
+                and len(self.mark.alive()) >= 3
+            )
             return process.poll() is not None or bool(len(self.final()) >= trials and busy)
 
         poll(there, timeout_s)
@@ -89,13 +107,18 @@ class Folder:
 
 
 def end(process: subprocess.Popen[str], how: str) -> int:
-    """End a command in one of the ways in which commands end before their time; return its exit status."""
+    """End a command in one of the ways in which commands end before their time.
+
+    Return its exit status.
+    """
     if how == "kill group":
         os.killpg(process.pid, signal.SIGKILL)
     elif how == "interrupt group":  # what a terminal does on Ctrl-C
         os.killpg(process.pid, signal.SIGINT)
     else:
-        process.send_signal({"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[how])
+        process.send_signal(
+            {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": signal.SIGKILL}[how]
+        )
     return process.wait(patience(20))
 
 

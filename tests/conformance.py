@@ -1,10 +1,11 @@
-"""Conformance: the kinds of devices on which each case runs, and the comparisons that the tests share.
+"""Conformance: the kinds of devices on which each case runs, and the comparisons that the tests
+share.
 
-Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its parts: what they
-assert, of our engine, on logical CPU devices, on emulated ones, on one GPU carrying two replicas (mark `gpu`), and
-on two GPUs (mark `multi_gpu`). Tests of the verbs run on each kind of device (`every_kind`); tests of the wrapper run
-on each kind under each of `SCHEDULES` (`every_schedule`). The first line of a test's docstring names file and
-test of the original:
+Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its
+parts: what they assert, of our engine, on logical CPU devices, on emulated ones, on one GPU
+carrying two replicas (mark `gpu`), and on two GPUs (mark `multi_gpu`). Tests of the verbs run on
+each kind of device (`every_kind`); tests of the wrapper run on each kind under each of `SCHEDULES`
+(`every_schedule`). The first line of a test's docstring names file and test of the original:
 
     A  = test/distributed/test_data_parallel.py     A' = the same, later, for any accelerator
     B  = test/test_cuda_multigpu.py, TestCudaComm   C  = test/jit/test_data_parallel.py
@@ -38,18 +39,26 @@ SCHEDULES = (
     "workers=pool,replicas=cached,reduce=overlap",
     "workers=serial,replicas=cached,storage=flat,reduce=overlap",
 )
-"""The rungs that a wrapper can climb, and combinations in which each position of each of its switches occurs."""
+"""The rungs that a wrapper can climb, and combinations in which each position of each of its
+switches occurs.
+"""
 
 LEGAL = tuple(
     str(schedule)
     for positions in itertools.product(*SWITCHES.values())
-    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=True)))).missing(train_step=False)
+    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=True)))).missing(
+        train_step=False
+    )
 )
-"""Every schedule that needs neither TrainStep nor a kind of device, and promises the bits of `reference`."""
+"""Every schedule that needs neither TrainStep nor a kind of device, and promises the bits of
+`reference`.
+"""
 
 
 def is_flat(schedule: str) -> bool:
-    """Return whether a wrapper under this schedule keeps its weights in one buffer, which emulated devices refuse."""
+    """Return whether a wrapper under this schedule keeps its weights in one buffer, which emulated
+    devices refuse.
+    """
     return schedule != FASTEST and parse(schedule).storage == "flat"
 
 
@@ -60,10 +69,17 @@ KINDS: dict[str, tuple[int, tuple[pytest.MarkDecorator, ...]]] = {
     "spread": (2, (pytest.mark.multi_gpu,)),
 }
 """The kinds of device: how many CUDA devices each needs, and its marks."""
-HERE = {kind: marks for kind, (needed, marks) in KINDS.items() if torch.cuda.device_count() >= needed}
-"""The kinds that this machine has. Tests have no others: there are more than a thousand, and each skip takes time."""
+HERE = {
+    kind: marks for kind, (needed, marks) in KINDS.items() if torch.cuda.device_count() >= needed
+}
+"""The kinds that this machine has.
+
+Tests have no others: there are more than a thousand, and each skip takes time.
+"""
 every_kind = pytest.mark.parametrize(
-    "place", [pytest.param((kind, "reference"), marks=marks, id=kind) for kind, marks in HERE.items()], indirect=True
+    "place",
+    [pytest.param((kind, "reference"), marks=marks, id=kind) for kind, marks in HERE.items()],
+    indirect=True,
 )
 every_schedule = pytest.mark.parametrize(
     "place",
@@ -77,7 +93,9 @@ every_schedule = pytest.mark.parametrize(
 
 
 class Place:
-    """Devices of one kind, and a wrapper's schedule on them: ids, torch devices, and how tensors get there."""
+    """Devices of one kind, and a wrapper's schedule on them: ids, torch devices, and how tensors
+    get there.
+    """
 
     def __init__(self, kind: str, schedule: str = "reference") -> None:
         self.kind, self.schedule = kind, schedule
@@ -130,20 +148,32 @@ class Place:
 
 @pytest.fixture
 def place(request: pytest.FixtureRequest) -> Place:
-    """Give each kind of device, and each schedule, in turn; see `every_kind` and `every_schedule`."""
+    """Give each kind of device, and each schedule, in turn.
+
+    See `every_kind` and `every_schedule`.
+    """
     there = Place(*request.param)
     resolve(there.ids())  # emulated tensors can be made once their devices exist
     return there
 
 
-def known_fault(request: pytest.FixtureRequest, error: type[Exception], reason: str, *, when: bool = True) -> None:
-    """Expect the test to fail with `error`, and to be red once it passes, where the engine has a known fault."""
+def known_fault(
+    request: pytest.FixtureRequest, error: type[Exception], reason: str, *, when: bool = True
+) -> None:
+    """Expect the test to fail with `error`, and to be red once it passes, where the engine has a
+    known fault.
+    """
     if when:
         request.applymarker(pytest.mark.xfail(strict=True, raises=error, reason=reason))
 
 
-SWAP = "cached replicas hold tensors of the last call, so torch.utils.swap_tensors refuses the module's parameters"
-"""A fault of the engine: conversions and removals that swap a parameter's contents fail after a call."""
+SWAP = (
+    "cached replicas hold tensors of the last call, so torch.utils.swap_tensors refuses the"
+    " module's parameters"
+)
+"""A fault of the engine: conversions and removals that swap a parameter's contents fail after a
+call.
+"""
 
 
 def settle(tensor: Tensor) -> None:
@@ -201,7 +231,9 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [gradient.clone() for gradient in found if gradient is not None]
 
 
-def check_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *, second: bool = False) -> None:
+def check_gradients(
+    function: Callable[..., Any], inputs: Sequence[Tensor], *, second: bool = False
+) -> None:
     """Compare first (and second) derivatives of a function of doubles with finite differences."""
     torch.autograd.gradcheck(function, inputs)
     if second:
@@ -210,9 +242,11 @@ def check_gradients(function: Callable[..., Any], inputs: Sequence[Tensor], *, s
 
 @contextmanager
 def young_garbage() -> Iterator[None]:
-    """Let the collector visit only objects made from here on: `gc.collect()` then takes microseconds.
+    """Let the collector visit only objects made from here on: `gc.collect()` then takes
+    microseconds.
 
-    A cycle among new objects is found and counted as usual; objects that exist already are never collected from now on.
+    A cycle among new objects is found and counted as usual; objects that exist already are never
+    collected from now on.
     """
     gc.collect()
     gc.freeze()

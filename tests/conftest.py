@@ -1,7 +1,8 @@
-"""What all tests share: one thread per operation, a fixed seed, fixtures, and marks that skip by name without a GPU.
+"""What all tests share: one thread per operation, a fixed seed, fixtures, and marks that skip by
+name without a GPU.
 
-`--fast` leaves out slow tests, takes a sample of many parameters, and skips a test at the moment at which it would
-start a process.
+`--fast` leaves out slow tests, takes a sample of many parameters, and skips a test at the moment at
+which it would start a process.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from dpbench.store import Store
 from tests import commands, exported, standing_in
 
 gc.disable()  # until all tests are collected: see pytest_collection_finish
-# before torch is loaded: later has no effect; the threads of a strategy that uses all cores would spin while they wait
+# before torch is loaded: later has no effect; the threads of a strategy that uses all cores would
+# spin while they wait
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
 
@@ -43,14 +45,19 @@ def _one_thread_and_seed() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(0)  # torch.manual_seed writes down the stack for each accelerator
+    torch.default_generator.manual_seed(
+        0
+    )  # torch.manual_seed writes down the stack for each accelerator
     yield
     processes.roam()  # a trial in this process stays on its device's core
 
 
 @pytest.fixture(autouse=True)
 def _threads_switch_often(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let Python switch threads as often as it can, so that a missing wait shows; not where tests measure time."""
+    """Let Python switch threads as often as it can, so that a missing wait shows.
+
+    Not where tests measure time.
+    """
     before = sys.getswitchinterval()
     if not any(map(request.node.get_closest_marker, ("alone", "gpu", "multi_gpu"))):
         sys.setswitchinterval(1e-6)
@@ -93,14 +100,21 @@ def folder(tmp_path: Path) -> Iterator[commands.Folder]:
 
 
 @pytest.fixture
-def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> exported.Command:
-    """Call the command line in this process, in a separate folder; return exit code, stdout and stderr."""
+def dpbench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> exported.Command:
+    """Call the command line in this process, in a separate folder.
+
+    Return exit code, stdout and stderr.
+    """
     return exported.command(tmp_path, monkeypatch, capfd)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests of this process that only need trials, because every new server loads torch again."""
+    """One server for all tests of this process that only need trials, because every new server
+    loads torch again.
+    """
     with Server(tmp_path_factory.mktemp("server")) as server:
         server.prepare()  # here, and not in the folder of the first test that uses it
         yield server
@@ -115,7 +129,9 @@ def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small LSTM have 6 tokens a row, each of whose operations an emulated device runs from Python."""
+    """Let the small LSTM have 6 tokens a row, each of whose operations an emulated device runs from
+    Python.
+    """
     from dpbench.models import lstm
 
     monkeypatch.setitem(lstm.DIMS, "small", lstm.DIMS["small"]._replace(tokens=6))
@@ -123,7 +139,9 @@ def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def lock(path: Path, kind: int) -> Iterator[IO[str]]:
-    """Hold a lock that all processes of this run know, exclusive (fcntl.LOCK_EX) or shared (fcntl.LOCK_SH)."""
+    """Hold a lock that all processes of this run know, exclusive (fcntl.LOCK_EX) or shared
+    (fcntl.LOCK_SH).
+    """
     with path.open("a") as file:
         fcntl.flock(file, kind)
         yield file
@@ -134,9 +152,12 @@ Once = Callable[[str, Callable[[Path], Any]], Any]
 
 @pytest.fixture(scope="session")
 def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """Call a function with a new folder of a name, once for all processes of this run; return what it returned.
+    """Call a function with a new folder of a name, once for all processes of this run.
 
-    Each process gets a copy by pickle. The tests of all processes read the folder, so that none may write there.
+    Return what it returned.
+
+    Each process gets a copy by pickle. The tests of all processes read the folder, so that none may
+    write there.
     """
     base = tmp_path_factory.getbasetemp()
     base = base.parent if hasattr(request.config, "workerinput") else base
@@ -153,7 +174,9 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out tests that are slow or start a process")
+    parser.addoption(
+        "--fast", action="store_true", help="leave out tests that are slow or start a process"
+    )
 
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
@@ -171,8 +194,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _skip_at_a_process(event: str, arguments: tuple[Any, ...]) -> None:
-    """Skip the test, or the tests of the fixture, that is about to start a process; Python calls this hook."""
-    if event in STARTS and in_test and not (event == "subprocess.Popen" and Path(str(arguments[0])).name in TOOLS):
+    """Skip the test, or the tests of the fixture, that is about to start a process.
+
+    Python calls this hook.
+    """
+    if (
+        event in STARTS
+        and in_test
+        and not (event == "subprocess.Popen" and Path(str(arguments[0])).name in TOOLS)
+    ):
         global kept_from_a_process
         kept_from_a_process = True
         pytest.skip("starts a process")
@@ -180,7 +210,9 @@ def _skip_at_a_process(event: str, arguments: tuple[Any, ...]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip a test that fails because dpbench has caught the exception of `_skip_at_a_process`, as a trial does."""
+    """Skip a test that fails because dpbench has caught the exception of `_skip_at_a_process`, as a
+    trial does.
+    """
     global kept_from_a_process
     kept_from_a_process = False
     try:
@@ -195,10 +227,12 @@ def pytest_runtest_call() -> Iterator[None]:
 def turn(item: pytest.Item) -> Iterator[None]:
     """Run no other test at the same time as one marked `alone`.
 
-    Processes queue for their turn: without the first lock, tests that share the second could keep a test that wants
-    it alone waiting for ever.
+    Processes queue for their turn: without the first lock, tests that share the second could keep a
+    test that wants it alone waiting for ever.
     """
-    if not hasattr(item.config, "workerinput"):  # pytest-xdist's: this process runs all tests, one after the other
+    if not hasattr(
+        item.config, "workerinput"
+    ):  # pytest-xdist's: this process runs all tests, one after the other
         yield
         return
     folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
@@ -210,7 +244,10 @@ def turn(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Wait for the test's turn; processes that start from now on are the test's, and not pytest's own."""
+    """Wait for the test's turn.
+
+    Processes that start from now on are the test's, and not pytest's own.
+    """
     global in_test
     with turn(item):
         in_test = True
@@ -221,7 +258,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yield the tests of `--fast`; of one with many parameters, some that are spread over all of them."""
+    """Yield the tests of `--fast`.
+
+    Of one with many parameters, some that are spread over all of them.
+    """
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not any(map(item.get_closest_marker, ("slow", "browser", "alone"))):
@@ -234,20 +274,26 @@ def _fast(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests that need more GPUs than this machine has, with the reason; order the tests.
 
-    Tests marked `alone` come first: each waits for the tests that are running, and the tests after it wait for it,
-    which takes longest beside a slow test. Slow tests follow: a slow test at the end would run while the other
-    processes have nothing left to do.
+    Tests marked `alone` come first: each waits for the tests that are running, and the tests after
+    it wait for it, which takes longest beside a slow test. Slow tests follow: a slow test at the
+    end would run while the other processes have nothing left to do.
     """
     import torch
 
-    items.sort(key=lambda item: (item.get_closest_marker("alone") is None, item.get_closest_marker("slow") is None))
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("alone") is None,
+            item.get_closest_marker("slow") is None,
+        )
+    )
     if config.getoption("fast"):
         kept = set(_fast(items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 
     count = torch.cuda.device_count()
-    if not count:  # torch.manual_seed would keep the seed for GPUs with the text of the whole stack: 0.7 ms a call
+    # torch.manual_seed would keep the seed for GPUs with the text of the whole stack: 0.7 ms a call
+    if not count:
         for kind in (torch.cuda, torch.xpu):
             kind.manual_seed_all = lambda seed: None
     for mark, needed in (("gpu", 1), ("multi_gpu", 2)):
@@ -259,7 +305,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector visit only objects made from here on: of torch and the tests there are a million."""
+    """Let the collector visit only objects made from here on: of torch and the tests there are a
+    million.
+    """
     # the first optimizer of a process loads it, and so would each rank that is forked before
     importlib.import_module("torch._dynamo")
     gc.collect()
@@ -269,9 +317,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Let the collector skip what a file of tests has left, such as compiled graphs and modules that it imported.
+    """Let the collector skip what a file of tests has left, such as compiled graphs and modules
+    that it imported.
 
-    A trial collects five times. With the leavings of some files, each collection takes a tenth of a second.
+    A trial collects five times. With the leavings of some files, each collection takes a tenth of a
+    second.
     """
     yield
     if nextitem is None or nextitem.path != item.path:
@@ -279,7 +329,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-# a suite started in the background inherits an ignored SIGINT, and so would every command that a test interrupts
+# a suite started in the background inherits an ignored SIGINT, and so would every command that a
+# test interrupts
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

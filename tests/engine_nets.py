@@ -1,4 +1,6 @@
-"""The nets of the engine's tests, and their reference: copies of the module, one per chunk, run one after the other."""
+"""The nets of the engine's tests, and their reference: copies of the module, one per chunk, run one
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ def mlp() -> nn.Module:
 
 def conv() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 3, 3, groups=1), nn.BatchNorm2d(3), nn.Flatten()
+        nn.Conv2d(3, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.Conv2d(5, 3, 3, groups=1),
+        nn.BatchNorm2d(3),
+        nn.Flatten(),
     )
 
 
@@ -45,7 +52,10 @@ class Tied(nn.Module):
 
 
 class Frozen(nn.Module):
-    """A layer that does not learn before, and one between, layers that do; a buffer that wants gradients."""
+    """A layer that does not learn before, and one between, layers that do.
+
+    A buffer that wants gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +80,9 @@ class Unused(nn.Module):
 
 
 class Normed(nn.Module):
-    """Parametrizations, old and new: weights that are computed in the forward, with buffers that move."""
+    """Parametrizations, old and new: weights that are computed in the forward, with buffers that
+    move.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +111,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "unused": (Unused, (12,)),
     "normed": (Normed, (12,)),
     "lstm": (Recurrent, (12,)),
-    "attention": (lambda: nn.TransformerEncoderLayer(12, 3, 17, dropout=0.0, batch_first=True), (4, 12)),
+    "attention": (
+        lambda: nn.TransformerEncoderLayer(12, 3, 17, dropout=0.0, batch_first=True),
+        (4, 12),
+    ),
     "no_parameters": (nn.Tanh, (12,)),
 }
 every_net = pytest.mark.parametrize("net", NETS)
@@ -117,9 +132,16 @@ def made(net: str, rows: int) -> tuple[nn.Module, Tensor]:
 # ---------------------------------------------------------------- the reference
 
 
-def chunked(module: nn.Module, x: Tensor, n: int) -> tuple[Tensor, list[nn.Module], list[Tensor], list[Tensor]]:
-    """Run chunk after chunk through copies; return the whole output, copies, chunks and their outputs."""
-    pieces = [piece.clone().requires_grad_(torch.is_grad_enabled()) for piece in x.detach().chunk(n)]
+def chunked(
+    module: nn.Module, x: Tensor, n: int
+) -> tuple[Tensor, list[nn.Module], list[Tensor], list[Tensor]]:
+    """Run chunk after chunk through copies.
+
+    Return the whole output, copies, chunks and their outputs.
+    """
+    pieces = [
+        piece.clone().requires_grad_(torch.is_grad_enabled()) for piece in x.detach().chunk(n)
+    ]
     copies = [copy.deepcopy(module) for _ in pieces]
     outputs = [one(piece) for one, piece in zip(copies, pieces, strict=True)]
     return torch.cat([output.detach() for output in outputs]), copies, pieces, outputs
@@ -128,7 +150,9 @@ def chunked(module: nn.Module, x: Tensor, n: int) -> tuple[Tensor, list[nn.Modul
 def chunked_gradients(
     module: nn.Module, x: Tensor, n: int, loss: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None, dict[str, Tensor]]:
-    """Return output, each parameter's gradient added in replica order, the input's gradient, and the buffers."""
+    """Return output, each parameter's gradient added in replica order, the input's gradient, and
+    the buffers.
+    """
     whole, copies, pieces, outputs = chunked(module, x, n)
     whole.requires_grad_()
     loss(whole).backward()
@@ -147,7 +171,12 @@ def chunked_gradients(
                 total = part.clone() if total is None else total + part
         gradients[name] = total if parameter.requires_grad else None
     whole_x = torch.cat([piece.grad for piece in pieces]) if pieces[0].grad is not None else None
-    return whole.detach(), gradients, whole_x, {name: b.detach() for name, b in copies[0].named_buffers()}
+    return (
+        whole.detach(),
+        gradients,
+        whole_x,
+        {name: b.detach() for name, b in copies[0].named_buffers()},
+    )
 
 
 def wave(output: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
-"""Plant one fault for each law, and check whether the law's tests detect it: `python tests/faults.py [NAME...]`.
+"""Plant one fault for each law, and check whether the law's tests detect it: `python
+tests/faults.py [NAME...]`.
 
-A fault is planted in a temporary copy of this checkout, where the tests that are named for it then run. It is `caught`
-where one of them fails. A fault whose code is not found, or whose tests do not run, is an error. The exit status is 0
-where every fault is caught, else 1. NAME leaves out the faults of other names; `--list` prints the names and runs none.
+A fault is planted in a temporary copy of this checkout, where the tests that are named for it then
+run. It is `caught` where one of them fails. A fault whose code is not found, or whose tests do not
+run, is an error. The exit status is 0 where every fault is caught, else 1. NAME leaves out the
+faults of other names; `--list` prints the names and runs none.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Fault:
-    """Code of dpbench, `old`, its replacement that breaks a law, `new`, and the tests that must detect it.
+    """Code of dpbench, `old`, its replacement that breaks a law, `new`, and the tests that must
+    detect it.
 
-    Each is an expression, or a run of statements. `old` is found by its syntax tree, so that its formatting does not
-    matter. Where the same code occurs elsewhere, `where` names its module, class or function below dpbench.
+    Each is an expression, or a run of statements. `old` is found by its syntax tree, so that its
+    formatting does not matter. Where the same code occurs elsewhere, `where` names its module,
+    class or function below dpbench.
     """
 
     name: str
@@ -64,7 +68,9 @@ class Module:
 
     @cached_property
     def nodes(self) -> dict[type[ast.AST], list[tuple[str, list[ast.AST]]]]:
-        """For each type of node: the definition that has a node, and this node with its following siblings."""
+        """For each type of node: the definition that has a node, and this node with its following
+        siblings.
+        """
         found = defaultdict(list)
         for where, nodes in located(self.tree, self.name):
             found[type(nodes[0])].append((where, nodes))
@@ -72,14 +78,21 @@ class Module:
 
 
 class NotFoundError(LookupError):
-    """The code to replace does not occur exactly once; it has changed, and the fault must follow it."""
+    """The code to replace does not occur exactly once.
+
+    It has changed, and the fault must follow it.
+    """
 
 
 def modules(root: Path) -> list[Module]:
     """Return the modules below `root`/dpbench."""
     top = root / "dpbench"
     return [
-        Module(path, ".".join(path.relative_to(top).with_suffix("").parts), path.read_text(encoding="utf-8"))
+        Module(
+            path,
+            ".".join(path.relative_to(top).with_suffix("").parts),
+            path.read_text(encoding="utf-8"),
+        )
         for path in sorted(top.rglob("*.py"))
     ]
 
@@ -92,13 +105,21 @@ def code(text: str) -> list[ast.AST]:
 
 def words_of(tree: ast.AST) -> set[str]:
     """Return the identifiers and the literal texts of a syntax tree."""
-    return {value for node in ast.walk(tree) for value in vars(node).values() if isinstance(value, str)}
+    return {
+        value for node in ast.walk(tree) for value in vars(node).values() if isinstance(value, str)
+    }
 
 
 def located(node: ast.AST, where: str) -> Iterator[tuple[str, list[ast.AST]]]:
-    """Yield all nodes below `node`, each with its following siblings, and the dotted name of their definition."""
+    """Yield all nodes below `node`, each with its following siblings, and the dotted name of their
+    definition.
+    """
     for value in vars(node).values():
-        children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        children = [
+            child
+            for child in (value if isinstance(value, list) else [value])
+            if isinstance(child, ast.AST)
+        ]
         for i, child in enumerate(children):
             yield where, children[i:]
             definition = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -124,8 +145,13 @@ def place(fault: Fault, among: Sequence[Module]) -> tuple[Module, list[ast.AST]]
     """Return the one place of the code to replace; NotFoundError unless it occurs exactly once."""
     found = list(places(fault, among))
     if len(found) != 1:
-        lines = ", ".join(f"{module.path}:{nodes[0].lineno}" for module, nodes in found) or "nowhere"
-        raise NotFoundError(f"this must occur exactly once in dpbench/{fault.where}, and occurs {lines}:\n{fault.old}")
+        lines = (
+            ", ".join(f"{module.path}:{nodes[0].lineno}" for module, nodes in found) or "nowhere"
+        )
+        raise NotFoundError(
+            f"this must occur exactly once in dpbench/{fault.where}, and occurs"
+            f" {lines}:\n{fault.old}"
+        )
     return found[0]
 
 
@@ -137,7 +163,10 @@ def planted(fault: Fault, among: Sequence[Module]) -> tuple[Path, str]:
     first, last = nodes[0], nodes[-1]
     start = len(b"".join(lines[: first.lineno - 1])) + first.col_offset
     end = len(b"".join(lines[: last.end_lineno - 1])) + last.end_col_offset
-    return module.path, (text[:start] + _written(fault.new, first.col_offset).encode() + text[end:]).decode()
+    return (
+        module.path,
+        (text[:start] + _written(fault.new, first.col_offset).encode() + text[end:]).decode(),
+    )
 
 
 def _written(new: str, column: int) -> str:
@@ -164,9 +193,22 @@ def copy_to(root: Path) -> None:
 
 def run_tests(tests: Sequence[str], root: Path) -> tuple[int, str]:
     """Run tests of the copy in `root`; return pytest's exit status and its output."""
-    command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests]
+    command = [
+        sys.executable,
+        "-B",
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--timeout=120",
+        *tests,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -186,7 +228,10 @@ def try_one(fault: Fault) -> str:
 
 
 def sound(faults: Sequence[Fault]) -> str:
-    """Return the output of the faults' tests on unchanged code where one fails; empty where all pass."""
+    """Return the output of the faults' tests on unchanged code where one fails.
+
+    Empty where all pass.
+    """
     with tempfile.TemporaryDirectory(prefix="dpbench-fault-") as folder:
         copy_to(Path(folder))
         tests = dict.fromkeys(test for fault in faults for test in fault.tests)
@@ -197,9 +242,15 @@ def sound(faults: Sequence[Fault]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Plant the faults of these names, or all; print a line for each; return the exit status."""
     known = {fault.name: fault for fault in FAULTS}
-    parser = argparse.ArgumentParser(description="Plant faults, and look whether the tests see them.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to plant (default: all)")
-    parser.add_argument("--list", action="store_true", help="print the names and the laws, and run nothing")
+    parser = argparse.ArgumentParser(
+        description="Plant faults, and look whether the tests see them."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="the faults to plant (default: all)"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the names and the laws, and run nothing"
+    )
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
@@ -220,7 +271,9 @@ def report(faults: Sequence[Fault]) -> int:
         began = time.perf_counter()
         how = try_one(fault)
         caught += how == "caught"
-        print(f"{time.perf_counter() - began:5.1f} s  {fault.name:24} {fault.law}: {how}", flush=True)
+        print(
+            f"{time.perf_counter() - began:5.1f} s  {fault.name:24} {fault.law}: {how}", flush=True
+        )
     print(f"{caught} of {len(faults)} faults caught")
     return 0 if caught == len(faults) else 1
 
@@ -238,8 +291,11 @@ FAULTS = (
         "buffers",
         "every step starts from replica 0's buffers on all replicas",
         "buffers = copies_of(cache.buffers, self._devices[:count], self._mark)",
-        'buffers = self.__dict__.setdefault("_kept", copies_of(cache.buffers, self._devices, self._mark))',
-        ("tests/test_law_rows.py::test_every_step_begins_with_replica_0s_buffers_on_every_replica",),
+        'buffers = self.__dict__.setdefault("_kept", copies_of(cache.buffers, self._devices,'
+        " self._mark))",
+        (
+            "tests/test_law_rows.py::test_every_step_begins_with_replica_0s_buffers_on_every_replica",
+        ),
     ),
     Fault(
         "identity-memory",
@@ -265,7 +321,8 @@ FAULTS = (
     Fault(
         "hooks-muted",
         "hooks on parameters are back after a step that failed",
-        "            self._muted.restore()\n            _set_gradients(self._weights.originals, self._before)",
+        "            self._muted.restore()\n            _set_gradients(self._weights.originals,"
+        " self._before)",
         "            _set_gradients(self._weights.originals, self._before)",
         ("tests/test_law_rows.py::test_hooks_are_back_after_a_step_that_failed",),
     ),
@@ -296,14 +353,18 @@ FAULTS = (
         "a step that is wrapped after a scheduler acts on the whole gradient",
         "not _only_counts(step, type(optimizer))",
         'not getattr(step, "_wrapped_by_lr_sched", False)',
-        ("tests/test_law_notice.py::test_a_step_wrapped_around_a_schedulers_acts_on_the_whole_gradient",),
+        (
+            "tests/test_law_notice.py::test_a_step_wrapped_around_a_schedulers_acts_on_the_whole_gradient",
+        ),
     ),
     Fault(
         "shared-memory",
         "memory that the module itself shares stays shared",
         "not recomputed",
         "False",
-        ("tests/test_law_notice.py::test_memory_that_the_module_itself_shares_stays_shared_or_is_refused",),
+        (
+            "tests/test_law_notice.py::test_memory_that_the_module_itself_shares_stays_shared_or_is_refused",
+        ),
     ),
     Fault(
         "gradient-strides",
@@ -324,7 +385,9 @@ FAULTS = (
         "a hook that forward registers on its own weight is for one step",
         "if weight._backward_hooks:\n    weight._backward_hooks.clear()",
         "if False:\n    weight._backward_hooks.clear()",
-        ("tests/test_law_notice.py::test_a_replica_lists_no_parameters_and_its_own_hooks_are_for_one_step",),
+        (
+            "tests/test_law_notice.py::test_a_replica_lists_no_parameters_and_its_own_hooks_are_for_one_step",
+        ),
     ),
     Fault(
         "copies-per-thread",
@@ -350,14 +413,18 @@ FAULTS = (
         "a device that fails early stops no other device in the same stage",
         "                    if not stopped:\n                        attempt(stage, i)",
         "                    if not errors:\n                        attempt(stage, i)",
-        ("tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",),
+        (
+            "tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",
+        ),
     ),
     Fault(
         "first-use",
         "threads that are the first to dispatch an operator to Python do not crash the process",
         "load_operators()",
         "pass",
-        ("tests/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",),
+        (
+            "tests/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",
+        ),
         where="engine.workers",
     ),
     Fault(
@@ -365,7 +432,9 @@ FAULTS = (
         "a mean over class probabilities counts every place once",
         "return output.numel() // output.shape[1]",
         "return output.shape[0]",
-        ("tests/test_losses.py::test_soft_targets_are_counted_once_per_place_whatever_their_weights",),
+        (
+            "tests/test_losses.py::test_soft_targets_are_counted_once_per_place_whatever_their_weights",
+        ),
     ),
     Fault(
         "target-rows",
@@ -409,21 +478,27 @@ FAULTS = (
         "a checkpoint repeats forward with the same random numbers",
         "saved is not None",
         "saved is None",
-        ("tests/test_law_ordinary.py::test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused",),
+        (
+            "tests/test_law_ordinary.py::test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused",
+        ),
     ),
     Fault(
         "denormals",
         "denormal numbers are flushed in all replicas or in none",
         "flushes_denormals() != wanted",
         "False",
-        ("tests/test_law_ordinary.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",),
+        (
+            "tests/test_law_ordinary.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",
+        ),
     ),
     Fault(
         "cached-weights",
         "replicas do not share the cached weight of one of them",
         "parametrize._cache_enabled",
         "False",
-        ("tests/test_law_ordinary.py::test_cached_parametrizations_are_refused_because_replicas_would_share_them",),
+        (
+            "tests/test_law_ordinary.py::test_cached_parametrizations_are_refused_because_replicas_would_share_them",
+        ),
     ),
     Fault(
         "needless-refusal",
@@ -517,7 +592,9 @@ FAULTS = (
         "a damaged summary is computed again from the rows",
         "StoredLedger(found) if found.version == VERSION and _consistent(found) else None",
         "StoredLedger(found) if found.version == VERSION else None",
-        ("tests/test_summaries.py::test_a_summary_that_contradicts_itself_is_computed_from_the_rows",),
+        (
+            "tests/test_summaries.py::test_a_summary_that_contradicts_itself_is_computed_from_the_rows",
+        ),
     ),
     Fault(
         "old-columns",
@@ -531,14 +608,18 @@ FAULTS = (
         "an unknown key in a file of defaults is an error",
         '_refuse_unknown(own, f"{file}: [{name}]", [*options])',
         '_refuse_unknown({}, f"{file}: [{name}]", [*options])',
-        ("tests/test_config.py::test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing",),
+        (
+            "tests/test_config.py::test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing",
+        ),
     ),
     Fault(
         "dropped-locks",
         "a process that ends does not merge the log of a store into which another process writes",
         "if size == 1:\n    raise _another_kind(path)",
         'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
-        ("tests/test_store_processes.py::test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone",),
+        (
+            "tests/test_store_processes.py::test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone",
+        ),
     ),
     Fault(
         "opened-store",
@@ -559,7 +640,9 @@ FAULTS = (
         "a run that another process removes while it is read is read whole",
         '    db.execute("BEGIN")\n',
         "    pass\n",
-        ("tests/test_store_processes.py::test_a_run_that_is_removed_while_it_is_read_is_read_whole",),
+        (
+            "tests/test_store_processes.py::test_a_run_that_is_removed_while_it_is_read_is_read_whole",
+        ),
     ),
     Fault(
         "run-index",
@@ -602,14 +685,18 @@ FAULTS = (
         "a process that is killed in a transaction does not lock out the next one",
         "                _roll_back(path)\n                continue\n",
         "                raise\n",
-        ("tests/test_store_processes.py::test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next",),
+        (
+            "tests/test_store_processes.py::test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next",
+        ),
     ),
     Fault(
         "replaced-store",
         "a store that is deleted or replaced during a run is noticed",
         "file.same_file(db)",
         "file",
-        ("tests/test_hardening.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",),
+        (
+            "tests/test_hardening.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",
+        ),
     ),
     Fault(
         "dropped-signal",
@@ -638,7 +725,9 @@ FAULTS = (
         "times of another machine are shifted to rank 0's clock",
         "shifted(answers[rank].trials[0], -offsets[rank].seconds)",
         "shifted(answers[rank].trials[0], offsets[rank].seconds)",
-        ("tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",),
+        (
+            "tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",
+        ),
     ),
     Fault(
         "offset-drift",
@@ -652,7 +741,9 @@ FAULTS = (
         "the load of the busiest machine counts",
         "load = max(loads, key=lambda one: one.taken, default=None)",
         "load = min(loads, key=lambda one: one.taken, default=None)",
-        ("tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",),
+        (
+            "tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",
+        ),
     ),
     Fault(
         "barrier-spread",
@@ -666,21 +757,27 @@ FAULTS = (
         "a trial may take longer than the ranks may take to join",
         "dist.new_group(timeout=PATIENCE)",
         "dist.new_group(timeout=JOIN)",
-        ("tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",),
+        (
+            "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
+        ),
     ),
     Fault(
         "lost-rank",
         "the failure of a rank whose process has ended is the cause of the others",
         "rank in lost.ranks",
         "rank not in lost.ranks",
-        ("tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",),
+        (
+            "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
+        ),
     ),
     Fault(
         "closed-connection",
         "a rank whose connection closes between two cases is named",
         "else self._ended()",
         "else []",
-        ("tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",),
+        (
+            "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",
+        ),
     ),
     Fault(
         "first-node",
@@ -756,7 +853,9 @@ FAULTS = (
             "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
             f"WHERE fingerprint=? AND trial.status=? AND host>=? ORDER BY trial.id DESC LIMIT {EARLIER}"
         )""",
-        ("tests/test_outputs.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",),
+        (
+            "tests/test_outputs.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",
+        ),
     ),
     Fault(
         "config-command",
@@ -788,7 +887,9 @@ FAULTS = (
         "the time of NCCL's kernels is recorded apart from the busy time",
         "return {KERNELS: self.kernels_s} | (found if self.communication_s else {})",
         "return {KERNELS: self.kernels_s}",
-        ("tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",),
+        (
+            "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
+        ),
     ),
     Fault(
         "ddp-reduce",
@@ -809,7 +910,9 @@ FAULTS = (
         "measuring processes number GPUs as NVML does",
         "return {ORDER: PCI_ORDER, **os.environ, **own}",
         "return {**os.environ, **own}",
-        ("tests/test_nvml.py::test_measuring_processes_number_gpus_as_nvml_does_unless_the_user_chose",),
+        (
+            "tests/test_nvml.py::test_measuring_processes_number_gpus_as_nvml_does_unless_the_user_chose",
+        ),
     ),
     Fault(
         "uuid",
@@ -882,7 +985,9 @@ FAULTS = (
         "inputs are copied from the host in a background stream",
         "torch.cuda.stream(self._background)",
         "torch.cuda.stream(self.stream)",
-        ("tests/test_races.py::test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does",),
+        (
+            "tests/test_races.py::test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does",
+        ),
     ),
     Fault(
         "default-devices",
@@ -896,7 +1001,9 @@ FAULTS = (
         "busy time rests on several profiled steps",
         "self._profiled_steps = PROFILED_STEPS",
         "self._profiled_steps = 1",
-        ("tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[two]",),
+        (
+            "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[two]",
+        ),
     ),
     Fault(
         "device-drift",
@@ -961,7 +1068,8 @@ FAULTS = (
     ),
     Fault(
         "resized-storage",
-        "a storage whose size changes is counted with its new size, and others are not counted again",
+        "a storage whose size changes is counted with its new size, and others are not counted"
+        " again",
         "before != size",
         "before is None",
         ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
@@ -972,14 +1080,18 @@ FAULTS = (
         "a wrong gradient of ranks is refused also if their losses are no means over samples",
         "own.verified is not Verified.NO",
         "own.verified",
-        ("tests/test_verify.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",),
+        (
+            "tests/test_verify.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",
+        ),
     ),
     Fault(
         "averaging-everyone",
         "only strategies with ranks may average the losses of their parts",
         "verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss",
         "verdict.verified is Verified.NO and not model.owns_loss",
-        ("tests/test_verify.py::test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label",),
+        (
+            "tests/test_verify.py::test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label",
+        ),
     ),
     Fault(
         "averaging-weights",
@@ -1016,7 +1128,9 @@ FAULTS = (
         "a device is idle where no phase is open on it",
         "        reach = max(reach, bar.end_s)\n",
         "        reach = bar.end_s\n",
-        ("tests/test_lanes.py::test_the_critical_path_is_the_step_and_idle_time_is_the_rest_of_each_lane",),
+        (
+            "tests/test_lanes.py::test_the_critical_path_is_the_step_and_idle_time_is_the_rest_of_each_lane",
+        ),
     ),
     Fault(
         "median-step",
@@ -1044,21 +1158,28 @@ FAULTS = (
         "a joint phase on the host's clock counts as one device's",
         "s.joint and s.on_host",
         "s.joint and not s.on_host",
-        ("tests/test_ledger.py::test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency",),
+        (
+            "tests/test_ledger.py::test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency",
+        ),
     ),
     Fault(
         "ran-ahead",
-        "phases of a device that ran ahead are drawn where they were, and count as work of the step",
+        "phases of a device that ran ahead are drawn where they were, and count as work of the"
+        " step",
         "start, end = span.start_s, span.end_s",
         "start, end = max(span.start_s, step.start_s), span.end_s",
-        ("tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",),
+        (
+            "tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",
+        ),
     ),
     Fault(
         "next-step-lane",
         "a device that works on the next step is not idle",
         "span.step == number or (span.start_s < step.end_s and span.end_s > start_s)",
         "span.step == number",
-        ("tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",),
+        (
+            "tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",
+        ),
     ),
     Fault(
         "outline",
@@ -1081,7 +1202,9 @@ FAULTS = (
         "no interval rules an axis",
         "return min(max(one.high for one in found), FARTHEST * max(one.value for one in found))",
         "return max(one.high for one in found)",
-        ("tests/test_report_figures.py::test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow",),
+        (
+            "tests/test_report_figures.py::test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow",
+        ),
     ),
     Fault(
         "middle-half",
@@ -1166,7 +1289,9 @@ FAULTS = (
         "a job that overlaps another ends no earlier than it",
         "self._beside[other] -= 1",
         "self._beside[other] -= 2",
-        ("tests/test_predict_network.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",),
+        (
+            "tests/test_predict_network.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",
+        ),
     ),
     # -- export
     Fault(
@@ -1174,14 +1299,18 @@ FAULTS = (
         "an exported time is in microseconds",
         "return round(seconds * 1e6 * TICKS)",
         "return round(seconds * 1e3 * TICKS)",
-        ("tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",),
+        (
+            "tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
+        ),
     ),
     Fault(
         "export-zero",
         "an exported reading's time counts from the beginning of the earliest trial",
         "at = ticks(sample.time_s - zero_s) / TICKS",
         "at = ticks(sample.time_s) / TICKS",
-        ("tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",),
+        (
+            "tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
+        ),
     ),
     # -- loaders
     Fault(
@@ -1245,7 +1374,9 @@ FAULTS = (
         "the stack is that of the worker that hangs",
         "faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)",
         "pass",
-        ("tests/test_loaders.py::test_an_example_that_hangs_is_shown_with_the_stack_of_its_worker",),
+        (
+            "tests/test_loaders.py::test_an_example_that_hangs_is_shown_with_the_stack_of_its_worker",
+        ),
         where="measure.worker.loaders",
     ),
     Fault(
@@ -1253,60 +1384,77 @@ FAULTS = (
         "an example that raises is named with the user's line",
         "raise BatchFailed(_named(case, error, len(ends) - 1, indices)) from error",
         "raise",
-        ("tests/test_loaders.py::test_an_example_that_raises_is_named_with_its_worker_and_the_users_line",),
+        (
+            "tests/test_loaders.py::test_an_example_that_raises_is_named_with_its_worker_and_the_users_line",
+        ),
     ),
     Fault(
         "trace-step-ends",
         "a step of a trace begins with the end of the devices' work of the step before",
         "began_us = work[number - 1][1]",
         "began_us = work[number][0]",
-        ("tests/test_import_steps.py::test_a_step_lasts_from_one_last_activity_of_the_devices_to_the_next",),
+        (
+            "tests/test_import_steps.py::test_a_step_lasts_from_one_last_activity_of_the_devices_to_the_next",
+        ),
     ),
     Fault(
         "trace-launch-step",
         "the work of devices counts for the step that launched it",
         "number = step_at(steps.host, launch.start_us) if steps.by_device else None",
         "number = step_at(steps.timed, event.start_us) if steps.by_device else None",
-        ("tests/test_import_steps.py::test_work_that_overlaps_two_steps_counts_for_the_step_that_launched_it",),
+        (
+            "tests/test_import_steps.py::test_work_that_overlaps_two_steps_counts_for_the_step_that_launched_it",
+        ),
     ),
     Fault(
         "trace-unrecorded-steps",
         "a step after steps that were not recorded is not timed",
         "follows = before is not None and number == before + 1",
         "follows = before is not None",
-        ("tests/test_import_steps.py::test_a_step_after_steps_that_were_not_recorded_is_not_timed",),
+        (
+            "tests/test_import_steps.py::test_a_step_after_steps_that_were_not_recorded_is_not_timed",
+        ),
     ),
     Fault(
         "trace-launched-before",
         "work from before the trace lacks no launch",
         "missing - len(launched_before(profile))",
         "missing",
-        ("tests/test_import_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",),
+        (
+            "tests/test_import_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",
+        ),
     ),
     Fault(
         "trace-bomb-bytes",
         "a small file does not decompress without a limit",
         "size <= limit and (part := file.read(_PART_BYTES))",
         "(part := file.read(_PART_BYTES))",
-        ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
+        (
+            "tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",
+        ),
     ),
     Fault(
         "trace-bomb-objects",
         "a small file does not decode to objects without a limit",
         "size > limit or objects > limit // LEAST_OBJECT_BYTES",
         "size > limit",
-        ("tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",),
+        (
+            "tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",
+        ),
     ),
     Fault(
         "loop-without-loader",
         "a script without a DataLoader does not wait for one",
         "not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER",
         "not context.row.phases.get(Phase.DATA.value)",
-        ("tests/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",),
+        (
+            "tests/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
+        ),
     ),
     Fault(
         "trace-after-backward",
-        "operators after a loss belong to the forward again, and not to the clipping of the backward before",
+        "operators after a loss belong to the forward again, and not to the clipping of the"
+        " backward before",
         "self._after_backward = False\nreturn Phase.LOSS",
         "return Phase.LOSS",
         ("tests/test_import.py::test_after_a_loss_an_operator_without_gradients_is_not_clipping",),
@@ -1316,7 +1464,9 @@ FAULTS = (
         "a file that cannot be read has another exit code than a wrong argument",
         "(OSError, UnreadableFile)",
         "OSError",
-        ("tests/test_input_files.py::test_a_file_that_does_not_exist_is_named_with_the_code_of_files",),
+        (
+            "tests/test_input_files.py::test_a_file_that_does_not_exist_is_named_with_the_code_of_files",
+        ),
     ),
     Fault(
         "files-bom",
@@ -1337,7 +1487,9 @@ FAULTS = (
         "the rounds to decide are those of a two-sided interval",
         "_quantile(n, estimate.level)",
         "_quantile(n, 2 * estimate.level - 1)",
-        ("tests/test_stats.py::test_the_rounds_to_decide_are_those_after_which_the_interval_decides",),
+        (
+            "tests/test_stats.py::test_the_rounds_to_decide_are_those_after_which_the_interval_decides",
+        ),
     ),
     Fault(
         "simplest-inverted",
@@ -1386,7 +1538,9 @@ FAULTS = (
         "NOISY rounds carry no verdict",
         "if self.noisy:\n    return Doubt.NOISY",
         "pass",
-        ("tests/test_noisy.py::test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load",),
+        (
+            "tests/test_noisy.py::test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load",
+        ),
     ),
     Fault(
         "noisy-one-side",
@@ -1407,21 +1561,27 @@ FAULTS = (
         "the label NOISY is that of all trials behind a number, not only of the last",
         "found = dict.fromkeys(label for trial in trials for label in labels(trial))",
         "found = dict.fromkeys(label for trial in [*trials][-1:] for label in labels(trial))",
-        ("tests/test_noisy.py::test_every_label_of_two_runs_is_beside_every_line_of_their_comparison",),
+        (
+            "tests/test_noisy.py::test_every_label_of_two_runs_is_beside_every_line_of_their_comparison",
+        ),
     ),
     Fault(
         "interval-alone",
         "intervals that are judged together are wider",
         "return 1 - (1 - level) / max(1, count)",
         "return level",
-        ("tests/test_stats.py::test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_together",),
+        (
+            "tests/test_stats.py::test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_together",
+        ),
     ),
     Fault(
         "throughput-median",
         "samples per second are those of all timed steps",
         "_inverse(mean, case.batch_size)",
         "_inverse(step, case.batch_size)",
-        ("tests/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",),
+        (
+            "tests/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",
+        ),
     ),
     Fault(
         "killed-once",
@@ -1438,14 +1598,18 @@ FAULTS = (
         "a crash of the model is not a signal of another process",
         "return exit_status in [-number for number in signals.ENDING]",
         "return exit_status is not None and exit_status < 0",
-        ("tests/test_endings.py::test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory",),
+        (
+            "tests/test_endings.py::test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory",
+        ),
     ),
     Fault(
         "killed-check",
         "a check that was killed refuses no case",
         "found.status is Status.KILLED",
         "False",
-        ("tests/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",),
+        (
+            "tests/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",
+        ),
     ),
     Fault(
         "killed-resumed",
@@ -1459,7 +1623,9 @@ FAULTS = (
         "a full disk is no failure of a case, and its folder is named",
         "OSError",
         "()",
-        ("tests/test_server.py::test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial",),
+        (
+            "tests/test_server.py::test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial",
+        ),
         where="measure.worker.__main__._work",
     ),
     Fault(
@@ -1495,7 +1661,9 @@ FAULTS = (
         "a user's file imports the files of its own folder",
         "hashlib.sha256(folder.encode())",
         "hashlib.sha256()",
-        ("tests/test_outside.py::test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours",),
+        (
+            "tests/test_outside.py::test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours",
+        ),
     ),
 )
 

@@ -1,9 +1,11 @@
-"""Golden outputs: what the reading commands print for each run below reports/, recorded below tests/golden/.
+"""Golden outputs: what the reading commands print for each run below reports/, recorded below
+tests/golden/.
 
     python -m tests.golden [RUN...]             print, by command, how today's output differs from the recorded one
     python -m tests.golden --record [RUN...]    record today's output
 
-The texts of commands are asserted here only. A commit that changes one lists the change in its message.
+The texts of commands are asserted here only. A commit that changes one lists the change in its
+message.
 """
 
 from __future__ import annotations
@@ -64,7 +66,9 @@ def printed(arguments: Sequence[str]) -> str:
 
 
 def with_spans(trial: Trial) -> Trial:
-    """Return an exported trial with one span of the host for each phase of a step, from the phase's seconds."""
+    """Return an exported trial with one span of the host for each phase of a step, from the phase's
+    seconds.
+    """
     spans: list[Span] = []
     for index, (step, phases) in enumerate(zip(trial.steps, trial.ledger.phases, strict=True)):
         at_s = step.end_s - step.seconds
@@ -88,10 +92,14 @@ def store(path: Path, trials: Sequence[Trial]) -> None:
 
 
 def one_round(name: str, text: str) -> str:
-    """Return the text of an export with its first round only: all rounds have the same form, and are long."""
+    """Return the text of an export with its first round only: all rounds have the same form, and
+    are long.
+    """
     if name == "export jsonl":
         lines = text.splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("{") or json.loads(line)["round"] == 0)
+        return "".join(
+            line for line in lines if not line.startswith("{") or json.loads(line)["round"] == 0
+        )
     if name == "export pyperf" and text.startswith("{"):
         suite = json.loads(text)
         for benchmark in suite["benchmarks"]:
@@ -101,7 +109,9 @@ def one_round(name: str, text: str) -> str:
 
 
 def of_run(trials: Sequence[Trial]) -> Outputs:
-    """Return the output of each command on a store with these trials, and the page of its report."""
+    """Return the output of each command on a store with these trials, and the page of its
+    report.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         store(Path("dpbench.db"), trials)
         outputs = {name: one_round(name, printed(command)) for name, command in COMMANDS.items()}
@@ -128,7 +138,9 @@ def of_comparisons() -> Outputs:
 
 
 def failed_and_noisy() -> list[Trial]:
-    """Return a run in which half of the rounds are NOISY, and one case fails in a different way in each round."""
+    """Return a run in which half of the rounds are NOISY, and one case fails in a different way in
+    each round.
+    """
     trials = test_noisy.run(noisy={1, 3})
     case = replace(exported.DP, devices=4)
     failures = (
@@ -141,7 +153,9 @@ def failed_and_noisy() -> list[Trial]:
 
 
 def runs() -> dict[str, Callable[[], Outputs]]:
-    """Return the functions that render the outputs of each run, by the name of its recorded file."""
+    """Return the functions that render the outputs of each run, by the name of its recorded
+    file.
+    """
     stored = {path.parent.name for path in REPORTS.glob(f"*/{TRIALS}")}
     return {
         **{name: partial(of_report, name) for name in sorted(stored)},
@@ -175,22 +189,38 @@ def differences(name: str, before: Outputs, after: Outputs) -> Iterator[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Return the lines of a text, with a line of HTML or JSON split at each element, so that a diff is short."""
-    return [part for line in text.splitlines() for part in re.split(r"(?<=>)(?=<)|(?<=,) (?=\")", line)]
+    """Return the lines of a text, with a line of HTML or JSON split at each element, so that a diff
+    is short.
+    """
+    return [
+        part for line in text.splitlines() for part in re.split(r"(?<=>)(?=<)|(?<=,) (?=\")", line)
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:
     """Compare or record the outputs of these runs, or of all; return 1 if they differ."""
-    parser = argparse.ArgumentParser(description="Compare what the reading commands print with the recorded outputs.")
-    parser.add_argument("names", nargs="*", metavar="RUN", help="runs below reports/ (default: all)")
+    parser = argparse.ArgumentParser(
+        description="Compare what the reading commands print with the recorded outputs."
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="RUN", help="runs below reports/ (default: all)"
+    )
     parser.add_argument("--record", action="store_true", help="record today's outputs")
     chosen = parser.parse_args(arguments)
-    rendered = {name: render() for name, render in runs().items() if name in chosen.names or not chosen.names}
+    rendered = {
+        name: render()
+        for name, render in runs().items()
+        if name in chosen.names or not chosen.names
+    }
     if chosen.record:
         for name, outputs in rendered.items():
             record(name, outputs)
         return 0
-    found = [line for name, outputs in rendered.items() for line in differences(name, recorded(name), outputs)]
+    found = [
+        line
+        for name, outputs in rendered.items()
+        for line in differences(name, recorded(name), outputs)
+    ]
     for line in found:
         print(line)
     return int(bool(found))

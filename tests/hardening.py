@@ -1,7 +1,9 @@
-"""Hardening: damage stores and kill commands at random, and count what was lost, left behind or shown as a traceback.
+"""Hardening: damage stores and kill commands at random, and count what was lost, left behind or
+shown as a traceback.
 
-`python -m tests.hardening stores|kills|writers [N] [SEED]` prints one line per complaint and a summary; the exit status
-is 1 if there is a complaint. `make hardening N=...` runs all three; `tests/writers.py` has the third part.
+`python -m tests.hardening stores|kills|writers [N] [SEED]` prints one line per complaint and a
+summary; the exit status is 1 if there is a complaint. `make hardening N=...` runs all three;
+`tests/writers.py` has the third part.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def original(path: Path) -> None:
 
 
 def damaged(data: bytes, generator: random.Random) -> bytes:
-    """Return a copy of a file with a cut end, or with one to sixty bytes changed anywhere or in one page."""
+    """Return a copy of a file with a cut end, or with one to sixty bytes changed anywhere or in one
+    page.
+    """
     found = bytearray(data)
     kind = generator.choice(("cut", "anywhere", "anywhere", "page", "first"))
     if kind == "cut":
@@ -74,7 +78,10 @@ def commands(path: Path, folder: Path) -> Iterator[tuple[str, ...]]:
 
 
 def call(arguments: Sequence[str]) -> tuple[int, str, str]:
-    """Run a command in this process; return its exit code and output, with the traceback of any exception."""
+    """Run a command in this process.
+
+    Return its exit code and output, with the traceback of any exception.
+    """
     out, err, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -110,7 +117,9 @@ def damage_stores(count: int, seed: int = 0) -> list[str]:
                 if code == -1 or "Traceback" in err:
                     complaints.append(f"store {number}: {' '.join(arguments)}: {err[-2000:]}")
                 elif code not in RESULTS and "store" not in err:
-                    complaints.append(f"store {number}: {' '.join(arguments)}: the error names no store: {err}")
+                    complaints.append(
+                        f"store {number}: {' '.join(arguments)}: the error names no store: {err}"
+                    )
             given = sum(code in RESULTS for code in codes)
             print(f"store {number}: {given} of {len(codes)} commands gave a result")
     return complaints
@@ -132,15 +141,31 @@ def faults_of(path: Path) -> list[str]:
 ROLES = ("command", "worker", "server", "rank", "sampler", "group")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
 RUN = (
-    "run", "--models", "mlp", "--strategies", "dp,ddp", "--devices", "2", "--rounds", "40", "--budget", "600",
-    "--patience", "0",
-)  # fmt: skip
+    "run",
+    "--models",
+    "mlp",
+    "--strategies",
+    "dp,ddp",
+    "--devices",
+    "2",
+    "--rounds",
+    "40",
+    "--budget",
+    "600",
+    "--patience",
+    "0",
+)
 STARTS_S, ENDS_S, LATE_S = 60.0, 30.0, 1.0
-"""Seconds to wait for a process to signal, for the end of a command, and within which a signal ends a command."""
+"""Seconds to wait for a process to signal, for the end of a command, and within which a signal ends
+a command.
+"""
 
 
 def role_of(process: psutil.Process, command: int) -> str:
-    """Return the part that a process plays in the run of the process `command`; empty if it plays none of `ROLES`."""
+    """Return the part that a process plays in the run of the process `command`.
+
+    Empty if it plays none of `ROLES`.
+    """
     if process.pid == command:
         return "command"
     line = " ".join(process.cmdline())
@@ -164,7 +189,9 @@ def found(folder: Folder, command: int, role: str) -> psutil.Process | None:
 
 
 def send(folder: Folder, command: int, role: str, number: signal.Signals) -> bool:
-    """Send a signal to the process of `command` that plays a role, to the command, or to its group; continue a stop.
+    """Send a signal to the process of `command` that plays a role, to the command, or to its group.
+
+    Continue a stop.
 
     Return whether there was such a process.
     """
@@ -196,7 +223,9 @@ def late(process: subprocess.Popen[str], number: signal.Signals) -> Iterator[str
 
 
 def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> list[str]:
-    """Start a command, send a signal to one of its processes after `after_s` seconds, and return the complaints."""
+    """Start a command, send a signal to one of its processes after `after_s` seconds, and return
+    the complaints.
+    """
     kept, complaints = folder.final(), []
     process = folder.start(*RUN, "--store", folder.store.name)
     time.sleep(after_s)
@@ -206,7 +235,9 @@ def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> l
         complaints += late(process, number)
     else:  # the command goes on; it is ended after its next trials
         poll(lambda: process.poll() is not None or len(folder.final()) > len(kept) + 1, ENDS_S)
-        if process.poll() in (0, 2) and "report: " in folder.err:  # all trials are done; killed ranks made failed ones
+        if (
+            process.poll() in (0, 2) and "report: " in folder.err
+        ):  # all trials are done; killed ranks made failed ones
             return left(folder, kept)
         if process.poll() is not None:
             complaints.append(f"the command ended with {process.returncode}: {folder.err[-500:]}")
@@ -216,7 +247,9 @@ def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> l
 
 
 def left(folder: Folder, kept: list[tuple[object, ...]]) -> list[str]:
-    """Return the complaints about processes, output, trials and files that a command that has ended left behind."""
+    """Return the complaints about processes, output, trials and files that a command that has ended
+    left behind.
+    """
     complaints = []
     if alive := folder.mark.settles(0):
         complaints.append(f"these have outlived the command: {alive}")
@@ -227,7 +260,9 @@ def left(folder: Folder, kept: list[tuple[object, ...]]) -> list[str]:
         if folder.final()[: len(kept)] != kept:
             complaints.append("trials that had ended are lost")
     subprocess.run(
-        [sys.executable, "-c", "from dpbench.measure.scratch import sweep; sweep()"], env=folder.env, check=True
+        [sys.executable, "-c", "from dpbench.measure.scratch import sweep; sweep()"],
+        env=folder.env,
+        check=True,
     )
     if litter := [*folder.temporary.iterdir()]:
         complaints.append(f"these are left after the next start: {litter}")
@@ -244,9 +279,16 @@ def kill_commands(count: int, seed: int = 0) -> list[str]:
             role, sent = pairs[number % len(pairs)]
             after_s = generator.uniform(0.3, 8.0)
             new = kill(started, role, sent, after_s)
-            complaints += [f"kill {number} ({sent.name} to the {role} after {after_s:.2f} s): {one}" for one in new]
+            complaints += [
+                f"kill {number} ({sent.name} to the {role} after {after_s:.2f} s): {one}"
+                for one in new
+            ]
             trials = len(started.final())
-            print(f"kill {number}: {sent.name} to the {role}; {trials} trials, {new or 'no complaint'}", flush=True)
+            print(
+                f"kill {number}: {sent.name} to the {role}; {trials} trials,"
+                f" {new or 'no complaint'}",
+                flush=True,
+            )
         killed = started.query("SELECT count(*) FROM trial WHERE status='killed'")
         if killed and killed[0][0] > count:
             complaints.append(f"{killed[0][0]} trials in flight were lost by {count} kills")
@@ -255,9 +297,16 @@ def kill_commands(count: int, seed: int = 0) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one part of the suite; return the exit status."""
-    part, count, seed = arguments[0], *map(int, [*arguments[1:], *(["20", "0"][len(arguments) - 1 :])])
+    part, count, seed = (
+        arguments[0],
+        *map(int, [*arguments[1:], *(["20", "0"][len(arguments) - 1 :])]),
+    )
     os.environ["DPBENCH_PATIENCE"] = "0"
-    parts = {"stores": damage_stores, "kills": kill_commands, "writers": lambda n, seed: writers.share(n, call, seed)}
+    parts = {
+        "stores": damage_stores,
+        "kills": kill_commands,
+        "writers": lambda n, seed: writers.share(n, call, seed),
+    }
     complaints = parts[part](count, seed)
     for one in complaints:
         print(one)

@@ -1,4 +1,6 @@
-"""Models that ask for more memory than there is, and others that misbehave: `--model tests.hungry:CPU`."""
+"""Models that ask for more memory than there is, and others that misbehave: `--model
+tests.hungry:CPU`.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def when_told(act: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
 
 
 def _fill_the_disk(x: Tensor) -> None:
-    """Let the file system of temporary files look full to this worker, and to the server that waits for it."""
+    """Let the file system of temporary files look full to this worker, and to the server that waits
+    for it.
+    """
     for folder in Path(tempfile.gettempdir()).glob("trial-*"):
         for name in ("trials.json.part", "probe"):
             (folder / name).symlink_to("/dev/full")
@@ -145,7 +149,9 @@ def in_replica_1(act: Callable[[Tensor], object]) -> Callable[[Tensor], object]:
 CPU_IN_REPLICA_1 = _plug(in_replica_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
 SLEEPS_IN_REPLICA_1 = _plug(in_replica_1(_hang))
 OVER_VALID_ITEMS = SimpleNamespace(
-    build=mlp.build, batch=mlp.batch, loss=lambda out, y: F.cross_entropy(out, y.masked_fill(y % 2 == 0, -100))
+    build=mlp.build,
+    batch=mlp.batch,
+    loss=lambda out, y: F.cross_entropy(out, y.masked_fill(y % 2 == 0, -100)),
 )
 TWICE_THE_ROWS = SimpleNamespace(
     build=mlp.build, batch=lambda n, seed, size: mlp.batch(2 * n, seed, size), loss=mlp.loss

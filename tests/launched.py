@@ -1,4 +1,6 @@
-"""Launches: start the processes that torchrun or srun would start on several machines, on this machine."""
+"""Launches: start the processes that torchrun or srun would start on several machines, on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ good, broken, dead, late = model(), model(raises), model(dies), model(waits)
 
 @dataclass
 class Launched:
-    """The processes of a launch: `nodes` machines with `each` ranks, in the order of their ranks."""
+    """The processes of a launch: `nodes` machines with `each` ranks, in the order of their
+    ranks.
+    """
 
     folder: Folder
     processes: list[subprocess.Popen[str]]
@@ -96,7 +100,10 @@ def launch(
     each: int = 1,
     slow: Mapping[int, float] | None = None,
 ) -> Launched:
-    """Start a program as torchrun does, with `each` ranks on `nodes` machines; `slow` has seconds by machine."""
+    """Start a program as torchrun does, with `each` ranks on `nodes` machines.
+
+    `slow` has seconds by machine.
+    """
     (folder.path / "nets.py").write_text(MODELS)
     common = {
         "TORCHELASTIC_RUN_ID": "a test",
@@ -108,12 +115,29 @@ def launch(
     processes = []
     for rank in range(nodes * each):
         node, local = divmod(rank, each)
-        env = folder.env | common | {"RANK": str(rank), "GROUP_RANK": str(node), "LOCAL_RANK": str(local)}
+        env = (
+            folder.env
+            | common
+            | {
+                "RANK": str(rank),
+                "GROUP_RANK": str(node),
+                "LOCAL_RANK": str(local),
+            }
+        )
         env |= {"SLOW_S": str(slow[node])} if slow and node in slow else {}
-        with (folder.path / f"{rank}.out").open("w") as out, (folder.path / f"{rank}.err").open("w") as err:
+        with (
+            (folder.path / f"{rank}.out").open("w") as out,
+            (folder.path / f"{rank}.err").open("w") as err,
+        ):
             process = subprocess.Popen(
-                [sys.executable, *program, *arguments], cwd=folder.path, env=env, text=True, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, *program, *arguments],
+                cwd=folder.path,
+                env=env,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
         processes.append(process)
     return Launched(folder, processes)

@@ -1,8 +1,10 @@
-"""The law of a training loop: a plain chunked loop, the changes a loop can make, and a pair that compares both sides.
+"""The law of a training loop: a plain chunked loop, the changes a loop can make, and a pair that
+compares both sides.
 
-`Plain` is the reference. It uses torch only: each chunk runs on a copy of the tree of modules, the gradients are added
-in chunk order, and autograd accumulates the sum in the module's parameters. `Ours` wraps a TrainStep. A change between
-two steps is a function of a `Loop`, and a `Pair` applies it to both sides.
+`Plain` is the reference. It uses torch only: each chunk runs on a copy of the tree of modules, the
+gradients are added in chunk order, and autograd accumulates the sum in the module's parameters.
+`Ours` wraps a TrainStep. A change between two steps is a function of a `Loop`, and a `Pair` applies
+it to both sides.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ EXACT = [*RUNGS]
 
 
 class Loop:
-    """One side: a module, a criterion, an optimizer, and everything that a change between steps may touch."""
+    """One side: a module, a criterion, an optimizer, and everything that a change between steps may
+    touch.
+    """
 
-    def __init__(self, module: nn.Module, criterion: Any, make: Callable[[list[nn.Parameter]], Any]) -> None:
+    def __init__(
+        self, module: nn.Module, criterion: Any, make: Callable[[list[nn.Parameter]], Any]
+    ) -> None:
         self.module, self.criterion, self._make = module, criterion, make
         self.held: nn.Parameter | None = None  # no group has it until a change adds it
         self.extra = False  # whether a group has been added for it
@@ -61,9 +67,16 @@ class Loop:
 class Plain(Loop):
     """The reference: a loop in torch alone that cuts each batch as torch.nn.DataParallel does."""
 
-    def __init__(self, *args: Any, devices: int, accumulate: int, clip_norm: float | None, hold: bool) -> None:
+    def __init__(
+        self, *args: Any, devices: int, accumulate: int, clip_norm: float | None, hold: bool
+    ) -> None:
         super().__init__(*args)
-        self._devices, self._accumulate, self._clip_norm, self._calls = devices, accumulate, clip_norm, 0
+        self._devices, self._accumulate, self._clip_norm, self._calls = (
+            devices,
+            accumulate,
+            clip_norm,
+            0,
+        )
         self.held = self.module.get_parameter("last.bias") if hold else None
         self.optimizer = self.make_optimizer(self.module.parameters())
 
@@ -96,7 +109,8 @@ class Plain(Loop):
     def _chunked(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
         """Run a copy of the module on each chunk; add the gradients in chunk order."""
         pieces = [
-            tuple(t.clone() for t in piece) for piece in zip(*(t.chunk(self._devices) for t in inputs), strict=True)
+            tuple(t.clone() for t in piece)
+            for piece in zip(*(t.chunk(self._devices) for t in inputs), strict=True)
         ]
         parameters = list(self.module.parameters())
         leaves = [[leaf(p, own=i > 0) for p in parameters] for i in range(len(pieces))]
@@ -111,7 +125,9 @@ class Plain(Loop):
             raise errors[0]
         wanted = [n for n, p in enumerate(parameters) if p.requires_grad]
         chosen = [[own[n] for n in wanted] for own in leaves]
-        loss: Tensor = self.criterion(Joined.apply(outputs, chosen, *(parameters[n] for n in wanted)), target)
+        loss: Tensor = self.criterion(
+            Joined.apply(outputs, chosen, *(parameters[n] for n in wanted)), target
+        )
         self._scaled(loss).backward()
         return loss.detach()
 
@@ -138,7 +154,9 @@ class Plain(Loop):
 
 
 def leaf(parameter: nn.Parameter, *, own: bool) -> nn.Parameter:
-    """Return a parameter with the same values that gets gradients of the same dtype, with or without own memory."""
+    """Return a parameter with the same values that gets gradients of the same dtype, with or
+    without own memory.
+    """
     values = parameter.detach().clone() if own else parameter.detach()
     new = nn.Parameter(values, parameter.requires_grad)
     if hasattr(parameter, "grad_dtype"):
@@ -147,7 +165,9 @@ def leaf(parameter: nn.Parameter, *, own: bool) -> nn.Parameter:
 
 
 def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool) -> nn.Module:
-    """Return a copy of the tree of modules with other parameters, and with the module's buffers or copies of them."""
+    """Return a copy of the tree of modules with other parameters, and with the module's buffers or
+    copies of them.
+    """
     table = {id(p): other for p, other in zip(module.parameters(), parameters, strict=True)}
     table |= {id(b): b if share_buffers else b.clone() for b in module.buffers()}
     copies = {id(m): m.__new__(type(m)) for m in module.modules()}
@@ -157,16 +177,24 @@ def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool
 
     for m in module.modules():
         children = {name: None if c is None else copies[id(c)] for name, c in m._modules.items()}
-        own = {"_parameters": copied(m._parameters), "_buffers": copied(m._buffers), "_modules": children}
+        own = {
+            "_parameters": copied(m._parameters),
+            "_buffers": copied(m._buffers),
+            "_modules": children,
+        }
         copies[id(m)].__dict__ = {**m.__dict__, **own}
     return copies[id(module)]
 
 
 class Joined(torch.autograd.Function):
-    """The chunks' outputs as one tensor, whose backward gives each parameter the sum over the chunks."""
+    """The chunks' outputs as one tensor, whose backward gives each parameter the sum over the
+    chunks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, outputs: list[Tensor], leaves: list[list[Tensor]], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, outputs: list[Tensor], leaves: list[list[Tensor]], *parameters: Tensor
+    ) -> Tensor:
         """Return the outputs in order; `leaves` are each chunk's copies of the parameters."""
         ctx.outputs, ctx.leaves = outputs, leaves
         return torch.cat([out.detach() for out in outputs])
@@ -179,21 +207,31 @@ class Joined(torch.autograd.Function):
             torch.autograd.grad(out, own, part.clone(), allow_unused=True, materialize_grads=True)
             for out, own, part in zip(ctx.outputs, ctx.leaves, slopes, strict=True)
         ]
-        return None, None, *(functools.reduce(torch.add, column) for column in zip(*parts, strict=True))
+        return (
+            None,
+            None,
+            *(functools.reduce(torch.add, column) for column in zip(*parts, strict=True)),
+        )
 
 
 class Ours(Loop):
     """The engine's side."""
 
-    def __init__(self, *args: Any, devices: int, schedule: str | Schedule, hold: bool, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, devices: int, schedule: str | Schedule, hold: bool, **options: Any
+    ) -> None:
         super().__init__(*args)
         self._devices, self._options = devices, options
         self.held = self.module.get_parameter("last.bias") if hold else None
         self._start(schedule, self.make_optimizer)
 
-    def _start(self, schedule: str | Schedule, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def _start(
+        self, schedule: str | Schedule, make: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
         self.asked = schedule
-        self.train = TrainStep(self.module, self.criterion, make, ["cpu"] * self._devices, schedule, **self._options)
+        self.train = TrainStep(
+            self.module, self.criterion, make, ["cpu"] * self._devices, schedule, **self._options
+        )
         self.optimizer = self.train.optimizer
 
     def step(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
@@ -201,7 +239,9 @@ class Ours(Loop):
         random = torch.get_rng_state()
         loss = self.train(inputs, target)
         assert torch.equal(random, torch.get_rng_state()), "the engine drew random numbers"
-        assert self.asked in SELECTED or self.train.schedule == parse(self.asked), "the schedule did not run as named"
+        assert self.asked in SELECTED or self.train.schedule == parse(self.asked), (
+            "the schedule did not run as named"
+        )
         return loss
 
     def sync(self) -> None:
@@ -251,7 +291,11 @@ def content(loop: Loop) -> dict[str, Any]:
 
 def optimizer_state(loop: Loop) -> dict[str, Any]:
     """Return the entries of `optimizer.state` by the parameter's name."""
-    return {name: dict(loop.optimizer.state[p]) for p, name in loop.names().items() if loop.optimizer.state.get(p)}
+    return {
+        name: dict(loop.optimizer.state[p])
+        for p, name in loop.names().items()
+        if loop.optimizer.state.get(p)
+    }
 
 
 class Pair:
@@ -271,14 +315,22 @@ class Pair:
         watch: bool = True,
         between: bool = True,
     ) -> None:
-        self._watch, self._rounds = watch, False  # whether to compare the optimizer's state each time
+        self._watch, self._rounds = (
+            watch,
+            False,
+        )  # whether to compare the optimizer's state each time
         self._between = between  # whether gradients are compared after calls that make no update
         sides: list[tuple[nn.Module, Any, Any]] = []
         for _ in range(2):
             torch.default_generator.manual_seed(0)
             own = module()
             sides.append((own, criterion(own), optimizer))
-        options: dict[str, Any] = {"accumulate": accumulate, "clip_norm": clip_norm, "devices": devices, "hold": hold}
+        options: dict[str, Any] = {
+            "accumulate": accumulate,
+            "clip_norm": clip_norm,
+            "devices": devices,
+            "hold": hold,
+        }
         self.plain = Plain(*sides[0], **options)
         self.ours = Ours(*sides[1], schedule=schedule, **options)
 
@@ -300,20 +352,27 @@ class Pair:
         return loss
 
     def _compare(self, loss: Tensor, expected: Tensor) -> None:
-        """Compare the sides after a step; where the criterion rounds otherwise, nearly, and then as one again."""
+        """Compare the sides after a step.
+
+        Where the criterion rounds otherwise, nearly, and then as one again.
+        """
         schedule = self.ours.train.schedule
         before, self._rounds = self._rounds, schedule.loss == "local" and self._rounds_otherwise()
         if schedule.loss == "gathered":
             assert_same(loss, expected, "loss")
         else:
-            torch.testing.assert_close(loss, expected, rtol=ulps(loss.dtype), atol=0.0, equal_nan=True)
+            torch.testing.assert_close(
+                loss, expected, rtol=ulps(loss.dtype), atol=0.0, equal_nan=True
+            )
         if before or self._rounds:
             self._check_nearly()
         else:
             self.check()
 
     def _rounds_otherwise(self) -> bool:
-        """Return whether a sum over rows divided at the end may round otherwise than the criterion's own mean."""
+        """Return whether a sum over rows divided at the end may round otherwise than the
+        criterion's own mean.
+        """
         return self.ours.asked not in SELECTED and not sums_exactly(self.plain.criterion)
 
     def _check_nearly(self) -> None:
@@ -322,21 +381,34 @@ class Pair:
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6, equal_nan=True)
         self.plain.module.load_state_dict(ours)
         self.plain.optimizer.load_state_dict(copy.deepcopy(self.ours.optimizer.state_dict()))
-        for mine, theirs in zip(self.ours.module.parameters(), self.plain.module.parameters(), strict=True):
+        for mine, theirs in zip(
+            self.ours.module.parameters(), self.plain.module.parameters(), strict=True
+        ):
             theirs.grad = theirs.grad if mine.grad is None else mine.grad.clone()
 
     def move(self, schedule: str, *, same_optimizer: bool) -> None:
-        """Close the engine's side and go on with another schedule, one that can have the criterion."""
+        """Close the engine's side and go on with another schedule, one that can have the
+        criterion.
+        """
         named = schedule not in SELECTED
-        if not hasattr(self.ours.criterion, "reduction") and named and parse(schedule).loss == "local":
+        if (
+            not hasattr(self.ours.criterion, "reduction")
+            and named
+            and parse(schedule).loss == "local"
+        ):
             schedule = FASTEST
         self.do(drop_optimizer_hooks)
         for side in (self.plain, self.ours):
             side.move(schedule, same_optimizer=same_optimizer)
         self.check(gradients=False)
 
-    def fail(self, inputs: Any, target: Any, trap: Callable[[Any], None], kind: type[BaseException]) -> None:
-        """Let a step fail in one replica on both sides, where `trap` sets it up; gradients are not compared."""
+    def fail(
+        self, inputs: Any, target: Any, trap: Callable[[Any], None], kind: type[BaseException]
+    ) -> None:
+        """Let a step fail in one replica on both sides, where `trap` sets it up.
+
+        Gradients are not compared.
+        """
         self.do(trap)
         for side in (self.plain, self.ours):
             with contextlib.suppress(kind):
@@ -346,7 +418,9 @@ class Pair:
         self.check(gradients=False)
 
     def check(self, *, gradients: bool = True, state: bool = False) -> None:
-        """Compare weights, buffers, gradients, the calls of hooks, and, where watched, the optimizer's state."""
+        """Compare weights, buffers, gradients, the calls of hooks, and, where watched, the
+        optimizer's state.
+        """
         assert_same(content(self.ours), content(self.plain), "module")
         if gradients and (self._between or self.plain.updated):
             self._check_gradients()
@@ -367,7 +441,9 @@ class Pair:
                 assert_same(ours.grad, plain.grad, f"gradient of {name}")
 
     def _check_log(self) -> None:
-        ours, plain = (sorted(side.log, key=lambda entry: entry[:2]) for side in (self.ours, self.plain))
+        ours, plain = (
+            sorted(side.log, key=lambda entry: entry[:2]) for side in (self.ours, self.plain)
+        )
         assert_same(ours, plain, "calls of hooks")
 
 
@@ -389,16 +465,25 @@ def drop_optimizer_hooks(loop: Loop) -> None:
 
 
 def ulps(dtype: torch.dtype) -> float:
-    """Return the permitted error of a loss that was added up by parts: its sum and its divisor round differently."""
+    """Return the permitted error of a loss that was added up by parts: its sum and its divisor
+    round differently.
+    """
     return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps
 
 
 def rungs(lowest: str) -> Any:
-    """Parametrize over the exact rungs from `lowest` up, and the schedules that TrainStep selects."""
+    """Parametrize over the exact rungs from `lowest` up, and the schedules that TrainStep
+    selects.
+    """
     return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], *SELECTED])
 
 
-def pair(rung: str | Schedule, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any) -> Pair:
+def pair(
+    rung: str | Schedule,
+    module: Callable[[], nn.Module] = Net,
+    criterion: Any = nn.MSELoss,
+    **more: Any,
+) -> Pair:
     """Return both sides; the optimizer's state is compared where a test asks for it."""
     return Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, **more})
 
@@ -442,13 +527,16 @@ REFUSALS: dict[str, tuple[str, ...]] = {
 }
 """For each situation that schedules refuse, the positions of switches with which they do.
 
-A situation is named by a change, a parameter or the whole name of a test. The schedules that TrainStep
-selects refuse none.
+A situation is named by a change, a parameter or the whole name of a test. The schedules that
+TrainStep selects refuse none.
 """
 
 
 def must_refuse(rung: str | Schedule, *situations: str) -> bool:
-    """Return whether a schedule must refuse one of the situations; situations without a row are refused by none."""
+    """Return whether a schedule must refuse one of the situations.
+
+    Situations without a row are refused by none.
+    """
     if rung in SELECTED:
         return False
     schedule = parse(rung)
@@ -458,7 +546,9 @@ def must_refuse(rung: str | Schedule, *situations: str) -> bool:
 
 @contextlib.contextmanager
 def refusing(rung: str | Schedule, *situations: str) -> Iterator[None]:
-    """Check that the block ends in Refused if the table says so for this schedule, and only then."""
+    """Check that the block ends in Refused if the table says so for this schedule, and only
+    then.
+    """
     wanted, refused = must_refuse(rung, *situations), False
     try:
         yield
@@ -466,4 +556,6 @@ def refusing(rung: str | Schedule, *situations: str) -> Iterator[None]:
         refused = True
         if not wanted:
             raise
-    assert refused == wanted, f"{rung} refuses none of {situations}; tests.law.REFUSALS says that it does"
+    assert refused == wanted, (
+        f"{rung} refuses none of {situations}; tests.law.REFUSALS says that it does"
+    )

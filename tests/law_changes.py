@@ -1,4 +1,6 @@
-"""The changes that a training loop may make between two steps: functions of one side and a small number `k`."""
+"""The changes that a training loop may make between two steps: functions of one side and a small
+number `k`.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def replace_state(loop: Loop, k: int) -> None:
 
 def read_state(loop: Loop, k: int) -> dict[str, Any]:
     names = loop.names()
-    return {names[p]: copy.deepcopy(dict(state)) for p, state in loop.optimizer.state.items() if state}
+    return {
+        names[p]: copy.deepcopy(dict(state)) for p, state in loop.optimizer.state.items() if state
+    }
 
 
 def hook_the_optimizer(loop: Loop, k: int) -> None:
@@ -76,7 +80,9 @@ def hook_the_optimizer(loop: Loop, k: int) -> None:
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         loop.log.append(("optimizer", "after", torch.zeros(())))
 
-    register = loop.optimizer.register_step_pre_hook if k % 2 else loop.optimizer.register_step_post_hook
+    register = (
+        loop.optimizer.register_step_pre_hook if k % 2 else loop.optimizer.register_step_post_hook
+    )
     loop.optimizer_hooks.append(register(before if k % 2 else after))
 
 
@@ -114,7 +120,9 @@ def assign_data(loop: Loop, k: int) -> None:
 
 
 def reads_memory_order(loop: Loop) -> bool:
-    """Return whether fused kernels step the weights: torch's take no notice of a gradient's strides on the CPU."""
+    """Return whether fused kernels step the weights: torch's take no notice of a gradient's strides
+    on the CPU.
+    """
     return any(group.get("fused") for group in loop.optimizer.param_groups)
 
 
@@ -129,7 +137,10 @@ def assign_resized(loop: Loop, k: int) -> None:
     if "nodes" in loop.copies:  # they keep the shape of their parameter, in torch too
         return
     if (table := getattr(loop.module, "table", None)) and len(table.weight) < 20:
-        table.weight.data, table.weight.grad = torch.cat([table.weight.data, table.weight.data[:1] * 2]), None
+        table.weight.data, table.weight.grad = (
+            torch.cat([table.weight.data, table.weight.data[:1] * 2]),
+            None,
+        )
         loop.optimizer.state.pop(table.weight, None)
 
 
@@ -201,7 +212,9 @@ def transpose_gradients(loop: Loop, k: int) -> None:
 
 
 def step_other_optimizer(loop: Loop, k: int) -> None:
-    """Let another optimizer step the weights with fused kernels, which torch does not count as writes."""
+    """Let another optimizer step the weights with fused kernels, which torch does not count as
+    writes.
+    """
     wanted = [p for p in loop.module.parameters() if p.requires_grad]
     kept = [p.grad for p in wanted]
     for p in wanted:
@@ -213,7 +226,9 @@ def step_other_optimizer(loop: Loop, k: int) -> None:
 
 
 def wrap_step(loop: Loop, k: int) -> None:
-    """Replace `step` by a function that halves the gradients, after or before a scheduler wraps it."""
+    """Replace `step` by a function that halves the gradients, after or before a scheduler wraps
+    it.
+    """
     if "step" in vars(loop.optimizer):
         return
     if k % 2:
@@ -251,7 +266,9 @@ def remove_hooks(loop: Loop, k: int) -> None:
 def evaluate(loop: Loop, k: int) -> Tensor:
     was, _ = loop.module.training, loop.module.eval()
     with torch.no_grad():
-        out: Tensor = loop.module(torch.ones(2, 4, dtype=loop.module.last.weight.dtype), torch.zeros(2))
+        out: Tensor = loop.module(
+            torch.ones(2, 4, dtype=loop.module.last.weight.dtype), torch.zeros(2)
+        )
     loop.module.train(was)
     return out
 
@@ -301,7 +318,10 @@ def restore(loop: Loop, k: int) -> None:
     if "state" not in loop.copies or loop.copies["extra"] != loop.extra:
         return
     state = torch.load(io.BytesIO(loop.copies["state"]))
-    if any(value.shape != state["module"][name].shape for name, value in loop.module.state_dict().items()):
+    if any(
+        value.shape != state["module"][name].shape
+        for name, value in loop.module.state_dict().items()
+    ):
         return
     if k % 3 == 0:
         loop.reload(state)
@@ -316,9 +336,37 @@ def sync(loop: Loop, k: int) -> None:
 
 
 CHANGES: list[Change] = [
-    change_rates, add_group, clear_state, write_state, replace_state, read_state, hook_the_optimizer, freeze_layer,
-    freeze_all_but_one, thaw, freeze_one, write_under_no_grad, assign_data, assign_transposed, assign_resized,
-    clamp_data, write_numpy, hook_parameter, hook_accumulation, hook_module, remove_hooks, evaluate, set_mode,
-    set_attributes, edit_criterion, toggle_reduction, save, sync, hook_node, hook_all, transpose_gradients,
-    step_other_optimizer, wrap_step,
-]  # fmt: skip
+    change_rates,
+    add_group,
+    clear_state,
+    write_state,
+    replace_state,
+    read_state,
+    hook_the_optimizer,
+    freeze_layer,
+    freeze_all_but_one,
+    thaw,
+    freeze_one,
+    write_under_no_grad,
+    assign_data,
+    assign_transposed,
+    assign_resized,
+    clamp_data,
+    write_numpy,
+    hook_parameter,
+    hook_accumulation,
+    hook_module,
+    remove_hooks,
+    evaluate,
+    set_mode,
+    set_attributes,
+    edit_criterion,
+    toggle_reduction,
+    save,
+    sync,
+    hook_node,
+    hook_all,
+    transpose_gradients,
+    step_other_optimizer,
+    wrap_step,
+]

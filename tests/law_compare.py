@@ -10,16 +10,27 @@ from torch import Tensor, nn
 
 def assert_same(ours: Any, plain: Any, where: str) -> None:
     """Compare nested values bit by bit; NaN equals NaN."""
-    assert type(ours) is type(plain) or isinstance(plain, Tensor), f"{where}: {type(ours)}, not {type(plain)}"
+    assert type(ours) is type(plain) or isinstance(plain, Tensor), (
+        f"{where}: {type(ours)}, not {type(plain)}"
+    )
     if isinstance(plain, Tensor):
         assert isinstance(ours, Tensor), f"{where}: {ours}, not a tensor"
-        ours, plain = (t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (ours, plain))
+        ours, plain = (
+            t.detach().to_dense() if t.layout is not torch.strided else t.detach()
+            for t in (ours, plain)
+        )
         assert ours.dtype == plain.dtype, f"{where}: {ours.dtype}, not {plain.dtype}"
-        assert ours.shape == plain.shape, f"{where}: shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
-        same = torch.equal(ours, plain) or bool(((ours == plain) | (ours.isnan() & plain.isnan())).all())
+        assert ours.shape == plain.shape, (
+            f"{where}: shape {tuple(ours.shape)}, not {tuple(plain.shape)}"
+        )
+        same = torch.equal(ours, plain) or bool(
+            ((ours == plain) | (ours.isnan() & plain.isnan())).all()
+        )
         assert same, f"{where}: {ours.tolist()}, not {plain.tolist()}"
     elif isinstance(plain, dict):
-        assert ours.keys() == plain.keys(), f"{where}: {sorted(map(str, ours))}, not {sorted(map(str, plain))}"
+        assert ours.keys() == plain.keys(), (
+            f"{where}: {sorted(map(str, ours))}, not {sorted(map(str, plain))}"
+        )
         for key, part in plain.items():
             assert_same(ours[key], part, f"{where}, {key}")
     elif isinstance(plain, tuple | list):
@@ -31,9 +42,15 @@ def assert_same(ours: Any, plain: Any, where: str) -> None:
 
 
 def sums_exactly(criterion: Any) -> bool:
-    """Return whether the gradients of a criterion's mean are those of its sum divided at the end, bit by bit."""
+    """Return whether the gradients of a criterion's mean are those of its sum divided at the end,
+    bit by bit.
+    """
     if getattr(criterion, "reduction", "mean") == "sum" or isinstance(criterion, nn.MSELoss):
         return True
     if isinstance(criterion, nn.SmoothL1Loss):
         return criterion.beta == 1
-    return isinstance(criterion, nn.CrossEntropyLoss) and criterion.weight is None and not criterion.label_smoothing
+    return (
+        isinstance(criterion, nn.CrossEntropyLoss)
+        and criterion.weight is None
+        and not criterion.label_smoothing
+    )

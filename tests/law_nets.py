@@ -24,7 +24,10 @@ class Trap:
         self.row, self.backward, self.error = -1, False, Trapped
 
     def check(self, ids: Tensor, hidden: Tensor, out: Tensor) -> Tensor:
-        """Return `out`; raise the error, or let the backward raise it, if the row is among `ids`."""
+        """Return `out`.
+
+        Raise the error, or let the backward raise it, if the row is among `ids`.
+        """
         if self.row >= 0 and bool((ids == self.row).any()):
             if not self.backward:
                 raise self.error("trap")
@@ -85,7 +88,9 @@ class Writer(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A forward that moves a frozen weight towards its rows in place: a plain loop keeps what chunk 0 writes."""
+    """A forward that moves a frozen weight towards its rows in place: a plain loop keeps what chunk
+    0 writes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +107,10 @@ class Codebook(nn.Module):
 
 
 class Regularised:
-    """A squared error with a penalty on the parameters of a module; it cannot be summed over rows."""
+    """A squared error with a penalty on the parameters of a module.
+
+    It cannot be summed over rows.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.strength = module, 1e-2
@@ -112,7 +120,12 @@ class Regularised:
         return (output - target).square().mean() + self.strength * penalty
 
 
-MODULES: dict[str, Callable[[], nn.Module]] = {"net": Net, "table": Table, "writer": Writer, "codebook": Codebook}
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "net": Net,
+    "table": Table,
+    "writer": Writer,
+    "codebook": Codebook,
+}
 CRITERIA: dict[str, Callable[[nn.Module], Any]] = {
     "cross_entropy": lambda _: nn.CrossEntropyLoss(),
     "mse": lambda _: nn.MSELoss(),
@@ -130,10 +143,18 @@ FUSED = {"fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True)}
 """With optimizer=flat, fused kernels agree within rounding only."""
 
 
-def batch(number: int, rows: int, criterion: Any = None, dtype: torch.dtype = torch.float32) -> Batch:
-    """Return a batch that depends on its number; cross entropy gets classes, of which it ignores some, or all."""
+def batch(
+    number: int, rows: int, criterion: Any = None, dtype: torch.dtype = torch.float32
+) -> Batch:
+    """Return a batch that depends on its number.
+
+    Cross entropy gets classes, of which it ignores some, or all.
+    """
     generator = torch.Generator().manual_seed(number)
-    x, target = torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, CLASSES, generator=generator)
+    x, target = (
+        torch.randn(rows, WIDTH, generator=generator),
+        torch.randn(rows, CLASSES, generator=generator),
+    )
     ids = torch.arange(rows) + 100 * number
     if not isinstance(criterion, nn.CrossEntropyLoss):
         return (x.to(dtype), ids), target.to(dtype)

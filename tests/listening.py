@@ -1,9 +1,11 @@
-"""List the sockets at which processes of dpbench listen: `python -m tests.listening trial strategies probe`.
+"""List the sockets at which processes of dpbench listen: `python -m tests.listening trial
+strategies probe`.
 
-Prints for each of the named works, a trial, a trial of every strategy, and the probe's ranks, a line of JSON: how the
-work ended, every address that was listened at, and those of them that a client reached by one of the machine's own
-addresses outside loopback. Each address of the work `strategies` also gets a hostile message over loopback; the trials
-must end as without it, and nothing in the message may be executed.
+Prints for each of the named works, a trial, a trial of every strategy, and the probe's ranks, a
+line of JSON: how the work ended, every address that was listened at, and those of them that a
+client reached by one of the machine's own addresses outside loopback. Each address of the work
+`strategies` also gets a hostile message over loopback; the trials must end as without it, and
+nothing in the message may be executed.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ Address = tuple[str, int]
 
 
 def real_address() -> Address | None:
-    """Return an interface's name and IPv4 address outside loopback; None where the machine has none."""
+    """Return an interface's name and IPv4 address outside loopback.
+
+    None where the machine has none.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         for one in addresses:
             if one.family is socket.AF_INET and not one.address.startswith("127."):
@@ -54,12 +59,20 @@ class Seen:
         return {one for one in self.listening if one[0] not in LOOPBACK}
 
     def look(self) -> None:
-        """Add the addresses at which the processes below this one listen now, and try to connect to the new ones."""
+        """Add the addresses at which the processes below this one listen now, and try to connect to
+        the new ones.
+        """
         now: set[Address] = set()
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                held = getattr(process, "net_connections", None) or process.connections  # before psutil 6
-                now |= {(one.laddr.ip, one.laddr.port) for one in held("inet") if one.status == psutil.CONN_LISTEN}
+                held = (
+                    getattr(process, "net_connections", None) or process.connections
+                )  # before psutil 6
+                now |= {
+                    (one.laddr.ip, one.laddr.port)
+                    for one in held("inet")
+                    if one.status == psutil.CONN_LISTEN
+                }
         for address in now - self.listening:
             self._connect(address)
         self.listening |= now
@@ -70,7 +83,10 @@ class Seen:
             with suppress(OSError), socket.create_connection((here[1], address[1]), timeout=5):
                 self.reached.add(address)
         if self.hostile:
-            with suppress(OSError), socket.create_connection((address[0], address[1]), timeout=5) as client:
+            with (
+                suppress(OSError),
+                socket.create_connection((address[0], address[1]), timeout=5) as client,
+            ):
                 client.sendall(self.hostile)
                 self.attacked += 1
 
@@ -96,7 +112,14 @@ def watch(work: Callable[[], str], hostile: bytes = b"") -> Seen:
 def trial() -> str:
     """Run a trial of ddp with two ranks; return its status and reason."""
     case = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
-    effort = Effort(budget_s=0.3, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2, memory_by_phase=False)
+    effort = Effort(
+        budget_s=0.3,
+        warmup_steps=1,
+        min_steps=4,
+        max_steps=10**6,
+        block_steps=2,
+        memory_by_phase=False,
+    )
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         done = server.run(case, effort, 0, 120)
     return done.status.value if done.steps else done.reason
@@ -113,20 +136,34 @@ class Touch:
 
 
 def message(path: Path) -> bytes:
-    """Return bytes that make a folder if a receiver unpickles them, with and without their length in front."""
+    """Return bytes that make a folder if a receiver unpickles them, with and without their length
+    in front.
+    """
     data = pickle.dumps(Touch(path))
     return len(data).to_bytes(8, "little") + data + data
 
 
 def strategies() -> str:
-    """Run a trial of every strategy, most with two devices; return their outcome: "ok", or the first failure."""
-    effort = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
+    """Run a trial of every strategy, most with two devices.
+
+    Return their outcome: "ok", or the first failure.
+    """
+    effort = Effort(
+        budget_s=0.01,
+        warmup_steps=1,
+        min_steps=2,
+        max_steps=2,
+        block_steps=1,
+        memory_by_phase=False,
+    )
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         for name in registry.names("strategies"):
             traits = registry.traits(name)
             devices = 1 if traits.one_device else 2
             case = Case(model="mlp", strategy=name, devices=devices, batch_size=8)
-            done = server.run(replace(case, schedule="reference" if traits.scheduled else ""), effort, 0, 120)
+            done = server.run(
+                replace(case, schedule="reference" if traits.scheduled else ""), effort, 0, 120
+            )
             if done.status not in (Status.OK, Status.SKIPPED):
                 return f"{name}: {done.reason}"
             print(name, done.status, file=sys.stderr)

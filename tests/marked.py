@@ -1,6 +1,7 @@
 """Find every process that a test has started, at any depth and whatever its present parent is.
 
-Every process that a test starts inherits a mark in its environment; forks and orphans keep this mark.
+Every process that a test starts inherits a mark in its environment; forks and orphans keep this
+mark.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ NAME = "DPBENCH_TEST_MARK"
 
 
 def patience(timeout_s: float) -> float:
-    """Return the seconds to wait where a quiet machine needs `timeout_s`: n times as many if n processes share a core.
+    """Return the seconds to wait where a quiet machine needs `timeout_s`: n times as many if n
+    processes share a core.
 
     The load is the mean of the last minute, so a wait must ask again while it lasts.
     """
@@ -42,7 +44,10 @@ class Mark:
         self.env = {NAME: self.value}
 
     def alive(self) -> list[psutil.Process]:
-        """Return the marked processes that live, this one apart; a zombie lives until it is reaped."""
+        """Return the marked processes that live, this one apart.
+
+        A zombie lives until it is reaped.
+        """
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -51,7 +56,10 @@ class Mark:
         return found
 
     def settles(self, count: int = 0, timeout_s: float = 5.0) -> str:
-        """Wait until no more than `count` are left; return their command lines, "" when all is well."""
+        """Wait until no more than `count` are left.
+
+        Return their command lines, "" when all is well.
+        """
         poll(lambda: len(self.alive()) <= count, timeout_s)
         left = self.alive()
         return "" if len(left) <= count else "\n".join(map(describe, left))
@@ -66,7 +74,10 @@ class Mark:
 def describe(process: psutil.Process) -> str:
     """Say which process this is."""
     with suppress(psutil.Error):
-        return f"{process.pid} (parent {process.ppid()}, {process.status()}): {' '.join(process.cmdline())}"
+        return (
+            f"{process.pid} (parent {process.ppid()}, {process.status()}):"
+            f" {' '.join(process.cmdline())}"
+        )
     return f"{process.pid}"
 
 

@@ -1,4 +1,6 @@
-"""The oracle: torch's own torch.nn.DataParallel, run on emulated devices by the adapter of the strategy `torch_dp`."""
+"""The oracle: torch's own torch.nn.DataParallel, run on emulated devices by the adapter of the
+strategy `torch_dp`.
+"""
 
 from __future__ import annotations
 
@@ -100,9 +102,11 @@ def observe(
     during: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return all values after forwards and backwards: the module on `root`, or the first device, inputs on `home`.
+    """Return all values after forwards and backwards: the module on `root`, or the first device,
+    inputs on `home`.
 
-    Gradients accumulate over the `calls`, and the weights change between them; the output is that of the last.
+    Gradients accumulate over the `calls`, and the weights change between them; the output is that
+    of the last.
     """
     torch.manual_seed(0)
     module = make()

@@ -38,7 +38,14 @@ def mlp() -> nn.Module:
 
 
 def conv() -> nn.Module:
-    layers = [nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(45, 5)]
+    layers = [
+        nn.Conv2d(3, 5, 3),
+        nn.BatchNorm2d(5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(45, 5),
+    ]
     return nn.Sequential(*layers)
 
 
@@ -50,7 +57,10 @@ def lstm() -> nn.Module:
 def transformer() -> nn.Module:
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return Net(
-        lambda m, x: m.head(m.layer(m.embed(x)).mean(1)), embed=nn.Embedding(9, 8), layer=layer, head=nn.Linear(8, 5)
+        lambda m, x: m.head(m.layer(m.embed(x)).mean(1)),
+        embed=nn.Embedding(9, 8),
+        layer=layer,
+        head=nn.Linear(8, 5),
     )
 
 
@@ -73,13 +83,20 @@ def unused() -> nn.Module:
 
 def used_once() -> nn.Module:
     return Net(
-        lambda m, x: m.a(x) + (m.w if x.get_device() == 1 else 0), a=nn.Linear(12, 3), w=nn.Parameter(torch.ones(3))
+        lambda m, x: m.a(x) + (m.w if x.get_device() == 1 else 0),
+        a=nn.Linear(12, 3),
+        w=nn.Parameter(torch.ones(3)),
     )
 
 
 def parameter_containers() -> nn.Module:
     def run(m: Any, x: Tensor) -> Tensor:
-        return x * m.p[0] + sum(x * p for p in m.p) + sum(x * p for p in m.d.values()) + m.d["k"] * len(m.p)
+        return (
+            x * m.p[0]
+            + sum(x * p for p in m.p)
+            + sum(x * p for p in m.d.values())
+            + m.d["k"] * len(m.p)
+        )
 
     p = nn.ParameterList([nn.Parameter(torch.randn(12)) for _ in range(2)])
     return Net(run, p=p, d=nn.ParameterDict({"k": nn.Parameter(torch.randn(12))}))
@@ -142,7 +159,10 @@ NETS: dict[str, Case] = {
     "lstm": (lstm, steps),
     "gru, batch second": (lambda: nn.GRU(12, 3), steps),
     "transformer": (transformer, words),
-    "attention": (lambda: Net(lambda m, x: m.a(x, x, x), a=nn.MultiheadAttention(12, 3, batch_first=True)), steps),
+    "attention": (
+        lambda: Net(lambda m, x: m.a(x, x, x), a=nn.MultiheadAttention(12, 3, batch_first=True)),
+        steps,
+    ),
     "embedding": (lambda: nn.Embedding(9, 4, padding_idx=0), words),
     "sparse embedding": (lambda: nn.Embedding(9, 4, sparse=True), words),
     "embedding bag": (lambda: nn.EmbeddingBag(9, 4), words),
@@ -162,5 +182,8 @@ NETS: dict[str, Case] = {
     "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(12, 5)), rows),
     "vmap inside": (mapped, rows),
     "gradient inside": (differentiated, rows),
-    "half precision": (lambda: nn.Linear(12, 5).to(torch.bfloat16), lambda n: rows(n).detach().to(torch.bfloat16)),
+    "half precision": (
+        lambda: nn.Linear(12, 5).to(torch.bfloat16),
+        lambda n: rows(n).detach().to(torch.bfloat16),
+    ),
 }

@@ -1,4 +1,6 @@
-"""An NVML that answers from a file, each call as slowly as the real one: what the tests pass for pynvml."""
+"""An NVML that answers from a file, each call as slowly as the real one: what the tests pass for
+pynvml.
+"""
 
 import itertools
 import json
@@ -35,9 +37,10 @@ def from_environment():
 class Recorded:
     """The functions of pynvml over a recording.
 
-    `calls` counts the calls by name. A function that is not in the recording returns FUNCTION_NOT_FOUND; a name with an
-    argument, "nvmlDeviceGetClockInfo(1)", is that call with that argument. Answers come in turn, again and again.
-    `sleep` takes each call's latency: a test's own clock may jump instead.
+    `calls` counts the calls by name. A function that is not in the recording returns
+    FUNCTION_NOT_FOUND; a name with an argument, "nvmlDeviceGetClockInfo(1)", is that call with that
+    argument. Answers come in turn, again and again. `sleep` takes each call's latency: a test's own
+    clock may jump instead.
     """
 
     NVMLError = NVMLError

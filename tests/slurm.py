@@ -1,4 +1,6 @@
-"""A real Slurm of two nodes on this machine: its daemons, started and ended by the test that needs them."""
+"""A real Slurm of two nodes on this machine: its daemons, started and ended by the test that needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,11 @@ PartitionName=p Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> str:
     """Return why no Slurm can be started here; empty if one can."""
-    lacking = [name for name in ("slurmctld", "slurmd", "srun", "munged", "mungekey") if not shutil.which(name)]
+    lacking = [
+        name
+        for name in ("slurmctld", "slurmd", "srun", "munged", "mungekey")
+        if not shutil.which(name)
+    ]
     if lacking:
         return f"no Slurm on this machine: {', '.join(lacking)} missing (Debian: slurm-wlm, munge)"
     return "" if os.geteuid() == 0 else "Slurm's daemons are started as root"
@@ -58,7 +64,12 @@ class Slurm:
     def call(self, *command: str, limit_s: float = 20) -> str:
         """Run one of Slurm's commands, and return its output."""
         return subprocess.run(
-            command, env=os.environ | self.env, capture_output=True, text=True, timeout=limit_s, check=False
+            command,
+            env=os.environ | self.env,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
         ).stdout
 
     def pid(self, daemon: str) -> int:
@@ -67,7 +78,9 @@ class Slurm:
 
     def start_node(self, name: str) -> None:
         """Start the daemon of a node."""
-        subprocess.run(["slurmd", "-N", name], env=os.environ | self.env, check=True, capture_output=True)
+        subprocess.run(
+            ["slurmd", "-N", name], env=os.environ | self.env, check=True, capture_output=True
+        )
 
     def idle(self) -> bool:
         """Return whether both nodes are idle."""
@@ -76,19 +89,32 @@ class Slurm:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Start the daemons, wait until both nodes are idle, and end the daemons by their ids afterwards."""
+    """Start the daemons, wait until both nodes are idle, and end the daemons by their ids
+    afterwards.
+    """
     (folder / "state").mkdir()
     folder.chmod(0o755)
     values = {"host": socket.gethostname().partition(".")[0], "folder": folder, "port": free_port()}
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(**values, first=free_port(), second=free_port()))
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(**values, first=free_port(), second=free_port())
+    )
     found = Slurm(folder)
     key = folder / "munge.key"
     subprocess.run(["mungekey", "--create", f"--keyfile={key}"], check=True, capture_output=True)
     munged = subprocess.Popen(
-        ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket", f"--key-file={key}",
-         f"--log-file={folder}/munge.log", f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/munge.seed"],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={folder}/munge.socket",
+            f"--key-file={key}",
+            f"--log-file={folder}/munge.log",
+            f"--pid-file={folder}/munge.pid",
+            f"--seed-file={folder}/munge.seed",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         assert poll((folder / "munge.socket").exists), (folder / "munge.log").read_text()
         subprocess.run(["slurmctld"], env=os.environ | found.env, check=True, capture_output=True)

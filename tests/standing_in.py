@@ -1,4 +1,6 @@
-"""Stand-ins for the processes of a run: a server that answers at once, and samples that are always the same."""
+"""Stand-ins for the processes of a run: a server that answers at once, and samples that are always
+the same.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0)
 
 
 class Server:
-    """A replacement for a server: it answers at once, records its requests, and can be set to misbehave."""
+    """A replacement for a server: it answers at once, records its requests, and can be set to
+    misbehave.
+    """
 
     made: ClassVar[list] = []
     checked: ClassVar[list] = []
@@ -52,7 +56,9 @@ class Server:
         assert self.open
         self.asked.append((case, number, effort))
         step = Step(0.01, False, time.perf_counter())
-        return Trial(**({"case": case, "round": number, "steps": (step,)} | Server.act(case, effort)))
+        return Trial(
+            **({"case": case, "round": number, "steps": (step,)} | Server.act(case, effort))
+        )
 
 
 class Series:

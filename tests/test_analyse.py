@@ -9,12 +9,31 @@ import hypothesis.strategies as st
 import pytest
 
 from dpbench.analysis import comparison, frames, summary
-from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified
+from dpbench.records import (
+    UNATTRIBUTED,
+    Case,
+    Memory,
+    Phase,
+    Sample,
+    Source,
+    Span,
+    Status,
+    Step,
+    Trial,
+    Verified,
+)
 
 
 def case(strategy: str = "dp", batch: int = 64, devices: int = 2, **changed: Any) -> Case:
     schedule = "reference" if strategy == "dp" else ""
-    return Case(model="mlp", strategy=strategy, batch_size=batch, devices=devices, schedule=schedule, **changed)
+    return Case(
+        model="mlp",
+        strategy=strategy,
+        batch_size=batch,
+        devices=devices,
+        schedule=schedule,
+        **changed,
+    )
 
 
 SINGLE = case("single", devices=1)
@@ -41,11 +60,17 @@ def trial(
             Span(k, Phase.FORWARD, 1, "host", start, start + one / 4),
             Span(k, Phase.REDUCE, 0, "host", start + one / 2, start + 3 * one / 4),
         ]
-        samples += [Sample(at, d, "busy_s", 99.0 if k < warm else v) for d, v in (busy or {}).items()]
+        samples += [
+            Sample(at, d, "busy_s", 99.0 if k < warm else v) for d, v in (busy or {}).items()
+        ]
     values = {
-        "verified": Verified.BITWISE, "steps": tuple(steps), "spans": tuple(spans), "samples": tuple(samples),
-        "round": number, "memory": (Memory(-1, 1000, "rss"),),
-    } | changed  # fmt: skip
+        "verified": Verified.BITWISE,
+        "steps": tuple(steps),
+        "spans": tuple(spans),
+        "samples": tuple(samples),
+        "round": number,
+        "memory": (Memory(-1, 1000, "rss"),),
+    } | changed
     return Trial(case=of, **values)
 
 
@@ -68,7 +93,9 @@ def test_a_row_is_a_case_and_a_round_one_trial_of_it() -> None:
     assert found.step.low < 1.0, "three rounds so far apart tell little"
     assert found.step.high > 4.0
     throughput = found.throughput
-    assert throughput.value == pytest.approx(64 * 3 / (1.0 + 2.0 + 4.0)), "rows over the time of all timed steps"
+    assert throughput.value == pytest.approx(64 * 3 / (1.0 + 2.0 + 4.0)), (
+        "rows over the time of all timed steps"
+    )
     assert (throughput.low, throughput.high) == (64 / found.mean.high, 64 / found.mean.low)
     assert found.status is Status.OK
     assert found.verified is Verified.BITWISE
@@ -76,7 +103,9 @@ def test_a_row_is_a_case_and_a_round_one_trial_of_it() -> None:
 
 def test_strong_speed_up_compares_equal_global_work() -> None:
     found = row_of(
-        case(), *[trial(SINGLE, 3.0, number=r) for r in range(3)], *[trial(case(), 2.0, number=r) for r in range(3)]
+        case(),
+        *[trial(SINGLE, 3.0, number=r) for r in range(3)],
+        *[trial(case(), 2.0, number=r) for r in range(3)],
     )
     assert found.scaling == "strong"
     assert found.speedup.value == pytest.approx(1.5)
@@ -93,7 +122,9 @@ def test_weak_speed_up_compares_equal_work_a_device() -> None:
 
 
 def test_strong_goes_before_weak() -> None:
-    found = row_of(case(), trial(SINGLE, 3.0), trial(case("single", 32, 1), 1.0), trial(case(), 2.0))
+    found = row_of(
+        case(), trial(SINGLE, 3.0), trial(case("single", 32, 1), 1.0), trial(case(), 2.0)
+    )
     assert (found.scaling, found.speedup.value) == ("strong", pytest.approx(1.5))
 
 
@@ -126,7 +157,9 @@ def test_shares_that_are_not_equal_are_not_weak_scaling(batch: int, devices: int
 
 
 @hypothesis.given(st.integers(1, 4), st.integers(1, 200), st.integers(1, 200))
-def test_a_speed_up_is_over_equal_work_or_there_is_none(devices: int, batch: int, base: int) -> None:
+def test_a_speed_up_is_over_equal_work_or_there_is_none(
+    devices: int, batch: int, base: int
+) -> None:
     one = case("ddp", batch, devices)
     found = row_of(one, trial(case("single", base, 1), 3.0), trial(one, 2.0))
     if found.scaling == "strong":
@@ -141,7 +174,9 @@ def test_a_speed_up_is_over_equal_work_or_there_is_none(devices: int, batch: int
 
 def test_colocated_replicas_compare_with_one_that_is_not() -> None:
     shared = case(device_kind="cuda", placement="colocated")
-    found = row_of(shared, trial(case("single", 64, 1, device_kind="cuda"), 3.0), trial(shared, 2.0))
+    found = row_of(
+        shared, trial(case("single", 64, 1, device_kind="cuda"), 3.0), trial(shared, 2.0)
+    )
     assert found.speedup.value == pytest.approx(1.5)
 
 
@@ -160,7 +195,12 @@ def test_what_did_not_end_well_has_no_number(status: Status) -> None:
     found = row_of(case(), trial(SINGLE), failed(case(), status))
     assert found.status is status
     assert found.reason == "out of memory on device cuda:0"
-    assert (found.step, found.throughput, found.speedup, found.imbalance) == (None, None, None, None)
+    assert (found.step, found.throughput, found.speedup, found.imbalance) == (
+        None,
+        None,
+        None,
+        None,
+    )
     assert not found.phases
     assert not found.busy
     assert not found.memory
@@ -172,21 +212,45 @@ def test_unverified_is_never_a_number() -> None:
     assert (found.step, found.throughput, found.speedup) == (None, None, None)
     assert not found.phases
     assert not found.busy
-    assert row_of(case(), trial(SINGLE, 3.0, verified=Verified.NO), trial(case(), 2.0)).speedup is None
+    assert (
+        row_of(case(), trial(SINGLE, 3.0, verified=Verified.NO), trial(case(), 2.0)).speedup is None
+    )
 
 
 def test_an_unverified_round_adds_nothing_to_the_verified_ones() -> None:
     good = trial(case(), 2.0, busy={0: 1.0, 1: 1.0})
-    spans = tuple(Span(k, Phase.LOSS, 0, "host", s.start_s, s.end_s) for k, s in enumerate(good.steps))
-    wrong = trial(case(), 2.0, number=1, verified=Verified.NO, busy={0: 7.0, 1: 1.0}, memory=(Memory(-1, 9999, "rss"),))
-    wrong = Trial.from_dict(wrong.to_dict() | {"spans": trial(case(), 2.0, spans=spans).to_dict()["spans"]})
+    spans = tuple(
+        Span(k, Phase.LOSS, 0, "host", s.start_s, s.end_s) for k, s in enumerate(good.steps)
+    )
+    wrong = trial(
+        case(),
+        2.0,
+        number=1,
+        verified=Verified.NO,
+        busy={0: 7.0, 1: 1.0},
+        memory=(Memory(-1, 9999, "rss"),),
+    )
+    wrong = Trial.from_dict(
+        wrong.to_dict() | {"spans": trial(case(), 2.0, spans=spans).to_dict()["spans"]}
+    )
     alone, both = row_of(case(), good), row_of(case(), good, wrong)
-    for name in ("step", "throughput", "phases", "busy", "imbalance", "occupied", "host_bytes", "rounds"):
+    for name in (
+        "step",
+        "throughput",
+        "phases",
+        "busy",
+        "imbalance",
+        "occupied",
+        "host_bytes",
+        "rounds",
+    ):
         assert getattr(both, name) == getattr(alone, name), name
 
 
 def test_a_round_that_failed_leaves_the_others_and_says_so() -> None:
-    found = row_of(case(), trial(case(), 2.0), failed(case(), round=1), trial(case(), 2.0, number=2))
+    found = row_of(
+        case(), trial(case(), 2.0), failed(case(), round=1), trial(case(), 2.0, number=2)
+    )
     assert (found.status, found.rounds, found.step.value) == (Status.OK, 2, 2.0)
     assert found.reason == "out of memory on device cuda:0"
 
@@ -202,10 +266,14 @@ def test_the_last_trial_of_a_round_counts_alone() -> None:
 def test_predictions_do_not_mix_with_measurements() -> None:
     measured = [trial(case(), 2.0, number=r) for r in range(2)]
     predicted = [
-        trial(case(), 8.0, number=r, source=Source.PREDICTED, verified=Verified.NOT_APPLICABLE) for r in range(2)
+        trial(case(), 8.0, number=r, source=Source.PREDICTED, verified=Verified.NOT_APPLICABLE)
+        for r in range(2)
     ]
     found = summary.rows([*measured, *predicted])
-    assert {(row.source, row.step.value) for row in found} == {(Source.MEASURED, 2.0), (Source.PREDICTED, 8.0)}
+    assert {(row.source, row.step.value) for row in found} == {
+        (Source.MEASURED, 2.0),
+        (Source.PREDICTED, 8.0),
+    }
 
 
 def test_a_prediction_is_not_a_measurements_baseline() -> None:
@@ -220,13 +288,19 @@ def test_phases_sum_to_the_median_step() -> None:
     found = row_of(case(), trial(case(), [1.0] * 8 + [40.0, 2.0]), trial(case(), 2.0, number=1))
     assert sum(found.phases.values()) == pytest.approx(found.step.value)
     assert found.phases == pytest.approx(
-        {"forward": found.step.value / 2, "reduce": found.step.value / 4, UNATTRIBUTED: found.step.value / 4}
+        {
+            "forward": found.step.value / 2,
+            "reduce": found.step.value / 4,
+            UNATTRIBUTED: found.step.value / 4,
+        }
     )
     assert list(found.phases) == ["forward", "reduce", UNATTRIBUTED]
     assert found.unattributed_share == pytest.approx(0.25)
 
 
-@hypothesis.given(st.lists(st.lists(st.floats(0.01, 9), min_size=1, max_size=9), min_size=1, max_size=4))
+@hypothesis.given(
+    st.lists(st.lists(st.floats(0.01, 9), min_size=1, max_size=9), min_size=1, max_size=4)
+)
 def test_phases_sum_to_the_median_step_whatever_the_series(series: list[list[float]]) -> None:
     found = row_of(case(), *[trial(case(), list(s), number=r) for r, s in enumerate(series)])
     assert sum(found.phases.values()) == pytest.approx(found.step.value)
@@ -246,10 +320,13 @@ def test_occupied_is_the_union_of_a_devices_spans() -> None:
         Span(k, phase, d, "host", s.start_s + a, s.start_s + b)
         for k, s in enumerate(base.steps)
         for phase, d, a, b in [
-            (Phase.FORWARD, 0, 0, 2), (Phase.LOSS, 0, 1, 3), (Phase.FORWARD, 1, 0, 1), (Phase.REDUCE, 1, 3, 4),
+            (Phase.FORWARD, 0, 0, 2),
+            (Phase.LOSS, 0, 1, 3),
+            (Phase.FORWARD, 1, 0, 1),
+            (Phase.REDUCE, 1, 3, 4),
             (Phase.FORWARD, -1, 0, 4),
         ]
-    ]  # fmt: skip
+    ]
     found = row_of(case(), trial(case(), 4.0, spans=tuple(spans)))
     assert found.occupied == pytest.approx({0: 3.0, 1: 2.0})
 
@@ -259,9 +336,12 @@ def test_occupied_is_the_union_of_a_devices_spans() -> None:
 
 def test_imbalance_is_device_0_over_the_mean_of_the_others() -> None:
     found = row_of(
-        case(devices=3), *[trial(case(devices=3), 2.0, number=r, busy={0: 1.5, 1: 0.8, 2: 1.2}) for r in range(3)]
+        case(devices=3),
+        *[trial(case(devices=3), 2.0, number=r, busy={0: 1.5, 1: 0.8, 2: 1.2}) for r in range(3)],
     )
-    assert (found.imbalance.value, found.imbalance.low, found.imbalance.high) == pytest.approx((1.5, 1.5, 1.5))
+    assert (found.imbalance.value, found.imbalance.low, found.imbalance.high) == pytest.approx(
+        (1.5, 1.5, 1.5)
+    )
     assert found.imbalance.n == 3
     assert found.busy_source == "thread CPU time"
 
@@ -273,7 +353,10 @@ def test_one_device_has_no_imbalance() -> None:
 
 def test_kernels_of_a_profiled_step_go_before_cpu_time() -> None:
     profiled = (Sample(0.0, 0, "kernel_busy_s", 0.6), Sample(0.0, 1, "kernel_busy_s", 0.3))
-    found = row_of(case(), trial(case(), 2.0, samples=(*trial(case(), 2.0, busy={0: 9, 1: 1}).samples, *profiled)))
+    found = row_of(
+        case(),
+        trial(case(), 2.0, samples=(*trial(case(), 2.0, busy={0: 9, 1: 1}).samples, *profiled)),
+    )
     assert found.busy == {0: 0.6, 1: 0.3}
     assert found.imbalance.value == pytest.approx(2.0)
     assert found.busy_source == "kernels of profiled steps"
@@ -299,9 +382,17 @@ def test_devices_that_were_not_busy_together_have_no_imbalance() -> None:
 
 def test_memory_is_the_peak_of_all_rounds() -> None:
     def peaks(first: int, second: int, host: int) -> tuple[Memory, ...]:
-        return (Memory(0, first, "allocator"), Memory(1, second, "allocator"), Memory(-1, host, "rss"))
+        return (
+            Memory(0, first, "allocator"),
+            Memory(1, second, "allocator"),
+            Memory(-1, host, "rss"),
+        )
 
-    found = row_of(case(), trial(case(), memory=peaks(300, 100, 7)), trial(case(), number=1, memory=peaks(200, 150, 5)))
+    found = row_of(
+        case(),
+        trial(case(), memory=peaks(300, 100, 7)),
+        trial(case(), number=1, memory=peaks(200, 150, 5)),
+    )
     assert found.memory == {0: 300, 1: 150}
     assert found.memory_imbalance == pytest.approx(2.0)
     assert found.memory_source == "allocator"
@@ -318,7 +409,11 @@ def test_memory_is_the_peak_of_all_rounds() -> None:
         (case(), Source.PREDICTED, {"PREDICTED", "EXPERIMENTAL", "CPU-ONLY"}),
         (case(device_kind="cuda"), Source.MEASURED, {"MEASURED"}),
         (case(device_kind="cuda"), Source.PREDICTED, {"PREDICTED"}),
-        (case(device_kind="cuda", placement="colocated"), Source.MEASURED, {"MEASURED", "COLOCATED"}),
+        (
+            case(device_kind="cuda", placement="colocated"),
+            Source.MEASURED,
+            {"MEASURED", "COLOCATED"},
+        ),
         (case(device_kind="emulated"), Source.MEASURED, {"MEASURED", "EMULATED"}),
     ],
 )
@@ -329,7 +424,9 @@ def test_labels_stand_beside_every_figure(of: Case, source: Source, expected: se
 
 
 def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
-    table = summary.rows([trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))])
+    table = summary.rows(
+        [trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))]
+    )
     found = frames.frame(table).set_index("strategy")
     assert list(found.index) == ["single", "ddp", "dp"]
     assert found.loc["dp", "speedup_value"] == pytest.approx(1.5)
@@ -340,7 +437,9 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     assert found.loc["ddp", [c for c in found.columns if c.endswith(("_value", "_s"))]].isna().all()
     assert frames.frame([]).empty
     assert list(frames.frame([]).columns) == list(frames.frame(table).columns)
-    wide = frames.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"])
+    wide = frames.frame(
+        [row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"]
+    )
     assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(frames.frame([]).columns) - {
         "run_id",
         "memory_8_bytes",
@@ -350,7 +449,12 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
 
 
 def test_the_order_of_trials_changes_no_row() -> None:
-    trials = [trial(SINGLE, 3.0), trial(case(), 2.0), trial(case(), 2.5, number=1), failed(case("ddp"))]
+    trials = [
+        trial(SINGLE, 3.0),
+        trial(case(), 2.0),
+        trial(case(), 2.5, number=1),
+        failed(case("ddp")),
+    ]
     assert summary.rows(trials) == summary.rows(trials[::-1])
 
 
@@ -366,9 +470,11 @@ def test_comparing_a_run_with_itself_is_the_same_and_with_a_slower_one_slower() 
 def test_a_prediction_keeps_the_interval_that_was_stated_with_it() -> None:
     def predicted(case: Case, step_s: float, low_s: float, high_s: float) -> Trial:
         return Trial(
-            case=case, source=Source.PREDICTED, steps=(Step(step_s, False, step_s),),
+            case=case,
+            source=Source.PREDICTED,
+            steps=(Step(step_s, False, step_s),),
             provenance={"interval_80_s": [low_s, high_s]},
-        )  # fmt: skip
+        )
 
     single = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
     ddp = Case(model="mlp", strategy="ddp", devices=2, batch_size=8, device_kind="cuda")

@@ -1,4 +1,6 @@
-"""The Python interface: measure, read a store or an export, and look at the results in a script or a notebook."""
+"""The Python interface: measure, read a store or an export, and look at the results in a script or
+a notebook.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,15 @@ def measured(case: Case, step_s: float, number: int) -> Trial:
 
 
 def trials(*extra: Trial) -> list[Trial]:
-    return [*(measured(case, s, n) for n in range(5) for case, s in ((SINGLE, 0.004), (DP, 0.0025))), *extra]
+    return [
+        *(measured(case, s, n) for n in range(5) for case, s in ((SINGLE, 0.004), (DP, 0.0025))),
+        *extra,
+    ]
 
 
-FAILED = Trial(case=replace(DP, model=HOSTILE), status=Status.OOM, reason=f"out of memory {HOSTILE}")
+FAILED = Trial(
+    case=replace(DP, model=HOSTILE), status=Status.OOM, reason=f"out of memory {HOSTILE}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +75,14 @@ COMMAND_ONLY = {"report", "find_max_batch", "as_json", "dry_run"}
 def test_the_arguments_are_the_options_of_the_command_with_their_defaults() -> None:
     offered = inspect.signature(dp.run).parameters
     assert {*offered} == {one.name for one in running.run.params} - COMMAND_ONLY
-    defaults = {name: one.default for name, one in offered.items() if name not in {"store", "quiet", "verbose"}}
-    assert defaults == {one.name: one.default for one in fields(Options) if one.name != "find_max_batch"}
+    defaults = {
+        name: one.default
+        for name, one in offered.items()
+        if name not in {"store", "quiet", "verbose"}
+    }
+    assert defaults == {
+        one.name: one.default for one in fields(Options) if one.name != "find_max_batch"
+    }
     [store] = [one for one in running.run.params if one.name == "store"]
     assert offered["store"].default == store.default
 
@@ -78,7 +91,9 @@ def test_the_interface_is_listed_and_documented() -> None:
     assert dir(dp) == sorted(dp.__all__)
     assert {"run", "load", "open_trials", "Run", "DataParallel"} <= {*dir(dp)}
     public = [getattr(dp.Run, name) for name in vars(dp.Run) if not name.startswith("_")]
-    assert [one for one in (dp, dp.run, dp.load, dp.open_trials, dp.Run, *public) if not one.__doc__] == []
+    assert [
+        one for one in (dp, dp.run, dp.load, dp.open_trials, dp.Run, *public) if not one.__doc__
+    ] == []
     with pytest.raises(AttributeError, match="no attribute 'rnu'"):
         _ = dp.rnu
 
@@ -86,7 +101,9 @@ def test_the_interface_is_listed_and_documented() -> None:
 # -- a run
 
 
-def test_a_run_has_the_facts_and_results_of_the_command_line(run: dp.Run, file: Path, tmp_path: Path) -> None:
+def test_a_run_has_the_facts_and_results_of_the_command_line(
+    run: dp.Run, file: Path, tmp_path: Path
+) -> None:
     assert repr(run) == f"<dpbench.Run {run.id[:8]}: 3 cases, finished; MEASURED CPU-ONLY>"
     assert (run.status, run.provenance["host"]["cpu"]) == ("finished", "EPYC")
     assert run.started is not None
@@ -112,12 +129,24 @@ def test_the_tables_are_tidy_and_agree_with_each_other(run: dp.Run) -> None:
     assert (len(steps), set(steps["run_id"])) == (60, {run.id})
     keys = ["model", "strategy", "devices", "round", "step"]
     whole = steps.set_index(keys)["seconds"]
-    pd.testing.assert_series_equal(phases.groupby(keys)["seconds"].sum(), whole.sort_index(), check_exact=False)
-    timed = steps[~steps["warmup"]].groupby(["strategy", "round"])["seconds"].median().groupby("strategy").median()
+    pd.testing.assert_series_equal(
+        phases.groupby(keys)["seconds"].sum(), whole.sort_index(), check_exact=False
+    )
+    timed = (
+        steps[~steps["warmup"]]
+        .groupby(["strategy", "round"])["seconds"]
+        .median()
+        .groupby("strategy")
+        .median()
+    )
     medians = cases[cases["status"] == "ok"].set_index("strategy")["step_value"]
     assert medians.to_dict() == pytest.approx(timed.to_dict())
     power = samples[samples["metric"] == "power_w"]
-    assert sorted(set(zip(power["device"], power["value"], strict=True))) == [(-1, 99.5), (0, 100.5), (1, 101.5)]
+    assert sorted(set(zip(power["device"], power["value"], strict=True))) == [
+        (-1, 99.5),
+        (0, 100.5),
+        (1, 101.5),
+    ]
     for table in (cases, steps, phases, samples):
         assert {"run_id", "model", "strategy", "batch_size", "labels", "status"} <= {*table}
     steps["seconds"] = 0.0
@@ -130,7 +159,12 @@ def test_trials_that_give_no_result_say_so_in_the_tables(tmp_path: Path) -> None
     assert set(dp.load(tmp_path / "x.db").steps["status"]) == {"unverified"}
     stored(tmp_path / "empty.db")
     empty = dp.load(tmp_path / "empty.db")
-    assert (len(empty.steps), len(empty.phases), len(empty.samples), len(empty.frame)) == (0, 0, 0, 0)
+    assert (len(empty.steps), len(empty.phases), len(empty.samples), len(empty.frame)) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert list(empty.steps) == list(dp.load(tmp_path / "x.db").steps)
     assert "0 cases" in repr(empty)
     assert empty.verdict
@@ -177,7 +211,9 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_by_its_name(tmp_path: Pat
         second, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
     assert dp.load(path, first[:10]).id == first
     assert {dp.load(path).id, dp.load(path, "@last").id, dp.load(path, "@nightly").id} == {second}
-    with pytest.raises(ValueError, match=f"no run whose id begins with 'zzz'; its runs are: .*{first[:8]}"):
+    with pytest.raises(
+        ValueError, match=f"no run whose id begins with 'zzz'; its runs are: .*{first[:8]}"
+    ):
         dp.load(path, "zzz")
     with pytest.raises(StoreError, match="dpbench run"):
         dp.load(tmp_path / "none.db")
@@ -190,22 +226,36 @@ def test_an_exported_run_gives_the_same_results_and_does_not_invent_what_is_miss
     with gzip.open(path, "wt") as out:
         out.writelines(export.jsonl(run.id, run.trials))
     found = dp.open_trials(path)
-    assert (found.id, found.status, found.started, found.provenance) == (run.id, "exported", None, {})
+    assert (found.id, found.status, found.started, found.provenance) == (
+        run.id,
+        "exported",
+        None,
+        {},
+    )
     pd.testing.assert_frame_equal(found.phases, run.phases)
     pd.testing.assert_frame_equal(found.steps, run.steps)
     assert len(found.samples) == 0
-    same = [name for name in run.frame if name.startswith(("step_", "speedup_", "phase_", "memory_", "status"))]
+    same = [
+        name
+        for name in run.frame
+        if name.startswith(("step_", "speedup_", "phase_", "memory_", "status"))
+    ]
     assert len(same) > 20
     pd.testing.assert_frame_equal(found.frame[same], run.frame[same])
     assert [one.headline for one in found.answers] == [one.headline for one in run.answers]
-    assert overlap([one for one in run.trials if one.case == DP], Phase.FORWARD) == pytest.approx(56 / 30)
+    assert overlap([one for one in run.trials if one.case == DP], Phase.FORWARD) == pytest.approx(
+        56 / 30
+    )
     assert overlap(found.trials, Phase.FORWARD) is None, "unknown, and not 0"
     assert "1970" not in found._repr_html_() + found.report(tmp_path / "page.html").read_text()
     plain = tmp_path / "plain.jsonl"
-    plain.write_text("".join(export.jsonl("other", run.trials)) + "".join(export.jsonl(run.id, run.trials)))
+    plain.write_text(
+        "".join(export.jsonl("other", run.trials)) + "".join(export.jsonl(run.id, run.trials))
+    )
     assert dp.open_trials(plain, run.id[:6]).id == run.id
     with pytest.raises(
-        ValueError, match=f"2 runs whose id begins with ''; give the beginning of an id: other, {run.id[:12]}"
+        ValueError,
+        match=f"2 runs whose id begins with ''; give the beginning of an id: other, {run.id[:12]}",
     ):
         dp.open_trials(plain)
 
@@ -248,24 +298,39 @@ def test_a_run_is_measured_stored_and_resumed_after_an_interrupt(
 
     def measure() -> dp.Run:
         return dp.run(
-            models="mlp", strategies=["single", "dp"], devices=2, rounds=2, name="mine", tag="a=b", quiet=True
+            models="mlp",
+            strategies=["single", "dp"],
+            devices=2,
+            rounds=2,
+            name="mine",
+            tag="a=b",
+            quiet=True,
         )
 
-    with pytest.raises(KeyboardInterrupt, match=r"stored in dpbench.db; to resume the run, call dpbench.run with the"):
+    with pytest.raises(
+        KeyboardInterrupt,
+        match=r"stored in dpbench.db; to resume the run, call dpbench.run with the",
+    ):
         measure()
     assert (dp.load().status, len(dp.load().trials)) == ("interrupted", 2)
     left[0] = 99
     found = measure()
     assert (found.status, len(found.trials), left[0]) == ("finished", 4, 97)
     assert found.id == dp.load(run="@mine").id
-    command = "dpbench --no-config run --models mlp --strategies single,dp --devices 2 --rounds 2 --name mine --tag a=b"
+    command = (
+        "dpbench --no-config run --models mlp --strategies single,dp --devices 2 --rounds 2 --name"
+        " mine --tag a=b"
+    )
     assert found.provenance["command"] == command, "Python reads no defaults from files"
     assert capfd.readouterr() == ("", "")
     dp.run(models="mlp", strategies="single", rounds=1, store=Path("other file.db"))
     said = capfd.readouterr()
     assert said.out == ""
     assert "[1/1]" in said.err
-    repeated = "dpbench --no-config run --models mlp --strategies single --rounds 1 --store 'other file.db'"
+    repeated = (
+        "dpbench --no-config run --models mlp --strategies single --rounds 1 --store 'other"
+        " file.db'"
+    )
     assert dp.load("other file.db").provenance["command"] == repeated
 
 
@@ -281,7 +346,9 @@ def test_wrong_arguments_leave_no_file(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(kind):
             dp.run(**wrong)
     monkeypatch.setattr(launch, "of_environment", object)
-    with pytest.raises(RuntimeError, match="under torchrun or srun, use the command `dpbench run` instead"):
+    with pytest.raises(
+        RuntimeError, match="under torchrun or srun, use the command `dpbench run` instead"
+    ):
         dp.run(models="mlp")
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
 
@@ -308,7 +375,13 @@ def test_a_script_without_a_guard_measures_and_is_run_once(tmp_path: Path) -> No
     (tmp_path / "script.py").write_text(SCRIPT)
     env = os.environ | {"PYTHONPATH": str(commands.ROOT)}
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     first, second = done.stdout.splitlines()
@@ -334,18 +407,33 @@ follow_imports = skip
 
 @pytest.mark.slow
 def test_a_type_checker_knows_the_interface(tmp_path: Path) -> None:
-    """Libraries without a type in the interface are left out, because their analysis takes most of the time."""
+    """Libraries without a type in the interface are left out, because their analysis takes most of
+    the time.
+    """
     for name, code in (("right", SCRIPT), ("wrong", WRONG)):
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "mypy.ini").write_text(MYPY)
-    mypy = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "mypy.ini"), str(tmp_path / "right.py")]
+    mypy = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        str(tmp_path / "mypy.ini"),
+        str(tmp_path / "right.py"),
+    ]
     done = subprocess.run(
-        [*mypy, str(tmp_path / "wrong.py")], cwd=commands.ROOT, capture_output=True, text=True, check=False
+        [*mypy, str(tmp_path / "wrong.py")],
+        cwd=commands.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert [line for line in errors if "wrong.py" not in line] == []
     found = [line.partition("error: ")[2] for line in errors]
-    assert found[0].startswith('Unexpected keyword argument "rnds" for "run"; did you mean "rounds"?'), done.stdout
+    assert found[0].startswith(
+        'Unexpected keyword argument "rnds" for "run"; did you mean "rounds"?'
+    ), done.stdout
     assert 'incompatible type "int"; expected "str | Sequence[str]"' in found[1]
     assert 'expression has type "str", variable has type "int"' in found[2]
     assert 'expression has type "DataFrame", variable has type "str"' in found[3]

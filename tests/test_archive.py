@@ -21,7 +21,11 @@ LOST = Row(case=CASE, source=Source.MEASURED, status=Status.OOM, reason="no room
 def run(letter: str, started_s: float, row: Row, **changes: object) -> Report:
     provenance = {"command": f"dpbench run --models mlp --seed {letter}"}
     return dataclasses.replace(
-        run_of(row, trials=[]), run_id=letter * 32, started_s=started_s, provenance=provenance, **changes
+        run_of(row, trials=[]),
+        run_id=letter * 32,
+        started_s=started_s,
+        provenance=provenance,
+        **changes,
     )
 
 
@@ -35,7 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def kept(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def test_a_run_has_a_page_of_its_own_and_the_newest_is_the_latest(folder: Path) -> None:
@@ -44,14 +52,23 @@ def test_a_run_has_a_page_of_its_own_and_the_newest_is_the_latest(folder: Path) 
     assert reports.write_report(None, older) == Path("reports/runs/aaaaaaaaaaaa/index.html")
     found = kept(folder)
     assert set(found) == {
-        "latest/index.html", "runs/index.html", "runs/aaaaaaaaaaaa/index.html", "runs/aaaaaaaaaaaa/run.json",
-        "runs/bbbbbbbbbbbb/index.html", "runs/bbbbbbbbbbbb/run.json",
-    }  # fmt: skip
+        "latest/index.html",
+        "runs/index.html",
+        "runs/aaaaaaaaaaaa/index.html",
+        "runs/aaaaaaaaaaaa/run.json",
+        "runs/bbbbbbbbbbbb/index.html",
+        "runs/bbbbbbbbbbbb/run.json",
+    }
     assert found["latest/index.html"] == found["runs/bbbbbbbbbbbb/index.html"]
     list_ = found["runs/index.html"].decode()
     links = [attributes["href"] for attributes in Tags(list_).all("a")]
     assert links == ["bbbbbbbbbbbb/index.html", "aaaaaaaaaaaa/index.html"]
-    for text in ("2001-09-09 01:46", "dpbench run --models mlp --seed a", answer(GOOD).headline, "1 of 1"):
+    for text in (
+        "2001-09-09 01:46",
+        "dpbench run --models mlp --seed a",
+        answer(GOOD).headline,
+        "1 of 1",
+    ):
         assert text in unescape(list_)
     reports.write_report(None, older)
     assert kept(folder) == found, "the same runs give the same bytes"
@@ -62,20 +79,32 @@ def test_a_run_without_a_result_never_replaces_the_latest_page(
 ) -> None:
     assert reports.write_report(None, run("a", 1e9, GOOD)) == LATEST
     good = kept(folder)["latest/index.html"]
-    assert reports.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
+    assert reports.write_report(None, run("f", 2e9, LOST)) == Path(
+        "reports/runs/ffffffffffff/index.html"
+    )
     assert kept(folder)["latest/index.html"] == good
-    assert f"no case has a result, so {LATEST} remains the page of run aaaaaaaa" in capsys.readouterr().err
+    assert (
+        f"no case has a result, so {LATEST} remains the page of run aaaaaaaa"
+        in capsys.readouterr().err
+    )
     assert "no result" in kept(folder)["runs/index.html"].decode()
 
 
 def test_a_first_run_without_a_result_makes_no_latest_page(folder: Path) -> None:
-    assert reports.write_report(None, run("f", 2e9, LOST)) == Path("reports/runs/ffffffffffff/index.html")
+    assert reports.write_report(None, run("f", 2e9, LOST)) == Path(
+        "reports/runs/ffffffffffff/index.html"
+    )
     assert not LATEST.exists()
 
 
 def test_a_named_page_is_the_only_file_that_is_written(folder: Path, tmp_path: Path) -> None:
-    assert reports.write_report(tmp_path / "deep" / "page.html", run("f", 2e9, LOST)) == tmp_path / "deep" / "page.html"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "deep" / "page.html"]
+    assert (
+        reports.write_report(tmp_path / "deep" / "page.html", run("f", 2e9, LOST))
+        == tmp_path / "deep" / "page.html"
+    )
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [
+        tmp_path / "deep" / "page.html"
+    ]
 
 
 def test_the_list_stays_text_and_names_what_it_cannot_read(folder: Path) -> None:

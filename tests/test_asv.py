@@ -1,4 +1,6 @@
-"""asv: its configuration, `make history` and its resumption, results saved as benchmarks end, and the site."""
+"""asv: its configuration, `make history` and its resumption, results saved as benchmarks end, and
+the site.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def config() -> dict[str, Any]:
 
 def test_configuration_agrees_with_the_project() -> None:
     conf, project = config(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = dict(
+        re.findall(r"^(\S+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     dependencies = {re.match(r"[\w-]+", line).group() for line in project["dependencies"]}
     requirements = conf["matrix"]["req"]
     assert conf["project"] == project["name"]
@@ -53,8 +57,14 @@ def test_configuration_agrees_with_the_project() -> None:
 
 def environment(home: Path, **more: str) -> dict[str, str]:
     """Return an environment in which neither asv nor git touches the user's files."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GIT_", "ASV_", "PYTHON"))}
-    identity = {f"GIT_{who}_{what}": "t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("GIT_", "ASV_", "PYTHON"))
+    }
+    identity = {
+        f"GIT_{who}_{what}": "t" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
     return kept | identity | {"HOME": str(home), "GIT_CONFIG_NOSYSTEM": "1"} | more
 
 
@@ -100,7 +110,9 @@ def install():
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Make a git repository with a configuration like ours, a package of one number, and a suite that reads it."""
+    """Make a git repository with a configuration like ours, a package of one number, and a suite
+    that reads it.
+    """
     folder = tmp_path / "project"
     (folder / "benchmarks").mkdir(parents=True)
     (folder / "reports").mkdir()
@@ -119,7 +131,12 @@ def project(tmp_path: Path) -> Path:
 
 def git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True, check=True
+        ["git", *arguments],
+        cwd=folder,
+        env=environment(folder),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -142,12 +159,16 @@ def results(project: Path, commit: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def tools(project: Path, tmp_path: Path) -> Path:
-    """Make a folder for PATH: a python with an editable install of the project, and an npm that has no network."""
+    """Make a folder for PATH: a python with an editable install of the project, and an npm that has
+    no network.
+    """
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (packages / "_finder.py").write_text(FINDER.format(package=project / "dpbench"))
     paths = [path for path in sys.path if path.endswith("-packages")]
-    (packages / "history.pth").write_text("\n".join([*paths, "import _finder; _finder.install()", ""]))
+    (packages / "history.pth").write_text(
+        "\n".join([*paths, "import _finder; _finder.install()", ""])
+    )
     npm = tmp_path / "venv/bin/npm"
     npm.write_text("#!/bin/sh\nexit 1\n")
     npm.chmod(0o755)
@@ -159,9 +180,12 @@ def history(project: Path, tools: Path, **more: str) -> subprocess.CompletedProc
     path, temporary = f"{tools}{os.pathsep}{os.environ['PATH']}", str(tools.parent)
     return subprocess.run(
         ["sh", project / "benchmarks/history.sh"],
-        cwd="/", env=environment(tools.parent, PATH=path, TMPDIR=temporary, DPBENCH_GPUS="0", **more),
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd="/",
+        env=environment(tools.parent, PATH=path, TMPDIR=temporary, DPBENCH_GPUS="0", **more),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_asv_suite_can_be_discovered(tmp_path: Path) -> None:
@@ -169,13 +193,21 @@ def test_asv_suite_can_be_discovered(tmp_path: Path) -> None:
     (tmp_path / "asv.conf.json").write_text(json.dumps(conf))
     command = [sys.executable, "-m", "asv", "check", "--environment", f"existing:{sys.executable}"]
     env = environment(tmp_path, ASV_PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: Path, tools: Path) -> None:
+def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
+    project: Path, tools: Path
+) -> None:
     """Asv does not document how it treats {"samples", "number"}; the suite depends on it."""
-    first, second, third = commit_value(project, 1.5), commit_value(project, 7.5), commit_value(project, 4.0, "later")
+    first, second, third = (
+        commit_value(project, 1.5),
+        commit_value(project, 7.5),
+        commit_value(project, 4.0, "later"),
+    )
     for module in ("__init__", "later"):
         (project / "dpbench" / f"{module}.py").write_text("VALUE = 99.0\n")
     done = history(project, tools, COMMITS="5", PYTHONPATH=str(project))
@@ -191,8 +223,14 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(project: 
         assert columns["stats_number"] == [1]
         assert value <= columns["stats_ci_99_a"][0] <= value + 2 <= columns["stats_ci_99_b"][0]
         assert sorted(columns["samples"][0]) == sorted([value + i for i in (0, 1, 2, 3, 10)] * 2)
-    later = [results(project, commit, "track_later")["result"][0] for commit in (first, second, third)]
-    assert [str(value) for value in later] == ["nan", "nan", "4.0"], "nothing comes from the working tree"
+    later = [
+        results(project, commit, "track_later")["result"][0] for commit in (first, second, third)
+    ]
+    assert [str(value) for value in later] == [
+        "nan",
+        "nan",
+        "4.0",
+    ], "nothing comes from the working tree"
     index = json.loads((project / ".asv/html/index.json").read_text())
     assert set(index["revision_to_hash"].values()) == {first, second, third}
     assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
@@ -211,7 +249,9 @@ def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None
     done = history(project, tools, COMMITS="1")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "COMMITS" not in done.stderr
-    assert (project / ".asv/html/index.html").exists(), "what was measured is published all the same"
+    assert (project / ".asv/html/index.html").exists(), (
+        "what was measured is published all the same"
+    )
 
 
 def test_history_refuses_nonsense(project: Path, tools: Path) -> None:
@@ -257,7 +297,9 @@ def end(results: Any, name: str, value: float | None = 1.0, rounds: int = 1) -> 
     from asv.runner import BenchmarkResult
 
     result = BenchmarkResult([value], [[value] if value else None], [1], 0, "", None)
-    results.add_result({"name": name, "version": "1", "params": [], "rounds": rounds}, result, record_samples=True)
+    results.add_result(
+        {"name": name, "version": "1", "params": [], "rounds": rounds}, result, record_samples=True
+    )
 
 
 def a_commit() -> Any:
@@ -268,7 +310,9 @@ def a_commit() -> Any:
 
 def test_results_are_saved_as_each_benchmark_ends_with_all_its_rounds(saving: ModuleType) -> None:
     results = a_commit()
-    assert saving.selection(COMMIT, "") == [rf"--bench=^{one}(\(|$)" for one in (r"a\.one", r"a\.two", r"b\.three")]
+    assert saving.selection(COMMIT, "") == [
+        rf"--bench=^{one}(\(|$)" for one in (r"a\.one", r"a\.two", r"b\.three")
+    ]
     end(results, "a.two", rounds=2)
     end(results, "a.one")
     assert [name for name, _ in saving.stored(COMMIT)] == ["a.one"], "a.two has a round left"
@@ -279,7 +323,9 @@ def test_results_are_saved_as_each_benchmark_ends_with_all_its_rounds(saving: Mo
     end(results, "b.three", value=None, rounds=2)
     assert saving.missing(COMMIT, "") == ["b.three"], "a failure is measured again"
     assert saving.selection(COMMIT, "a") == []
-    assert saving.selection(COMMIT, "resnet18") == ["--bench=resnet18"], "asv compares it with parameters"
+    assert saving.selection(COMMIT, "resnet18") == ["--bench=resnet18"], (
+        "asv compares it with parameters"
+    )
 
 
 def test_a_full_result_stands_for_a_quick_one_but_not_the_reverse(
@@ -296,18 +342,26 @@ def test_a_full_result_stands_for_a_quick_one_but_not_the_reverse(
     assert saving.missing(COMMIT, "a") == ["a.one", "a.two"]
 
 
-def test_the_expected_time_is_that_of_earlier_results_with_the_same_effort(saving: ModuleType) -> None:
+def test_the_expected_time_is_that_of_earlier_results_with_the_same_effort(
+    saving: ModuleType,
+) -> None:
     notes = {
-        "1": {"a.one": {"effort": "quick", "seconds": 4.0}, "a.two": {"effort": "full", "seconds": 900.0}},
+        "1": {
+            "a.one": {"effort": "quick", "seconds": 4.0},
+            "a.two": {"effort": "full", "seconds": 900.0},
+        },
         "2": {"a.one": {"effort": "quick", "seconds": 8.0}},
     }
     Path(".asv", saving.EFFORTS).write_text(json.dumps(notes))
-    assert saving.expect([COMMIT, "0" * 40], "a.one") == (
-        "2 results to measure, 0 are there already; expected time: about 12 s (medians of earlier quick results)"
+    assert (
+        saving.expect([COMMIT, "0" * 40], "a.one")
+        == "2 results to measure, 0 are there already; expected time: about 12 s (medians of"
+        " earlier quick results)"
     )
-    assert saving.expect([COMMIT], "a") == (
-        "2 results to measure, 0 are there already; expected time: at least 6 s (medians of earlier quick results); no "
-        "earlier result: a.two"
+    assert (
+        saving.expect([COMMIT], "a")
+        == "2 results to measure, 0 are there already; expected time: at least 6 s (medians of"
+        " earlier quick results); no earlier result: a.two"
     )
     assert "expected time: unknown" in saving.expect([COMMIT], "b")
     assert "no benchmark's name matches" in saving.expect([COMMIT], "resnet18")
@@ -355,7 +409,9 @@ def test_page_loads_nothing_from_elsewhere(offline: ModuleType, page: Path, tmp_
 
 
 @pytest.mark.parametrize("lost", ["everything", "one file"])
-def test_page_without_the_files_stays_and_says_how(offline: ModuleType, page: Path, tmp_path: Path, lost: str) -> None:
+def test_page_without_the_files_stays_and_says_how(
+    offline: ModuleType, page: Path, tmp_path: Path, lost: str
+) -> None:
     modules, before = tmp_path / "vendor" / "node_modules", page.read_text()
     if lost == "one file":
         (vendored(offline, tmp_path) / offline.FILES["md5.min.js"]).unlink()
@@ -366,7 +422,9 @@ def test_page_without_the_files_stays_and_says_how(offline: ModuleType, page: Pa
     assert "\n" not in message
 
 
-def test_page_of_another_asv_stays_and_says_so(offline: ModuleType, page: Path, tmp_path: Path) -> None:
+def test_page_of_another_asv_stays_and_says_so(
+    offline: ModuleType, page: Path, tmp_path: Path
+) -> None:
     page.write_text(page.read_text().replace("jquery-3.3.1.min.js", "jquery-9.js"))
     before = page.read_text()
     message = offline.localise(page.parent, vendored(offline, tmp_path))
@@ -381,15 +439,26 @@ def test_the_data_of_the_page_are_a_script_beside_it(offline: ModuleType, page: 
     trials = html.parent / "trials"
     trials.mkdir()
     for run in ("r1", "r2"):
-        entry = {"benchmark": "b", "params": ["1"], "commit": "c", "run": run, "store": "s", "fingerprints": []}
+        entry = {
+            "benchmark": "b",
+            "params": ["1"],
+            "commit": "c",
+            "run": run,
+            "store": "s",
+            "fingerprints": [],
+        }
         with (trials / "c.jsonl").open("a") as lines:
             lines.write(json.dumps(entry) + "\n")
     for _ in range(2):
         assert offline.embed(html).startswith("the page needs no server: 1 files")
         assert page.read_text().count('src="asv_data.js"') == 1
-    files, found = re.findall(r"^const \w+ = (.*);$", (html / "asv_data.js").read_text(), re.MULTILINE)
+    files, found = re.findall(
+        r"^const \w+ = (.*);$", (html / "asv_data.js").read_text(), re.MULTILINE
+    )
     assert json.loads(files) == {"graphs/a.json": [[1, None], [2, 0.5]]}
-    assert [one["run"] for one in json.loads(found)["b"]] == ["r2"], "the last of equal commits and parameters"
+    assert [one["run"] for one in json.loads(found)["b"]] == ["r2"], (
+        "the last of equal commits and parameters"
+    )
     page.write_text(page.read_text().replace("asv.js", "other.js").replace("asv_data.js", ""))
     assert offline.embed(html).startswith("the page needs a server")
 
@@ -397,7 +466,9 @@ def test_the_data_of_the_page_are_a_script_beside_it(offline: ModuleType, page: 
 def test_plugin_needs_neither_torch_nor_dpbench(offline: ModuleType) -> None:
     code = "import sys, asv_offline; sys.exit(bool({'torch', 'dpbench'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT / "reports", check=True)
-    listed = subprocess.run([sys.executable, offline.__file__], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        [sys.executable, offline.__file__], capture_output=True, text=True, check=True
+    ).stdout
     assert listed.split() == list(offline.PACKAGES)
     assert {path.partition("/")[0] for path in offline.FILES.values()} == {
         p.partition("@")[0] for p in offline.PACKAGES

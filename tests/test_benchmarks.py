@@ -88,7 +88,10 @@ def check_shape(result: dict[str, Any]) -> None:
 
 
 def measures_gpus(function: Any) -> bool:
-    """Return whether a benchmark measures GPUs; without them it has one cell, which starts nothing."""
+    """Return whether a benchmark measures GPUs.
+
+    Without them it has one cell, which starts nothing.
+    """
     return function.__module__ == "benchmarks.cuda"
 
 
@@ -97,7 +100,10 @@ def test_the_suite_has_these_benchmarks(suite: dict[str, ModuleType]) -> None:
     assert set(found) == BENCHMARKS
     cells = 0
     for function in found.values():
-        assert function.unit == "seconds" or function.__name__ in ("track_cuda_imbalance", "track_cuda_peak_bytes")
+        assert function.unit == "seconds" or function.__name__ in (
+            "track_cuda_imbalance",
+            "track_cuda_peak_bytes",
+        )
         assert function.version == "1"
         assert len(function.params) == len(function.param_names)
         if not measures_gpus(function):
@@ -111,19 +117,28 @@ def test_only_single_on_two_devices_is_not_applicable(suite: dict[str, ModuleTyp
         if name.startswith("cuda."):
             continue
         caches = {
-            "engine_cost.track_emulated_step_seconds": "PAIRS", "selfcheck.track_marked_step_seconds": "ARMS",
+            "engine_cost.track_emulated_step_seconds": "PAIRS",
+            "selfcheck.track_marked_step_seconds": "ARMS",
             "steps.track_phase_seconds": "PHASES",
-        }  # fmt: skip
-        cached = [dict.fromkeys(getattr(suite[name.partition(".")[0]], caches[name]))] if name in caches else []
+        }
+        cached = (
+            [dict.fromkeys(getattr(suite[name.partition(".")[0]], caches[name]))]
+            if name in caches
+            else []
+        )
         for values in itertools.product(*function.params):
             try:
                 setup_of(function)(*cached, *values)
             except NotImplementedError:
                 skipped.append((name, values))
-    assert skipped == [("steps.track_step_seconds", ("single", model, 2)) for model in ("mlp", "resnet18")]
+    assert skipped == [
+        ("steps.track_step_seconds", ("single", model, 2)) for model in ("mlp", "resnet18")
+    ]
 
 
-def test_without_gpus_each_benchmark_on_gpus_has_one_cell_that_is_not_applicable(suite: dict[str, ModuleType]) -> None:
+def test_without_gpus_each_benchmark_on_gpus_has_one_cell_that_is_not_applicable(
+    suite: dict[str, ModuleType],
+) -> None:
     assert suite["cuda"].cells() == {}
     for name, function in tracks(suite).items():
         if name.startswith("cuda."):
@@ -139,7 +154,11 @@ def test_with_gpus_the_suite_measures_them_in_the_place_of_the_cpu(
 
     suite, asked = imported(monkeypatch, gpus=4), list[Case]()
     cuda = suite["cuda"]
-    assert cuda.track_cuda_step_seconds.params == (("single", "torch_dp", "dp", "ddp"), ("mlp", "resnet18"), (1, 2, 4))
+    assert cuda.track_cuda_step_seconds.params == (
+        ("single", "torch_dp", "dp", "ddp"),
+        ("mlp", "resnet18"),
+        (1, 2, 4),
+    )
     with pytest.raises(NotImplementedError, match="this machine has GPUs"):
         suite["steps"].setup_step("dp", "mlp", 2)
 
@@ -147,11 +166,18 @@ def test_with_gpus_the_suite_measures_them_in_the_place_of_the_cpu(
         if case.strategy == "ddp":
             raise LookupError("no ddp")  # as in a commit that lacks it
         asked.append(case)
-        samples = [Sample(0.5 + i, device, "kernel_busy_s", 3.0 - device) for i in (0, 1) for device in range(2)]
+        samples = [
+            Sample(0.5 + i, device, "kernel_busy_s", 3.0 - device)
+            for i in (0, 1)
+            for device in range(2)
+        ]
         trial = Trial(
-            case=case, verified=Verified.BITWISE, steps=tuple(Step(0.5, False, 0.5 * i) for i in range(1, 5)),
-            memory=(Memory(0, 7, "allocator"), Memory(1, 5, "allocator")), samples=tuple(samples),
-        )  # fmt: skip
+            case=case,
+            verified=Verified.BITWISE,
+            steps=tuple(Step(0.5, False, 0.5 * i) for i in range(1, 5)),
+            memory=(Memory(0, 7, "allocator"), Memory(1, 5, "allocator")),
+            samples=tuple(samples),
+        )
         return [replace(trial, round=number) for number in range(4)]
 
     monkeypatch.setattr(cuda, "trials_of", trials_of)
@@ -159,27 +185,42 @@ def test_with_gpus_the_suite_measures_them_in_the_place_of_the_cpu(
     cache = cuda.cells()
     assert {case.device_kind for case in asked} == {"cuda"}
     assert sorted({(case.strategy, case.devices) for case in asked}) == [
-        ("dp", 1), ("dp", 2), ("dp", 4), ("single", 1), ("torch_dp", 1), ("torch_dp", 2), ("torch_dp", 4),
-    ]  # fmt: skip
-    check_shape({"samples": cuda.track_cuda_step_seconds(cache, "dp", "mlp", 2)["samples"], "number": 1})
+        ("dp", 1),
+        ("dp", 2),
+        ("dp", 4),
+        ("single", 1),
+        ("torch_dp", 1),
+        ("torch_dp", 2),
+        ("torch_dp", 4),
+    ]
+    check_shape(
+        {"samples": cuda.track_cuda_step_seconds(cache, "dp", "mlp", 2)["samples"], "number": 1}
+    )
     assert cuda.track_cuda_peak_bytes(cache, "dp", "mlp", 2) == 7
     assert cuda.track_cuda_imbalance(cache, "dp", "mlp", 2) == pytest.approx(1.5)
     for cell in (("ddp", "mlp", 2), ("single", "mlp", 2)):
         with pytest.raises(NotImplementedError, match="in this commit"):
             cuda.track_cuda_step_seconds.setup(cache, *cell)
-    entries = [json.loads(line) for line in (tmp_path / f"{'c0ffee1' * 3}.jsonl").read_text().splitlines()]
+    entries = [
+        json.loads(line) for line in (tmp_path / f"{'c0ffee1' * 3}.jsonl").read_text().splitlines()
+    ]
     assert entries[0]["params"] == ["'single'", "'mlp'", "1"]
     with Store.read(tmp_path / f"{'c0ffee1' * 3}.db") as store:
         assert {run.id for run in store.runs()} == {one["run"] for one in entries}
         (found,) = [run for run in store.runs() if run.id == entries[0]["run"]]
         assert found.provenance["dpbench"]["commit"] == "c0ffee1" * 3
-        assert {t.case.fingerprint for t in store.summaries(found.id)} == set(entries[0]["fingerprints"])
+        assert {t.case.fingerprint for t in store.summaries(found.id)} == set(
+            entries[0]["fingerprints"]
+        )
 
 
 @pytest.mark.parametrize(
-    "lacking", [ModuleNotFoundError("no", name="dpbench.measure.server"), LookupError(), TypeError()]
+    "lacking",
+    [ModuleNotFoundError("no", name="dpbench.measure.server"), LookupError(), TypeError()],
 )
-def test_what_an_old_commit_lacks_is_not_applicable(suite: dict[str, ModuleType], lacking: Exception) -> None:
+def test_what_an_old_commit_lacks_is_not_applicable(
+    suite: dict[str, ModuleType], lacking: Exception
+) -> None:
     with pytest.raises(NotImplementedError), suite["steps"].names_of_the_commit():
         raise lacking
 
@@ -235,9 +276,13 @@ def test_samplers_return_the_seconds_between_two_readings(suite: dict[str, Modul
 
 
 @pytest.mark.usefixtures("one_server")
-def test_a_failed_trial_is_a_failed_benchmark(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_trial_is_a_failed_benchmark(
+    suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(suite["steps"], "LIMIT_S", 0.0)
-    with pytest.raises(RuntimeError, match="resnet18 single x1 batch 16: timeout: the worker exceeded the limit"):
+    with pytest.raises(
+        RuntimeError, match="resnet18 single x1 batch 16: timeout: the worker exceeded the limit"
+    ):
         suite["steps"].track_step_seconds("single", "resnet18", 1)
 
 
@@ -247,8 +292,13 @@ def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -
     from dpbench.records.ledger import UNATTRIBUTED
 
     steps = suite["steps"]
-    engine = [phase for phase in Phase if phase not in (Phase.CLIP, Phase.READ)]  # which only observed loops have
-    assert (*engine, UNATTRIBUTED) == steps.PHASES, "spelled out there, for commits that lack the names"
+    engine = [
+        phase for phase in Phase if phase not in (Phase.CLIP, Phase.READ)
+    ]  # which only observed loops have
+    assert (
+        *engine,
+        UNATTRIBUTED,
+    ) == steps.PHASES, "spelled out there, for commits that lack the names"
     cache = steps.track_phase_seconds.setup_cache()
     assert set(cache) == set(steps.PHASES)
     for phase in steps.PHASES:

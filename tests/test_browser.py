@@ -1,4 +1,6 @@
-"""The report in a real browser: from a file, with the network off, wide and narrow, light and dark."""
+"""The report in a real browser: from a file, with the network off, wide and narrow, light and
+dark.
+"""
 
 import csv
 import io
@@ -44,11 +46,14 @@ def files(once: Any) -> dict[str, Path]:
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["gpu", "cpu", "ladder", "empty"])
-def test_everything_lies_within_the_page(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
+def test_everything_lies_within_the_page(
+    browser: Any, files: dict[str, Path], name: str, width: int
+) -> None:
     show(browser, files[name], width)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     boxes = browser.execute_script(
-        "return [...document.querySelectorAll('svg')].map(e => [e.closest('section').id, e.getBoundingClientRect()])"
+        "return [...document.querySelectorAll('svg')].map(e => [e.closest('section').id,"
+        " e.getBoundingClientRect()])"
     )
     drawn = {"lanes", "speedup", "throughput", "phases", "imbalance", "utilisation", "steps"}
     without = {"ladder": {"imbalance", "utilisation"}}  # which its trials have no samples for
@@ -63,12 +68,15 @@ def test_everything_lies_within_the_page(browser: Any, files: dict[str, Path], n
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["gpu", "cpu", "ladder", "compared"])
-def test_no_text_is_cut_off_or_overlaps_another(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
+def test_no_text_is_cut_off_or_overlaps_another(
+    browser: Any, files: dict[str, Path], name: str, width: int
+) -> None:
     show(browser, files[name], width)
     assert browser.execute_script(SPOILT) == []
     smallest = browser.execute_script(
-        "return Math.min(...[...document.querySelectorAll('svg text')].map("
-        "e => parseFloat(getComputedStyle(e).fontSize) * e.ownerSVGElement.getBoundingClientRect().width / 420))"
+        "return Math.min(...[...document.querySelectorAll('svg text')].map(e =>"
+        " parseFloat(getComputedStyle(e).fontSize) *"
+        " e.ownerSVGElement.getBoundingClientRect().width / 420))"
     )
     assert smallest >= 9
 
@@ -76,7 +84,12 @@ def test_no_text_is_cut_off_or_overlaps_another(browser: Any, files: dict[str, P
 def test_page_asks_for_nothing_and_reports_no_error(browser: Any, files: dict[str, Path]) -> None:
     for file in files.values():
         show(browser, file)
-        assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
+        assert (
+            browser.execute_script(
+                "return performance.getEntriesByType('resource').map(e => e.name)"
+            )
+            == []
+        )
         assert browser.get_log("browser") == []
 
 
@@ -85,8 +98,8 @@ def test_colours_follow_the_theme(browser: Any, files: dict[str, Path]) -> None:
     for scheme in ("light", "dark"):
         show(browser, files["gpu"], scheme=scheme)
         seen[scheme] = browser.execute_script(
-            "const style = (e) => getComputedStyle(e);"
-            "return [style(document.body).backgroundColor, style(document.querySelector('svg text')).fill]"
+            "const style = (e) => getComputedStyle(e);return [style(document.body).backgroundColor,"
+            " style(document.querySelector('svg text')).fill]"
         )
     assert seen["light"][0] == "rgb(255, 255, 255)"
     assert seen["dark"][0] == "rgb(13, 17, 23)"
@@ -115,7 +128,10 @@ def test_table_sorts_by_number_and_by_text_on_click(browser: Any, files: dict[st
     assert list(map(float, down[:-2])) == sorted(map(float, down[:-2]), reverse=True)
     strategies = click("strategy")
     assert strategies == sorted(strategies)
-    sorted_by = "return [...document.querySelectorAll('th[aria-sort]')].map(e => [e.textContent, e.ariaSort])"
+    sorted_by = (
+        "return [...document.querySelectorAll('th[aria-sort]')].map(e => [e.textContent,"
+        " e.ariaSort])"
+    )
     assert browser.execute_script(sorted_by) == [["strategy", "ascending"]]
 
 
@@ -128,7 +144,10 @@ def test_page_is_whole_without_scripts(browser: Any, files: dict[str, Path]) -> 
     cases = "return document.querySelectorAll('tbody.case').length"
     assert browser.execute_script(cases) == 20
     assert browser.execute_script("return document.querySelectorAll('th button').length") == 0
-    shown = "return [...document.querySelectorAll('nav.side, figure svg, #filters')].map(e => e.checkVisibility())"
+    shown = (
+        "return [...document.querySelectorAll('nav.side, figure svg, #filters')].map(e =>"
+        " e.checkVisibility())"
+    )
     nav, filters, *drawings = browser.execute_script(shown)
     assert (nav, filters) == (True, False)
     assert drawings
@@ -153,19 +172,30 @@ def test_axe_finds_nothing_serious(
 ) -> None:
     """Of axe's rules, only those on colours depend on the scheme."""
     show(browser, files[name], scheme=scheme)
-    browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; });" + axe_script)
-    found = browser.execute_async_script(f"axe.run({'{}' if scheme == 'light' else COLOURS}).then(arguments[0])")
+    browser.execute_script(
+        "document.querySelectorAll('details').forEach((one) => { one.open = true; });" + axe_script
+    )
+    found = browser.execute_async_script(
+        f"axe.run({'{}' if scheme == 'light' else COLOURS}).then(arguments[0])"
+    )
     assert len(found["passes"]) > (15 if scheme == "light" else 0)
     serious = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]
-    assert [(one["id"], one["nodes"][0]["html"], one["nodes"][0]["failureSummary"]) for one in serious] == []
+    assert [
+        (one["id"], one["nodes"][0]["html"], one["nodes"][0]["failureSummary"]) for one in serious
+    ] == []
 
 
 SHOWN = "return [...document.querySelectorAll('tbody.case')].filter(e => !e.hidden).length"
-CHOOSE = "document.querySelector(`#filters input[name=${arguments[0]}][value='${arguments[1]}']`).click()"
+CHOOSE = (
+    "document.querySelector(`#filters"
+    " input[name=${arguments[0]}][value='${arguments[1]}']`).click()"
+)
 STATUS = "return document.querySelector('#filters [role=status]').textContent"
 
 
-def test_filters_show_the_chosen_cases_and_the_address_keeps_them(browser: Any, files: dict[str, Path]) -> None:
+def test_filters_show_the_chosen_cases_and_the_address_keeps_them(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     assert (browser.execute_script(SHOWN), browser.execute_script(STATUS)) == (20, "all 20 cases")
     browser.execute_script(CHOOSE, "model", "vgg16")
@@ -173,8 +203,13 @@ def test_filters_show_the_chosen_cases_and_the_address_keeps_them(browser: Any, 
     assert (browser.execute_script(SHOWN), browser.execute_script(STATUS)) == (4, "4 of 20 cases")
     address = browser.current_url
     assert address.partition("#")[2] == "&model=vgg16&devices=4"
-    cards = "return [...document.querySelectorAll('.card')].filter(e => e.checkVisibility()).map(e => e.innerText)"
-    assert [text.splitlines()[0] for text in browser.execute_script(cards)] == ["vgg16 at batch 256"]
+    cards = (
+        "return [...document.querySelectorAll('.card')].filter(e => e.checkVisibility()).map(e =>"
+        " e.innerText)"
+    )
+    assert [text.splitlines()[0] for text in browser.execute_script(cards)] == [
+        "vgg16 at batch 256"
+    ]
     links = "return [...document.querySelectorAll('.permalink')].map(e => e.hash)"
     assert all(link.endswith("&model=vgg16&devices=4") for link in browser.execute_script(links))
     show(browser, files["empty"])
@@ -183,20 +218,28 @@ def test_filters_show_the_chosen_cases_and_the_address_keeps_them(browser: Any, 
     top = "return document.getElementById('throughput').getBoundingClientRect().top"
     assert abs(browser.execute_script(top)) < 30
     browser.execute_script("document.querySelector('#filters [type=reset]').click()")
-    assert browser.execute_async_script(f"setTimeout(() => arguments[0]((() => {{{SHOWN}}})()))") == 20
+    assert (
+        browser.execute_async_script(f"setTimeout(() => arguments[0]((() => {{{SHOWN}}})()))") == 20
+    )
     assert browser.current_url.partition("#")[2] == "throughput"
     assert browser.get_log("browser") == []
 
 
-def test_a_link_that_names_a_case_of_another_run_says_so(browser: Any, files: dict[str, Path]) -> None:
+def test_a_link_that_names_a_case_of_another_run_says_so(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     browser.get(f"{files['gpu'].as_uri()}#phases&model=vgg16,bert%2Clarge&kind=x")
     wait.WebDriverWait(browser, 10).until(lambda driver: driver.execute_script(SHOWN) == 9)
-    said = "9 of 20 cases; the link also names model bert,large, kind x, which this run does not have"
+    said = (
+        "9 of 20 cases; the link also names model bert,large, kind x, which this run does not have"
+    )
     assert browser.execute_script(STATUS) == said
 
 
-def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(browser: Any, files: dict[str, Path]) -> None:
+def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     look = """
         const svg = document.querySelector('#throughput svg');
@@ -228,19 +271,30 @@ def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(browser: Any, 
     assert browser.execute_script(look) == [before, height, below]
 
 
-def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(browser: Any, files: dict[str, Path]) -> None:
+def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     tip = "const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent"
     mark = browser.find_element("css selector", "#throughput [data-bar]")
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     said = browser.execute_script(tip)
-    assert re.fullmatch(r"single: [\d,]+ samples per second \([\d,]+–[\d,]+\), 3 rounds with 90 steps", said)
-    assert browser.execute_script("return document.querySelectorAll('#throughput [data-bar] title').length") == 0
+    assert re.fullmatch(
+        r"single: [\d,]+ samples per second \([\d,]+–[\d,]+\), 3 rounds with 90 steps", said
+    )
+    assert (
+        browser.execute_script(
+            "return document.querySelectorAll('#throughput [data-bar] title').length"
+        )
+        == 0
+    )
     browser.execute_script("document.querySelector('#phases [data-bar]').focus()")
     assert "scatter" in browser.execute_script(tip)
     browser.switch_to.active_element.send_keys(webdriver.Keys.ARROW_RIGHT)
     said = browser.execute_script(tip)
-    assert re.fullmatch(r"single: forward .* ms, 30% of the step, 3 rounds with 90 steps", said), said
+    assert re.fullmatch(r"single: forward .* ms, 30% of the step, 3 rounds with 90 steps", said), (
+        said
+    )
     stops = "return document.querySelectorAll('#phases svg:first-of-type [tabindex=\"0\"]').length"
     assert browser.execute_script(stops) == 2, "one in each drawing"
     browser.switch_to.active_element.send_keys(webdriver.Keys.ESCAPE)
@@ -248,7 +302,9 @@ def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(browser: Any,
     assert browser.get_log("browser") == []
 
 
-def test_the_lanes_of_a_step_grow_with_buttons_keys_and_the_wheel(browser: Any, files: dict[str, Path]) -> None:
+def test_the_lanes_of_a_step_grow_with_buttons_keys_and_the_wheel(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     width = "return document.querySelector('#lanes svg').getBoundingClientRect().width"
     page_width = "return document.documentElement.scrollWidth"
@@ -266,15 +322,22 @@ def test_the_lanes_of_a_step_grow_with_buttons_keys_and_the_wheel(browser: Any, 
     frame.send_keys("+")
     assert browser.execute_script(width) == pytest.approx(4 * before, rel=0.01)
     whole.click()
-    wheel = "document.querySelector('#lanes .zoom').dispatchEvent(new WheelEvent('wheel', arguments[0]))"
+    wheel = (
+        "document.querySelector('#lanes .zoom').dispatchEvent(new WheelEvent('wheel',"
+        " arguments[0]))"
+    )
     browser.execute_script(wheel, {"deltaY": -300})
-    assert browser.execute_script(width) == pytest.approx(before, rel=0.01), "the wheel alone scrolls the page"
+    assert browser.execute_script(width) == pytest.approx(before, rel=0.01), (
+        "the wheel alone scrolls the page"
+    )
     browser.execute_script(wheel, {"deltaY": -300, "ctrlKey": True})
     assert browser.execute_script(width) > 2 * before
     assert browser.get_log("browser") == []
 
 
-def test_a_filter_leaves_the_lines_of_the_chosen_cases(browser: Any, files: dict[str, Path]) -> None:
+def test_a_filter_leaves_the_lines_of_the_chosen_cases(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     browser.execute_script(CHOOSE, "strategy", "ddp")
     browser.execute_script(CHOOSE, "model", "vgg16")
@@ -284,7 +347,10 @@ def test_a_filter_leaves_the_lines_of_the_chosen_cases(browser: Any, files: dict
         """
     found = browser.execute_script(shown)
     assert [text for text in found if ":" in text][2:] == ["ddp: 3.72× (3.61–3.83) on 4"]
-    marks = "return [...document.querySelectorAll('#speedup [data-bar]')].filter(e => !e.closest('[hidden]')).length"
+    marks = (
+        "return [...document.querySelectorAll('#speedup [data-bar]')].filter(e =>"
+        " !e.closest('[hidden]')).length"
+    )
     assert browser.execute_script(marks) == 2
 
 
@@ -306,7 +372,9 @@ def test_the_page_of_a_comparison_filters_drawings_and_tells_values_as_that_of_a
     mark = browser.find_element("css selector", "#lanes figure:not([hidden]) [data-bar]")
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     tip = browser.execute_script("return document.getElementById('tip').textContent")
-    assert re.fullmatch(r"forward on device 0: 2.00 ms from 0 ms on, 40% of the step; critical for 2.00 ms", tip), tip
+    assert re.fullmatch(
+        r"forward on device 0: 2.00 ms from 0 ms on, 40% of the step; critical for 2.00 ms", tip
+    ), tip
     assert browser.get_log("browser") == []
 
 
@@ -324,11 +392,20 @@ def test_filters_work_with_the_keyboard_alone(browser: Any, files: dict[str, Pat
     assert browser.execute_script(SHOWN) == 4
 
 
-def test_a_link_to_a_section_leads_there_and_the_contents_name_it(browser: Any, files: dict[str, Path]) -> None:
+def test_a_link_to_a_section_leads_there_and_the_contents_name_it(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     browser.execute_script("document.querySelector('nav.side a[href=\"#cases\"]').click()")
     assert browser.current_url.endswith("#cases")
-    assert abs(browser.execute_script("return document.getElementById('cases').getBoundingClientRect().top")) < 30
+    assert (
+        abs(
+            browser.execute_script(
+                "return document.getElementById('cases').getBoundingClientRect().top"
+            )
+        )
+        < 30
+    )
     current = "return document.querySelector('nav.side [aria-current]')?.hash"
     wait.WebDriverWait(browser, 10).until(lambda driver: driver.execute_script(current) == "#cases")
     show(browser, files["gpu"], 400)
@@ -336,18 +413,18 @@ def test_a_link_to_a_section_leads_there_and_the_contents_name_it(browser: Any, 
     assert browser.execute_script(folded) == [False, True]
 
 
-def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(browser: Any, files: dict[str, Path]) -> None:
+def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(
+    browser: Any, files: dict[str, Path]
+) -> None:
     show(browser, files["gpu"])
     browser.execute_script(CHOOSE, "model", "vgg16")
-    saved = browser.execute_async_script(
-        """
+    saved = browser.execute_async_script("""
         const done = arguments[0], usual = URL.createObjectURL, blobs = [];
         URL.createObjectURL = (blob) => { blobs.push(blob); return 'data:,'; };
         document.querySelectorAll('#throughput .tools button').forEach((button) => button.click());
         URL.createObjectURL = usual;
         Promise.all(blobs.map((blob) => blob.text())).then(done);
-        """
-    )
+        """)
     rows, records = list(csv.DictReader(io.StringIO(saved[0]))), json.loads(saved[1])
     assert len(rows) == len(records) == 9
     assert {row["model"] for row in rows} == {"vgg16"}
@@ -389,10 +466,16 @@ def test_the_site_of_asv_draws_its_graphs_from_a_file(browser: Any, site: Path) 
     ):
         browser.get("about:blank")
         browser.get(page_url + view)
-        wait.WebDriverWait(browser, 20).until(lambda driver, ready=ready: driver.execute_script(ready))
+        wait.WebDriverWait(browser, 20).until(
+            lambda driver, ready=ready: driver.execute_script(ready)
+        )
         assert browser.get_log("browser") == [], view
     wait.WebDriverWait(browser, 20).until(lambda driver: driver.execute_script(LINES) > 100)
-    trials = browser.execute_script("return document.querySelector('#dpbench-trials li').textContent")
+    trials = browser.execute_script(
+        "return document.querySelector('#dpbench-trials li').textContent"
+    )
     assert trials.endswith("dpbench show 7f3a7f3a7f3a --store trials.db case 56ca46e673")
-    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    loaded = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(e => e.name)"
+    )
     assert all(one.startswith("file:") for one in loaded)

@@ -65,7 +65,9 @@ def test_a_part_of_the_names_is_left_to_torch() -> None:
     assert dpbench.load_state_dict(net(2), saved, strict=False).missing_keys == ["0.bias"]
 
 
-@pytest.mark.parametrize("given", [{"other.weight": torch.ones(1)}, {"module.other": torch.ones(1)}])
+@pytest.mark.parametrize(
+    "given", [{"other.weight": torch.ones(1)}, {"module.other": torch.ones(1)}]
+)
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_checkpoint_of_another_module_is_refused(given: dict[str, Any], strict: bool) -> None:
     with pytest.raises(RuntimeError, match="none of the names in the state dict"):
@@ -75,7 +77,9 @@ def test_a_checkpoint_of_another_module_is_refused(given: dict[str, Any], strict
 def test_a_module_that_is_called_module_keeps_its_name() -> None:
     inner = nn.Module()
     inner.module = nn.Linear(2, 2)
-    saved = OrderedDict((name, torch.full_like(value, 3.0)) for name, value in inner.state_dict().items())
+    saved = OrderedDict(
+        (name, torch.full_like(value, 3.0)) for name, value in inner.state_dict().items()
+    )
     dpbench.load_state_dict(inner, saved)
     assert torch.equal(inner.module.weight, torch.full((2, 2), 3.0))
 

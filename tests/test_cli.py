@@ -17,10 +17,25 @@ from tests.exported import is_error
 CHEAP = ("--models", "mlp", "--strategies", "single", "--batch-sizes", "8", "--rounds", "1")
 COMMANDS = ("run", "rnu", "list", "export", "compare", "predict")
 LISTS = {
-    "run": ("--models", "--strategies", "--schedules", "--devices", "--device-ids", "--batch-sizes",
-            "--batch-per-device", "--retry"),
-    "predict": ("--models", "--strategies", "--schedules", "--devices", "--batch-sizes", "--batch-per-device"),
-}  # fmt: skip
+    "run": (
+        "--models",
+        "--strategies",
+        "--schedules",
+        "--devices",
+        "--device-ids",
+        "--batch-sizes",
+        "--batch-per-device",
+        "--retry",
+    ),
+    "predict": (
+        "--models",
+        "--strategies",
+        "--schedules",
+        "--devices",
+        "--batch-sizes",
+        "--batch-per-device",
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -53,14 +68,29 @@ LISTS = {
         (["run", "--ladder", "--schedules", "cached"], ["--ladder", "leave out --schedules"]),
         (["run", "--ladder", "--strategies", "dp"], ["--ladder", "leave out --strategies"]),
         (["run", "--scenario", "seeds", "--devices", "2"], ["--scenario", "leave out --devices"]),
-        (["run", "--scenario", "seeds", "--precision", "fp16"], ["--scenario", "leave out --precision"]),
-        (["run", "--scenario", "seeds", "--read-loss", "5"], ["--scenario", "leave out --read-loss"]),
+        (
+            ["run", "--scenario", "seeds", "--precision", "fp16"],
+            ["--scenario", "leave out --precision"],
+        ),
+        (
+            ["run", "--scenario", "seeds", "--read-loss", "5"],
+            ["--scenario", "leave out --read-loss"],
+        ),
         (["run", "--scenario", "seeds", "--compile"], ["--scenario", "leave out --compile"]),
         (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
-        (["run", "--schedules", "workers=pool,workers=serial"], ["workers twice", "';'", "option twice"]),
+        (
+            ["run", "--schedules", "workers=pool,workers=serial"],
+            ["workers twice", "';'", "option twice"],
+        ),
         (["run", "--schedules", "pool;graphs=on"], ["unknown switch 'graphs'"]),
-        (["run", "--device-kind", "emulated", "--device-ids", "0"], ["emulated", "leave out --device-ids"]),
-        (["run", "--device-kind", "emulated", "--placement", "colocated"], ["colocated", "emulated", "spread"]),
+        (
+            ["run", "--device-kind", "emulated", "--device-ids", "0"],
+            ["emulated", "leave out --device-ids"],
+        ),
+        (
+            ["run", "--device-kind", "emulated", "--placement", "colocated"],
+            ["colocated", "emulated", "spread"],
+        ),
         (["run", "--no-such-option"], ["--no-such-option"]),
         (["run", "surplus"], ["surplus"]),
         (["rnu"], ["rnu"]),
@@ -70,9 +100,13 @@ LISTS = {
         (["export", "xml"], ["xml", "jsonl"]),
         (["compare", "only-one"], ["AFTER"]),
     ],
-    ids=lambda value: "-".join(word.strip("-") for word in value[:3]) if value[0] in COMMANDS else "",
+    ids=lambda value: (
+        "-".join(word.strip("-") for word in value[:3]) if value[0] in COMMANDS else ""
+    ),
 )
-def test_a_usage_error_says_what_and_the_way_out_and_starts_nothing(dpbench, tmp_path, arguments, words):
+def test_a_usage_error_says_what_and_the_way_out_and_starts_nothing(
+    dpbench, tmp_path, arguments, words
+):
     last = is_error(*dpbench(*arguments))
     assert all(word in last for word in words), last
     assert list(tmp_path.iterdir()) == [], "nothing is made before all arguments are checked"
@@ -85,7 +119,9 @@ def planned(dpbench, monkeypatch):
 
     def call(*arguments):
         seen = []
-        monkeypatch.setattr(runner, "run", lambda cases, *rest, **options: seen.extend(cases) or sys.exit(0))
+        monkeypatch.setattr(
+            runner, "run", lambda cases, *rest, **options: seen.extend(cases) or sys.exit(0)
+        )
         assert dpbench("run", *arguments)[0] == 0
         return seen
 
@@ -113,7 +149,17 @@ def test_the_ladder_takes_other_axes_and_its_defaults_are_two_models_on_the_most
     assert {case.model for case in cases} == {"mlp", "resnet18"}
     assert len({case.devices for case in cases if case.strategy == "dp"}) == 1
     assert {case.batch_size for case in cases if case.strategy == "dp"} == {32}
-    cases = planned("--ladder", "--models", "lstm", "--devices", "1,2,3", "--batch-sizes", "12", "--size", "full")
+    cases = planned(
+        "--ladder",
+        "--models",
+        "lstm",
+        "--devices",
+        "1,2,3",
+        "--batch-sizes",
+        "12",
+        "--size",
+        "full",
+    )
     axes = {"models": ["lstm"], "devices": [2, 3], "batch_sizes": [12], "size": "full"}
     assert cases == plan.ladder(**axes)
 
@@ -125,7 +171,14 @@ def test_without_a_command_the_help_is_shown_as_a_usage_error(dpbench):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("report",), ("report", "--md"), ("export", "jsonl"), ("export", "csv"), ("compare", "a", "b")]
+    "arguments",
+    [
+        ("report",),
+        ("report", "--md"),
+        ("export", "jsonl"),
+        ("export", "csv"),
+        ("compare", "a", "b"),
+    ],
 )
 def test_without_a_store_the_reading_commands_say_how_to_get_one(dpbench, tmp_path, arguments):
     last = is_error(*dpbench(*arguments), expected=2)
@@ -145,11 +198,23 @@ def test_a_store_that_is_none_is_an_error_of_one_line(dpbench, tmp_path, argumen
 # -- the help
 
 
-HEAVY = ("torch", "pandas", "numpy", "matplotlib", "rich", "scipy", "jinja2", "psutil", "pynvml", "sqlite3")
+HEAVY = (
+    "torch",
+    "pandas",
+    "numpy",
+    "matplotlib",
+    "rich",
+    "scipy",
+    "jinja2",
+    "psutil",
+    "pynvml",
+    "sqlite3",
+)
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["--version"], ["list", "models"], ["list", "schedules"]]
+    "arguments",
+    [["--help"], ["run", "--help"], ["--version"], ["list", "models"], ["list", "schedules"]],
 )
 def test_help_and_lists_import_nothing_heavy(arguments):
     code = f"""
@@ -161,13 +226,18 @@ except SystemExit as end:
     assert not end.code
 sys.stderr.write(" ".join(name for name in {HEAVY!r} if name in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=commands.ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout
     assert done.stderr == ""
 
 
 def test_the_help_loads_few_modules():
-    """Those of click and of the standard library make about a hundred; each costs about a millisecond."""
+    """Those of click and of the standard library make about a hundred.
+
+    Each costs about a millisecond.
+    """
     code = """
 import sys
 before = len(sys.modules)
@@ -178,12 +248,17 @@ except SystemExit as end:
     assert not end.code
 sys.stderr.write(str(len(sys.modules) - before))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=commands.ROOT, capture_output=True, text=True, check=True
+    )
     assert int(done.stderr) <= 150
 
 
 def test_help_names_every_command_and_the_first_step(dpbench):
     code, out, err = dpbench("--help")
     assert (code, err) == (0, "")
-    assert all(re.search(rf"^  {name} ", out, re.M) for name in ("run", "report", "list", "export", "compare"))
+    assert all(
+        re.search(rf"^  {name} ", out, re.M)
+        for name in ("run", "report", "list", "export", "compare")
+    )
     assert "dpbench run" in out

@@ -1,4 +1,6 @@
-"""The output of a finished run, and the results of compare, export, report and list on stored runs."""
+"""The output of a finished run, and the results of compare, export, report and list on stored
+runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,17 @@ from tests import commands
 from tests.exported import compared, is_error
 
 PHASES = {*(phase.value for phase in Phase), "unattributed"}
-WEAK = ("run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--batch-per-device", "8")
+WEAK = (
+    "run",
+    "--models",
+    "mlp",
+    "--strategies",
+    "single,dp",
+    "--devices",
+    "1,2",
+    "--batch-per-device",
+    "8",
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +98,34 @@ FAST, SLOW = 0.001, 0.003
 
 
 def fill(
-    path: Path, seconds: float, *, noise: float = 0.0, model: str = "mlp", status: Status = Status.OK, rounds=3
+    path: Path,
+    seconds: float,
+    *,
+    noise: float = 0.0,
+    model: str = "mlp",
+    status: Status = Status.OK,
+    rounds=3,
 ) -> str:
     generator = random.Random(seconds)
     case = Case(model=model, strategy="dp", devices=2, batch_size=64, schedule="reference")
     with Store.create(path) as store:
-        run_id, _ = store.begin_run(plan=str(time.time_ns()), host="h", code="c", rounds=rounds, provenance={})
+        run_id, _ = store.begin_run(
+            plan=str(time.time_ns()), host="h", code="c", rounds=rounds, provenance={}
+        )
         for number in range(rounds):
             level = seconds * (1 + noise * generator.uniform(-1, 1))
             steps = tuple(Step(level * (50 if i < 3 else 1), i < 3, 1.0 + i) for i in range(23))
-            spans = tuple(Span(i, Phase.FORWARD, 0, "host", 1.0 + i - level / 2, 1.0 + i) for i in range(23))
-            trial = Trial(case=case, round=number, status=status, verified=Verified.BITWISE, steps=steps, spans=spans)
+            spans = tuple(
+                Span(i, Phase.FORWARD, 0, "host", 1.0 + i - level / 2, 1.0 + i) for i in range(23)
+            )
+            trial = Trial(
+                case=case,
+                round=number,
+                status=status,
+                verified=Verified.BITWISE,
+                steps=steps,
+                spans=spans,
+            )
             store.end_trial(store.begin_trial(run_id, case, number), trial)
         store.end_run(run_id)
     return run_id
@@ -134,9 +163,14 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
     (line,) = compared(out)
     assert line.split()[0] == verdict
     if noise > 0.1:
-        assert "not enough rounds: the estimate's interval spans more than a factor of 4; more rounds" in line
+        assert (
+            "not enough rounds: the estimate's interval spans more than a factor of 4; more rounds"
+            in line
+        )
     else:
-        assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(before / after, rel=0.01 + 2 * noise)
+        assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(
+            before / after, rel=0.01 + 2 * noise
+        )
     assert "mlp dp[reference] x2 batch 64" in line
 
 
@@ -156,7 +190,9 @@ def test_one_slower_case_among_faster_ones_is_worse(dpbench, tmp_path):
         # the newest run is what a file stands for, so both models must be in it
     with Store.read(tmp_path / "a.db") as store:
         assert len(store.runs()) == 2
-    assert dpbench("compare", tmp_path / "a.db", tmp_path / "b.db")[0] == 0, "only lstm is in the newest run"
+    assert dpbench("compare", tmp_path / "a.db", tmp_path / "b.db")[0] == 0, (
+        "only lstm is in the newest run"
+    )
 
 
 @pytest.mark.parametrize("other", [{"model": "lstm"}, {"status": Status.FAILED}])
@@ -198,7 +234,17 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
     lines = [strict(line) for line in out.splitlines()]
     assert len(lines) == 6
     for line in lines:
-        documented = {"run_id", "case", "source", "status", "reason", "verified", "steps", "memory", "provenance"}
+        documented = {
+            "run_id",
+            "case",
+            "source",
+            "status",
+            "reason",
+            "verified",
+            "steps",
+            "memory",
+            "provenance",
+        }
         assert documented <= set(line) <= documented | {"round", "setup", "failed_device", "labels"}
         assert (line["source"], line["status"], line["verified"]) == ("measured", "ok", "bitwise")
         assert {"model", "strategy", "devices", "batch_size"} <= set(line["case"])
@@ -211,7 +257,9 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
             assert all(seconds >= 0 for seconds in step["phases"].values())
             assert sum(step["phases"].values()) == pytest.approx(step["seconds"], rel=1e-9)
         assert line["memory"]
-        assert all(set(m) == {"device", "peak_bytes", "source", "phase", "kind"} for m in line["memory"])
+        assert all(
+            set(m) == {"device", "peak_bytes", "source", "phase", "kind"} for m in line["memory"]
+        )
         assert line["provenance"]["torch"]
 
 
@@ -220,11 +268,17 @@ def test_a_failed_trial_is_exported_too(dpbench, tmp_path):
     with Store.create(tmp_path / "dpbench.db") as store:
         run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
         store.end_trial(
-            store.begin_trial(run_id, case, 0), Trial(case=case, status=Status.OOM, reason="out\nof 'memory'")
+            store.begin_trial(run_id, case, 0),
+            Trial(case=case, status=Status.OOM, reason="out\nof 'memory'"),
         )
     (line,) = dpbench("export", "jsonl")[1].splitlines()
     found = strict(line)
-    assert (found["status"], found["reason"], found["steps"], found["memory"]) == ("oom", "out\nof 'memory'", [], [])
+    assert (found["status"], found["reason"], found["steps"], found["memory"]) == (
+        "oom",
+        "out\nof 'memory'",
+        [],
+        [],
+    )
     code, out, _ = dpbench("export", "csv")
     (row,) = csv.DictReader(io.StringIO(out))
     assert (code, row["status"], row["reason"]) == (0, "oom", "out\nof 'memory'")
@@ -232,7 +286,9 @@ def test_a_failed_trial_is_exported_too(dpbench, tmp_path):
 
 def test_csv_loads_in_pandas_with_a_row_a_case(dpbench, weak, tmp_path):
     folder, _ = weak
-    code, _, err = dpbench("export", "csv", "--store", folder.store, "--output", tmp_path / "out.csv")
+    code, _, err = dpbench(
+        "export", "csv", "--store", folder.store, "--output", tmp_path / "out.csv"
+    )
     assert (code, err) == (0, "")
     table = pd.read_csv(tmp_path / "out.csv")
     assert len(table) == 3
@@ -247,7 +303,10 @@ def test_csv_loads_in_pandas_with_a_row_a_case(dpbench, weak, tmp_path):
 
 def test_csv_has_the_same_columns_whatever_was_run(dpbench, weak, tmp_path):
     fill(tmp_path / "one.db", FAST, status=Status.FAILED)
-    heads = [dpbench("export", "csv", "--store", s)[1].splitlines()[0] for s in (weak[0].store, tmp_path / "one.db")]
+    heads = [
+        dpbench("export", "csv", "--store", s)[1].splitlines()[0]
+        for s in (weak[0].store, tmp_path / "one.db")
+    ]
     assert heads[0] == heads[1]
     columns = heads[0].split(",")
     assert {f"phase_{name}_s" for name in PHASES} <= set(columns)
@@ -262,11 +321,15 @@ def test_exported_rows_say_their_run_and_runs_do_not_mix(dpbench, tmp_path, form
         assert [strict(line)["run_id"] for line in out.splitlines()] == [first] * 3 + [second] * 3
     else:
         rows = list(csv.DictReader(io.StringIO(out)))
-        assert [(row["run_id"], float(row["step_value"])) for row in rows] == [(first, FAST), (second, SLOW)]
+        assert [(row["run_id"], float(row["step_value"])) for row in rows] == [
+            (first, FAST),
+            (second, SLOW),
+        ]
 
 
 @pytest.mark.parametrize(
-    "arguments", [("export", "csv", "--output"), ("export", "jsonl", "--output"), ("report", "--html")]
+    "arguments",
+    [("export", "csv", "--output"), ("export", "jsonl", "--output"), ("report", "--html")],
 )
 def test_an_output_that_cannot_be_written_is_an_error_of_one_line(dpbench, tmp_path, arguments):
     fill(tmp_path / "dpbench.db", FAST)
@@ -279,7 +342,9 @@ def test_an_output_that_cannot_be_written_is_an_error_of_one_line(dpbench, tmp_p
 
 def test_the_report_is_written_and_named_and_markdown_goes_to_stdout(dpbench, weak, tmp_path):
     folder, done = weak
-    code, out, err = dpbench("report", "--store", folder.store, "--html", tmp_path / "deep" / "page.html")
+    code, out, err = dpbench(
+        "report", "--store", folder.store, "--html", tmp_path / "deep" / "page.html"
+    )
     assert (code, err) == (0, "")
     page = Path(out.strip())
     assert page == tmp_path / "deep" / "page.html"
@@ -294,14 +359,20 @@ def test_the_report_is_written_and_named_and_markdown_goes_to_stdout(dpbench, we
 @pytest.mark.parametrize("kind", ["models", "strategies", "schedules", "metrics"])
 def test_list_prints_one_name_first_on_each_line_without_a_heading(kind):
     done = subprocess.run(
-        [*commands.COMMAND, "list", kind], cwd=commands.ROOT, capture_output=True, text=True, check=True
+        [*commands.COMMAND, "list", kind],
+        cwd=commands.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stderr == ""
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert len(names) == len(set(names)) > 0
     assert all(line == line.rstrip() and not line[0].isspace() for line in done.stdout.splitlines())
     assert all(re.fullmatch(r"[\w{}]+", name) for name in names), names
-    assert all(len(line.split()) > 2 for line in done.stdout.splitlines()), "each has a word on what it is"
+    assert all(len(line.split()) > 2 for line in done.stdout.splitlines()), (
+        "each has a word on what it is"
+    )
     if kind in ("models", "strategies"):
         assert names == registry.names(kind)
 
@@ -324,7 +395,9 @@ def test_list_runs_names_every_run_with_commit_cases_and_status(dpbench, tmp_pat
     assert (code, err) == (0, "")
     ids, rest = zip(*((line.split()[0], line) for line in out.splitlines()), strict=True)
     assert list(ids) == [third[:12], second[:12], first[:12]]
-    assert re.search(r"  \d{4}-\d\d-\d\d \d\d:\d\d UTC  012345678\+  1 case  interrupted  -  mlp  -  -$", rest[0])
+    assert re.search(
+        r"  \d{4}-\d\d-\d\d \d\d:\d\d UTC  012345678\+  1 case  interrupted  -  mlp  -  -$", rest[0]
+    )
     assert re.search("no commit +1 case  finished     -  mlp  -  -$", rest[1])
 
 
@@ -338,4 +411,6 @@ def test_every_metric_that_is_stored_is_listed(dpbench, weak):
     patterns = [re.escape(name).replace(r"\{i\}", r"\d+") for name in listed]
     stored = {metric for (metric,) in folder.query("SELECT DISTINCT metric FROM series")}
     assert stored
-    assert {metric for metric in stored if not any(re.fullmatch(p, metric) for p in patterns)} == set()
+    assert {
+        metric for metric in stored if not any(re.fullmatch(p, metric) for p in patterns)
+    } == set()

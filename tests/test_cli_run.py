@@ -19,9 +19,20 @@ from tests.test_cli_readers import WEAK
 @pytest.mark.usefixtures("one_server")
 def test_a_case_that_fails_is_stored_shown_and_makes_the_exit_code_2(folder, dpbench):
     code, out, err = dpbench(
-        "run", "--models", "mlp", "--model", "tests.hungry:RAISES", "--strategies", "single,torch_dp",
-        "--batch-sizes", "8", "--devices", "1", "--rounds", "1",
-    )  # fmt: skip
+        "run",
+        "--models",
+        "mlp",
+        "--model",
+        "tests.hungry:RAISES",
+        "--strategies",
+        "single,torch_dp",
+        "--batch-sizes",
+        "8",
+        "--devices",
+        "1",
+        "--rounds",
+        "1",
+    )
     assert code == 2
     assert "Traceback" not in err
     table = {tuple(line.split()[:2]): line for line in out.splitlines()}
@@ -54,7 +65,9 @@ class Net:
 
 @pytest.fixture(scope="module")
 def own_models(tmp_path_factory):
-    """A run of a user's models, of which one can be measured and four cannot, and the output of the command."""
+    """A run of a user's models, of which one can be measured and four cannot, and the output of the
+    command.
+    """
     with commands.folder(tmp_path_factory.mktemp("models")) as folder:
         package = folder.path / "mine" / "nets"
         package.mkdir(parents=True)
@@ -62,10 +75,26 @@ def own_models(tmp_path_factory):
             (part / "__init__.py").write_text("print('imported')\n")
         (package / "tiny.py").write_text(TINY)
         (folder.path / "broken.py").write_text("import no_such_module\n")
-        (folder.path / "torch.py").write_text("raise SystemExit('a file of the user hides the real torch')\n")
-        models = ("broken:NET", *(f"tests.hungry:{name}" for name in ("RAISES", "DIES", "TWICE_THE_ROWS")))
+        (folder.path / "torch.py").write_text(
+            "raise SystemExit('a file of the user hides the real torch')\n"
+        )
+        models = (
+            "broken:NET",
+            *(f"tests.hungry:{name}" for name in ("RAISES", "DIES", "TWICE_THE_ROWS")),
+        )
         named = [word for model in (*models, "mine.nets.tiny:Net") for word in ("--model", model)]
-        axes = ("--strategies", "single,dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1", "--limit", "60")
+        axes = (
+            "--strategies",
+            "single,dp",
+            "--batch-sizes",
+            "8",
+            "--devices",
+            "2",
+            "--rounds",
+            "1",
+            "--limit",
+            "60",
+        )
         yield folder, folder.do("run", *named, *axes)
 
 
@@ -81,7 +110,9 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
         ("tests.hungry:TWICE_THE_ROWS", "must return 8 rows"),
     ):
         assert any(
-            line.startswith(f"{model} (small) failed its check (failed), so its 2 cases will not be measured; ")
+            line.startswith(
+                f"{model} (small) failed its check (failed), so its 2 cases will not be measured; "
+            )
             and why in line
             for line in told
         )
@@ -92,7 +123,9 @@ def test_models_that_cannot_be_imported_built_or_stepped_fail_once_before_the_ru
 def test_a_model_of_the_current_directory_is_found_by_package_module_and_name(own_models):
     folder, done = own_models
     rows = folder.query("SELECT case_json, status, verified FROM trial")
-    assert [row[1:] for row in rows if "mine.nets.tiny:Net" in row[0]] == [("ok", "bitwise")] * 2, done.stderr
+    assert [row[1:] for row in rows if "mine.nets.tiny:Net" in row[0]] == [("ok", "bitwise")] * 2, (
+        done.stderr
+    )
     assert "imported" not in done.stdout
 
 
@@ -101,9 +134,16 @@ def test_a_full_disk_names_the_folder_and_the_variable_and_the_same_command_goes
     """The results of the first trial still fit on the disk."""
     passing = folder.path / "passing"
     command = (
-        "run", "--model", "tests.hungry:FILLS_THE_DISK_WHEN_TOLD", "--strategies", "single", "--batch-sizes", "16,24",
-        "--rounds", "1",
-    )  # fmt: skip
+        "run",
+        "--model",
+        "tests.hungry:FILLS_THE_DISK_WHEN_TOLD",
+        "--strategies",
+        "single",
+        "--batch-sizes",
+        "16,24",
+        "--rounds",
+        "1",
+    )
     passing.write_text("1")
     done = folder.do(*command)
     assert done.returncode == 2, done.stderr
@@ -125,8 +165,19 @@ def test_a_full_disk_names_the_folder_and_the_variable_and_the_same_command_goes
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_server")
-def test_a_model_whose_processes_are_killed_fails_no_case_and_the_run_can_be_resumed(folder, dpbench):
-    axes = ("--model", "tests.hungry:KILLED", "--strategies", "single", "--batch-sizes", "8,16", "--rounds", "1")
+def test_a_model_whose_processes_are_killed_fails_no_case_and_the_run_can_be_resumed(
+    folder, dpbench
+):
+    axes = (
+        "--model",
+        "tests.hungry:KILLED",
+        "--strategies",
+        "single",
+        "--batch-sizes",
+        "8,16",
+        "--rounds",
+        "1",
+    )
     code, _, err = dpbench("run", *axes)
     assert code == 2, err
     assert "will not be measured" not in err
@@ -134,18 +185,33 @@ def test_a_model_whose_processes_are_killed_fails_no_case_and_the_run_can_be_res
     assert all("SIGKILL" in reason for (reason,) in folder.query("SELECT reason FROM trial"))
     assert folder.query("SELECT status FROM run") == [("interrupted",)]
     dpbench("run", *axes)
-    assert folder.query("SELECT status FROM run") == [("interrupted",)], "the same command resumes the run"
+    assert folder.query("SELECT status FROM run") == [("interrupted",)], (
+        "the same command resumes the run"
+    )
     assert folder.query("SELECT status, round FROM trial") == [("killed", 0)] * 4
 
 
 @pytest.mark.usefixtures("one_server")
 def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(folder, dpbench):
     code, out, err = dpbench(
-        "run", "--models", "mlp", "--strategies", "torch_dp", "--batch-sizes", "8", "--devices", "2", "--rounds", "1",
-        "--device-kind", "cpu",
-    )  # fmt: skip
+        "run",
+        "--models",
+        "mlp",
+        "--strategies",
+        "torch_dp",
+        "--batch-sizes",
+        "8",
+        "--devices",
+        "2",
+        "--rounds",
+        "1",
+        "--device-kind",
+        "cpu",
+    )
     assert code == 2
-    assert out.startswith("mlp: cannot tell: no case on several devices has a result: torch_dp on 2 ")
+    assert out.startswith(
+        "mlp: cannot tell: no case on several devices has a result: torch_dp on 2 "
+    )
     assert "torch.nn.DataParallel needs an accelerator" in err
     assert folder.query("SELECT DISTINCT status FROM trial") == [("skipped",)]
 
@@ -153,18 +219,43 @@ def test_a_run_in_which_nothing_was_measured_says_why_and_makes_the_exit_code_2(
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_server")
 def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(dpbench):
-    case = ("--models", "mlp", "--devices", "2", "--batch-sizes", "1", "--strategies", "single,dp,ddp")
+    case = (
+        "--models",
+        "mlp",
+        "--devices",
+        "2",
+        "--batch-sizes",
+        "1",
+        "--strategies",
+        "single,dp,ddp",
+    )
     code, out, err = dpbench("run", *case, "--rounds", "1")
     assert code == 0, err
     assert len([line for line in out.splitlines() if line.startswith("mlp ")]) == 3
-    for reader in (("report",), ("explain",), ("export", "csv"), ("export", "pyperf"), ("list", "runs")):
+    for reader in (
+        ("report",),
+        ("explain",),
+        ("export", "csv"),
+        ("export", "pyperf"),
+        ("list", "runs"),
+    ):
         assert dpbench(*reader)[0] == 0, reader
 
 
 @pytest.mark.usefixtures("one_server")
 def test_a_budget_leaves_the_rest_skipped_with_the_reason_and_exit_code_0(folder, dpbench):
     code, _, err = dpbench(
-        "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "1,2", "--rounds", "20", "--budget", "2"
+        "run",
+        "--models",
+        "mlp",
+        "--strategies",
+        "single,dp",
+        "--devices",
+        "1,2",
+        "--rounds",
+        "20",
+        "--budget",
+        "2",
     )
     assert code == 0, err
     rows = folder.query("SELECT status, reason FROM trial")
@@ -183,10 +274,17 @@ cli.main()
 """
     done = subprocess.run(
         [sys.executable, "-c", code, *WEAK, "--rounds", "2"],
-        cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False, timeout=100,
-    )  # fmt: skip
+        cwd=folder.path,
+        env=folder.env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
     assert done.returncode == 2
-    assert not re.search("^Traceback", done.stderr, re.MULTILINE), "a worker's last words may have one, we have none"
+    assert not re.search("^Traceback", done.stderr, re.MULTILINE), (
+        "a worker's last words may have one, we have none"
+    )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ")
     assert "dpbench.db" in last
@@ -196,13 +294,30 @@ cli.main()
 
 @pytest.mark.slow
 def test_a_closed_pipe_ends_a_run_cleanly_or_its_table_alone_and_both_are_said(folder):
-    """First stderr closes during the run, which is left to be resumed; the same command then has a closed stdout."""
-    command = [*commands.COMMAND, "run", "--models", "mlp", "--strategies", "single,dp", "--devices", "2"]
+    """First stderr closes during the run, which is left to be resumed.
+
+    The same command then has a closed stdout.
+    """
+    command = [
+        *commands.COMMAND,
+        "run",
+        "--models",
+        "mlp",
+        "--strategies",
+        "single,dp",
+        "--devices",
+        "2",
+    ]
     command += ["--batch-sizes", "8", "--rounds", "1"]
     reader, writer = os.pipe()
     with (folder.path / "out").open("w") as out:
         process = subprocess.Popen(
-            command, cwd=folder.path, env=folder.env, stdout=out, stderr=writer, stdin=subprocess.DEVNULL
+            command,
+            cwd=folder.path,
+            env=folder.env,
+            stdout=out,
+            stderr=writer,
+            stdin=subprocess.DEVNULL,
         )
         os.close(writer)
         assert os.read(reader, 1)
@@ -214,9 +329,15 @@ def test_a_closed_pipe_ends_a_run_cleanly_or_its_table_alone_and_both_are_said(f
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(
-        command, cwd=folder.path, env=folder.env, stdout=writer, stderr=subprocess.PIPE, text=True, check=False,
+        command,
+        cwd=folder.path,
+        env=folder.env,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
         timeout=60,
-    )  # fmt: skip
+    )
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE
     assert "resuming run" in done.stderr

@@ -82,7 +82,9 @@ def test_busy_time_is_cpu_time_inside_spans_alone(time: Time, host: HostClock) -
     assert {s.metric for s in host.samples()} == {BUSY}
 
 
-def test_joint_spans_share_cpu_time_equally_while_both_are_open(time: Time, host: HostClock) -> None:
+def test_joint_spans_share_cpu_time_equally_while_both_are_open(
+    time: Time, host: HostClock
+) -> None:
     with host.step(warmup=False), host.mark(B, 0):
         time.work(1)
         with host.mark(B, 1):
@@ -94,7 +96,10 @@ def test_joint_spans_share_cpu_time_equally_while_both_are_open(time: Time, host
 
 
 def marked_jointly(clock: HostClock | CudaClock, time: Time) -> dict[tuple[Phase, int], bool]:
-    """Take a step with a joint backward on devices 0 and 1; return whether each span is joint, by phase and device."""
+    """Take a step with a joint backward on devices 0 and 1.
+
+    Return whether each span is joint, by phase and device.
+    """
     with clock.block(), clock.step(warmup=False):
         for device in (0, 1):  # one after the other, in one thread
             with clock.mark(F, device):
@@ -109,14 +114,18 @@ def marked_jointly(clock: HostClock | CudaClock, time: Time) -> dict[tuple[Phase
 NOT_JOINT = dict.fromkeys([(F, 0), (F, 1), (F, HOST), (L, 0), (S, 0), (S, HOST)], False)
 
 
-def test_a_phase_that_a_thread_opens_on_several_devices_at_once_is_joint(time: Time, host: HostClock) -> None:
+def test_a_phase_that_a_thread_opens_on_several_devices_at_once_is_joint(
+    time: Time, host: HostClock
+) -> None:
     assert marked_jointly(host, time) == {**NOT_JOINT, (B, 0): True, (B, 1): True}
     assert {span.clock for span in host.spans()} == {"host", "host_joint"}
     assert all(span.on_host for span in host.spans())
 
 
 def test_a_joint_phase_of_gpus_is_known_by_the_thread_that_opened_it(time: Time) -> None:
-    """Spans of GPUs overlap also if a thread opens them one after the other, because the GPUs work later."""
+    """Spans of GPUs overlap also if a thread opens them one after the other, because the GPUs work
+    later.
+    """
     clock = CudaClock(gpus(time, 1.0, 1.0), time.now)
     found = marked_jointly(clock, time)
     assert found == {**NOT_JOINT, (B, 0): True, (B, 1): True}
@@ -158,7 +167,10 @@ def test_spans_may_close_in_any_order(time: Time, host: HostClock) -> None:
         time.work(3)
         second.__exit__(None, None, None)
     assert busy(host) == {(1007, 0): 2, (1007, 1): 5}
-    assert [(s.device, s.start_s, s.end_s) for s in host.spans()] == [(0, 1000, 1004), (1, 1000, 1007)]
+    assert [(s.device, s.start_s, s.end_s) for s in host.spans()] == [
+        (0, 1000, 1004),
+        (1, 1000, 1007),
+    ]
 
 
 def test_threads_have_their_own_cpu_time(time: Time, host: HostClock) -> None:
@@ -185,7 +197,8 @@ def test_cpu_time_is_read_in_one_step_of_so_many_seconds(time: Time) -> None:
     steps, spans = host.steps(), host.spans()
     at = [round(sample.time_s, 6) for sample in host.samples()]
     read = [number for number, step in enumerate(steps) if round(step.end_s, 6) in at]
-    # long steps each; from a shorter one that is read each second, a power of two within a second; then each 32nd
+    # long steps each; from a shorter one that is read each second, a power of two within a second;
+    # then each 32nd
     assert read == [0, 1, 2, 3, 4, 6, 8, 10, 32, 64]
     assert len(spans) == len(steps)
 
@@ -221,7 +234,10 @@ def test_a_span_is_closed_when_its_work_raises(time: Time, host: HostClock) -> N
 
 
 class Event:
-    """A moment on a device's clock; as in CUDA, the time between two moments is in milliseconds as float32."""
+    """A moment on a device's clock.
+
+    As in CUDA, the time between two moments is in milliseconds as float32.
+    """
 
     def __init__(self, device: Any, at_ms: float) -> None:
         self.device, self.at_ms = device, at_ms
@@ -326,12 +342,17 @@ def test_spans_last_as_long_as_on_the_hosts_clock(time: Time) -> None:
     places = clock.placing()
     for number, (s, event) in enumerate(zip(clock.spans(), asked, strict=True)):
         assert (s.step, s.device) == divmod(number, 3)
-        assert (s.start_s, s.end_s) == pytest.approx((1002 + 7 * s.step, 1006 + 7 * s.step), abs=1e-6)
+        assert (s.start_s, s.end_s) == pytest.approx(
+            (1002 + 7 * s.step, 1006 + 7 * s.step), abs=1e-6
+        )
         assert places(s.step, s.device, event) == pytest.approx(s.end_s, abs=1e-6)
 
 
 class SlowGpu(FakeGpu):
-    """A device on which recording an event takes the host a second; the event is of the middle of that second."""
+    """A device on which recording an event takes the host a second.
+
+    The event is of the middle of that second.
+    """
 
     def event(self, reuse: Event | None = None) -> Event:
         self._time.at += 2.5 if reuse is None else 0.5  # a new event is created first
@@ -356,7 +377,10 @@ def test_an_anchor_is_the_middle_of_the_time_that_reading_it_takes(time: Time) -
 
 
 def test_float32_milliseconds_do_not_add_up_to_an_error(time: Time) -> None:
-    """One difference over the whole run would be off by up to a millisecond; the chain stays exact."""
+    """One difference over the whole run would be off by up to a millisecond.
+
+    The chain stays exact.
+    """
     (device,) = devices = gpus(time, 1.0)
     clock = CudaClock(devices, time.now)
     with clock.block():
@@ -401,7 +425,10 @@ def test_the_hosts_part_of_a_phase_is_timed_by_the_hosts_clock(time: Time) -> No
             time.at += 0.25
         with pytest.raises(KeyError), clock.mark(B, HOST):
             fail()
-    assert set(clock.spans()) == {Span(0, F, HOST, "host", 1000, 1000.25), Span(0, B, HOST, "host", 1000.25, 1000.75)}
+    assert set(clock.spans()) == {
+        Span(0, F, HOST, "host", 1000, 1000.25),
+        Span(0, B, HOST, "host", 1000.25, 1000.75),
+    }
 
 
 def test_devices_are_known_by_index_and_not_by_position(time: Time) -> None:
@@ -424,7 +451,10 @@ def test_devices_with_events_are_timed_by_them(time: Time) -> None:
 
 
 class Driver:
-    """The calls that CUDA events and streams make, counted by name; the times of events are the numbers of records."""
+    """The calls that CUDA events and streams make, counted by name.
+
+    The times of events are the numbers of records.
+    """
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -455,15 +485,21 @@ class DriverEvent:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     driver = Driver()
     for name, part in {
-        "Event": driver.new_event, "current_stream": driver.current_stream, "synchronize": lambda ordinal: None,
-    }.items():  # fmt: skip
+        "Event": driver.new_event,
+        "current_stream": driver.current_stream,
+        "synchronize": lambda ordinal: None,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, part)
     return driver
 
 
 def test_a_mark_costs_the_driver_two_records(driver: Driver) -> None:
     devices = [CudaDevice(i, i) for i in range(8)]
-    clock, steps, marks = CudaClock(devices, lambda: 1000.0 + driver.calls["record"] / 1e3), 3, 2 * 8
+    clock, steps, marks = (
+        CudaClock(devices, lambda: 1000.0 + driver.calls["record"] / 1e3),
+        3,
+        2 * 8,
+    )
     with holding(devices):
         for number in range(3):
             with clock.block():
@@ -475,10 +511,13 @@ def test_a_mark_costs_the_driver_two_records(driver: Driver) -> None:
                                 with clock.mark(phase, i):
                                     pass
                         calls = driver.calls - before
-                        assert calls == {"record": 2 * marks} | ({"create": 2 * marks} if number == 0 else {})
+                        assert calls == {"record": 2 * marks} | (
+                            {"create": 2 * marks} if number == 0 else {}
+                        )
     spans = clock.spans()
     assert len(spans) == 3 * steps * marks
-    # each event was read before another mark reused it: a span has one record between its two, or is 1 ms long
+    # each event was read before another mark reused it: a span has one record between its two, or
+    # is 1 ms long
     assert {round((s.end_s - s.start_s) * 1e3) for s in spans} == {1}
     assert len({round(s.start_s * 1e3) for s in spans}) == len(spans)
 

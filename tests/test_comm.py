@@ -1,4 +1,6 @@
-"""Collectives: the devices that may use them, and the equality of their results with ordered additions."""
+"""Collectives: the devices that may use them, and the equality of their results with ordered
+additions.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,11 @@ PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
 
 
 class Ordered:
-    """Collectives over tensors of the host, which add in replica order, so that the bits are those of ordered adds.
+    """Collectives over tensors of the host, which add in replica order, so that the bits are those
+    of ordered adds.
 
-    Like NCCL, they refuse tensors that differ in shape or dtype between devices, and tensors that are not dense.
+    Like NCCL, they refuse tensors that differ in shape or dtype between devices, and tensors that
+    are not dense.
     """
 
     calls: list[str] = []  # noqa: RUF012  of all of them, emptied by the fixture
@@ -83,7 +87,10 @@ class Ordered:
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
-    """Give the host's devices collectives; the value tells which have been called since it was last asked."""
+    """Give the host's devices collectives.
+
+    The value tells which have been called since it was last asked.
+    """
 
     def offered(self: HostDevice, devices: Sequence[Any]) -> Ordered | None:
         return Ordered(devices) if len(devices) > 1 else None
@@ -101,11 +108,17 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3])
-def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(n: int, together: Any) -> None:
+def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(
+    n: int, together: Any
+) -> None:
     expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")
     assert not together()
-    for schedule in PERSISTENT if n == 2 else PERSISTENT[::3]:  # no switch has three positions: each is met in all
-        assert not differing(expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]), str(schedule)
+    for schedule in (
+        PERSISTENT if n == 2 else PERSISTENT[::3]
+    ):  # no switch has three positions: each is met in all
+        assert not differing(
+            expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]
+        ), str(schedule)
         used = set(together())
         if schedule.update == "each":
             assert "all_reduce" in used, str(schedule)
@@ -118,23 +131,36 @@ def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(n: int, 
 
 
 @pytest.mark.parametrize("schedule", PERSISTENT[::7], ids=str)
-def test_short_batches_options_and_checkpoints_go_with_collectives(schedule: Schedule, together: Any) -> None:
+def test_short_batches_options_and_checkpoints_go_with_collectives(
+    schedule: Schedule, together: Any
+) -> None:
     for rows, options in ((4, {}), (11, {"accumulate": 2}), (11, {"clip_norm": 0.05})):
         expected, _ = train("mlp", "reference", 4, rows, "adam", **options)
-        assert not differing(expected, train("mlp", schedule, 4, rows, "adam", **options)[0]), (rows, options)
+        assert not differing(expected, train("mlp", schedule, 4, rows, "adam", **options)[0]), (
+            rows,
+            options,
+        )
     first, batches = {}, problem("mlp", 3, 4)[2]
-    for name in ("reference", schedule):  # batches that leave devices without rows, among others that do not
+    for name in (
+        "reference",
+        schedule,
+    ):  # batches that leave devices without rows, among others that do not
         module, loss, _ = problem("mlp", 3)
         with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu"] * 3, name) as step:
             for rows, (inputs, target) in zip((3, 2, 1, 3), batches, strict=True):
                 step(inputs[:rows], target[:rows])
-            first[name] = {**module.state_dict(), "optimizer": step.state_dict()["optimizer"]["state"]}
+            first[name] = {
+                **module.state_dict(),
+                "optimizer": step.state_dict()["optimizer"]["state"],
+            }
     torch.testing.assert_close(first[schedule], first["reference"], rtol=0, atol=0)
     assert together()
 
 
 class Again(nn.Module):
-    """A net whose backward re-enters autograd, so that gradients are added to after a bucket was thought full."""
+    """A net whose backward re-enters autograd, so that gradients are added to after a bucket was
+    thought full.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,8 +192,14 @@ def test_gradients_that_come_in_parts_are_staged_anew(update: str, together: Any
     [
         ("reduce", Schedule(replicas="persistent")),
         ("all_reduce", Schedule(replicas="persistent", update="each")),
-        ("all_gather", Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded")),
-        ("reduce_scatter", Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded")),
+        (
+            "all_gather",
+            Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded"),
+        ),
+        (
+            "reduce_scatter",
+            Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded"),
+        ),
         ("broadcast", Schedule(replicas="persistent", storage="flat")),
     ],
     ids=str,
@@ -183,12 +215,18 @@ def test_a_collective_that_does_nothing_is_seen(
 def _cuda(index: int, ordinal: int) -> CudaDevice:
     """Return a CUDA device as far as it can be made without CUDA."""
     device = CudaDevice.__new__(CudaDevice)
-    device.index, device.ordinal, device.torch_device = index, ordinal, torch.device("cuda", ordinal)
+    device.index, device.ordinal, device.torch_device = (
+        index,
+        ordinal,
+        torch.device("cuda", ordinal),
+    )
     return device
 
 
 def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dpbench.hardware.devices.cuda.Nccl", lambda devices: ("nccl", len(devices)))
+    monkeypatch.setattr(
+        "dpbench.hardware.devices.cuda.Nccl", lambda devices: ("nccl", len(devices))
+    )
     monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: True)
     monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.empty", lambda *_, **__: None)
     weights = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16)]
@@ -209,9 +247,12 @@ def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.Monkey
     seen: dict[str, tuple[Any, ...]] = {}
     for name in ("reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"):
         monkeypatch.setattr(
-            f"dpbench.hardware.devices.cuda.nccl.{name}", lambda *a, name=name, **k: seen.update({name: (a, k)})
+            f"dpbench.hardware.devices.cuda.nccl.{name}",
+            lambda *a, name=name, **k: seen.update({name: (a, k)}),
         )
-    monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.cuda.Stream", lambda ordinal: f"stream {ordinal}")
+    monkeypatch.setattr(
+        "dpbench.hardware.devices.cuda.torch.cuda.Stream", lambda ordinal: f"stream {ordinal}"
+    )
     from dpbench.hardware.devices.cuda import Nccl
 
     collectives, tensors = Nccl([_cuda(0, 3), _cuda(1, 5)]), [torch.zeros(32), torch.zeros(32)]
@@ -228,7 +269,9 @@ def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.Monkey
     assert [p.data_ptr() - w.data_ptr() for w, p in zip(whole, parts, strict=True)] == [0, 16 * 4]
 
 
-@pytest.mark.parametrize(("limit", "starts"), [(1, [48, 0, 16, 0]), (300, [48, 0, 0]), (10**6, [0, 0])])
+@pytest.mark.parametrize(
+    ("limit", "starts"), [(1, [48, 0, 16, 0]), (300, [48, 0, 0]), (10**6, [0, 0])]
+)
 def test_buckets_cover_each_flat_once_from_its_end(
     limit: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,9 +279,14 @@ def test_buckets_cover_each_flat_once_from_its_end(
     parameters = [torch.zeros(n) for n in (40, 7, 100, 3)]
     devices = resolve(["cpu", "cpu"])
     exchange = collectives.Exchange(
-        Ordered(devices), devices, [parameters] * 2, [[0, 2], [1, 3]], [0, 0], everyone=False,
+        Ordered(devices),
+        devices,
+        [parameters] * 2,
+        [[0, 2], [1, 3]],
+        [0, 0],
+        everyone=False,
         mark=lambda *_: nullcontext(),
-    )  # fmt: skip
+    )
     assert [run.start for run in exchange.buckets] == starts
     assert sorted(n for run in exchange.buckets for n in run.numbers) == [0, 1, 2, 3]
     for f, own in enumerate(exchange.buffers[0]):

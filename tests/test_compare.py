@@ -1,4 +1,6 @@
-"""Two runs compared: the choice of runs, permitted comparisons, verdicts with reasons, and the forms of the result."""
+"""Two runs compared: the choice of runs, permitted comparisons, verdicts with reasons, and the
+forms of the result.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="refere
 HOSTILE = "<script>alert(1)</script>"
 
 
-def trial(case: Case, forward_s: float, backward_s: float, number: int = 0, noise: float = 0.001) -> Trial:
+def trial(
+    case: Case, forward_s: float, backward_s: float, number: int = 0, noise: float = 0.001
+) -> Trial:
     """Return a trial of ten steps, each a forward and a backward."""
     draw = random.Random(f"{case.label} {number} {forward_s}")
     steps, spans, end_s = [], [], 100.0
@@ -45,9 +49,13 @@ def trial(case: Case, forward_s: float, backward_s: float, number: int = 0, nois
             Span(index, Phase.BACKWARD, 0, "host", half_s, end_s),
         ]
     return Trial(
-        case=case, round=number, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans),
+        case=case,
+        round=number,
+        verified=Verified.BITWISE,
+        steps=tuple(steps),
+        spans=tuple(spans),
         provenance={"torch": "2.13.0+cpu"},
-    )  # fmt: skip
+    )
 
 
 def rounds(*cases: tuple[Case, float, float], noise: float = 0.001) -> list[Trial]:
@@ -64,9 +72,13 @@ FACTS = {
 }
 
 
-def stored(path: Path, trials: Sequence[Trial], facts: dict[str, Any] = FACTS, name: str = "") -> str:
+def stored(
+    path: Path, trials: Sequence[Trial], facts: dict[str, Any] = FACTS, name: str = ""
+) -> str:
     with Store.create(path, Naming(name=name)) as store:
-        run_id, _ = store.begin_run(plan=str(random.random()), host="h", code="c", rounds=5, provenance=facts)
+        run_id, _ = store.begin_run(
+            plan=str(random.random()), host="h", code="c", rounds=5, provenance=facts
+        )
         for one in trials:
             store.end_trial(store.begin_trial(run_id, one.case, one.round), one)
         store.end_run(run_id)
@@ -74,7 +86,9 @@ def stored(path: Path, trials: Sequence[Trial], facts: dict[str, Any] = FACTS, n
 
 
 def report(trials: Sequence[Trial], facts: dict[str, Any] = FACTS) -> Report:
-    return Report.of([one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=facts)
+    return Report.of(
+        [one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=facts
+    )
 
 
 # -- verdicts and their reasons
@@ -87,7 +101,10 @@ def test_each_case_has_both_times_the_ratio_and_the_phase_that_changed_most() ->
     assert (same.verdict, faster.verdict) == ("same", "faster")
     assert [line.case for line in found.lines] == [DP, SINGLE], "what changed comes first"
     assert same.reason == "the whole interval is within the margin of 1.0% around 1"
-    assert (faster.before.value, faster.after.value) == (pytest.approx(0.005, rel=0.01), pytest.approx(0.003, rel=0.01))
+    assert (faster.before.value, faster.after.value) == (
+        pytest.approx(0.005, rel=0.01),
+        pytest.approx(0.003, rel=0.01),
+    )
     assert faster.ratio.value == pytest.approx(5 / 3, rel=0.01)
     assert (faster.phase, faster.phase_s) == ("backward", pytest.approx(-0.002, rel=0.01))
     assert faster.share == pytest.approx(1.0, abs=0.01)
@@ -111,18 +128,51 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
     ("others", "ratio", "verdict", "said"),
     [
         (0, of(1.5, 0.01), "faster", r"the whole interval is above 1, at 99%$"),
-        (4, of(0.5, 0.01), "slower", r"the whole interval is below 1, at 99% for all of 5 cases together"),
-        (0, of(1.002, 0.0015), "same", "within the margin of 1.0% around 1, although it excludes 1"),
+        (
+            4,
+            of(0.5, 0.01),
+            "slower",
+            r"the whole interval is below 1, at 99% for all of 5 cases together",
+        ),
+        (
+            0,
+            of(1.002, 0.0015),
+            "same",
+            "within the margin of 1.0% around 1, although it excludes 1",
+        ),
         (
             0,
             of(1.05, 0.2),
             "undecided",
-            r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds per run should be enough for a",
+            (
+                r"includes 1 and extends beyond the margin of 1.0%; about \d+ rounds per run should"
+                r" be enough for a"
+            ),
         ),
-        (0, of(1.0, 0.5), "undecided", r"the margin of 1.0%; more rounds will hardly lead to a verdict"),
-        (0, of(1.5, 0.01, 2), "undecided", "not enough rounds: 2 rounds, but at least 3 are needed"),
-        (0, Estimate(1.0, 0.3, 3.0, 5), "undecided", "not enough rounds: the estimate's interval spans"),
-        (0, replace(of(1.5, 0.01), noisy=True), "undecided", "not enough quiet rounds: other processes used the cores"),
+        (
+            0,
+            of(1.0, 0.5),
+            "undecided",
+            r"the margin of 1.0%; more rounds will hardly lead to a verdict",
+        ),
+        (
+            0,
+            of(1.5, 0.01, 2),
+            "undecided",
+            "not enough rounds: 2 rounds, but at least 3 are needed",
+        ),
+        (
+            0,
+            Estimate(1.0, 0.3, 3.0, 5),
+            "undecided",
+            "not enough rounds: the estimate's interval spans",
+        ),
+        (
+            0,
+            replace(of(1.5, 0.01), noisy=True),
+            "undecided",
+            "not enough quiet rounds: other processes used the cores",
+        ),
     ],
 )
 def test_a_verdict_has_its_reason(
@@ -131,7 +181,9 @@ def test_a_verdict_has_its_reason(
     ratios = iter([ratio, *[of(1.0, 0.3)] * others])
     monkeypatch.setattr(stats, "ratio", lambda *sides, paired, level: next(ratios))
     cases = [replace(DP, batch_size=size) for size in range(8, 9 + others)]
-    lines = comparison.compare([trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases])
+    lines = comparison.compare(
+        [trial(case, 1, 1) for case in cases], [trial(case, 1, 1) for case in cases]
+    )
     line = next(line for line in lines if line.case == cases[0])
     assert line.verdict == verdict
     assert re.search(said, line.reason), line.reason
@@ -157,7 +209,9 @@ def test_the_interval_that_is_printed_decides_and_holds_for_all_cases_together()
         ({"gpus": {"gpus": [{"name": "A100"}] * 2}}, "GPUs: none, then 2 A100"),
     ],
 )
-def test_unlike_machines_are_refused_and_labelled_if_asked_for(changed: dict[str, Any], said: str) -> None:
+def test_unlike_machines_are_refused_and_labelled_if_asked_for(
+    changed: dict[str, Any], said: str
+) -> None:
     before, after = report(BEFORE), report(AFTER, FACTS | changed)
     with pytest.raises(ValueError, match=rf"runs differ \({said}\): give --unlike"):
         comparison.between(before, after)
@@ -208,7 +262,9 @@ def two(tmp_path: Path) -> tuple[str, str]:
     return first, stored(tmp_path / "dpbench.db", AFTER, later)
 
 
-def test_a_side_is_a_run_a_commit_or_a_file(two: tuple[str, str], tmp_path: Path, dpbench: Any) -> None:
+def test_a_side_is_a_run_a_commit_or_a_file(
+    two: tuple[str, str], tmp_path: Path, dpbench: Any
+) -> None:
     first, second = two
     elsewhere = tmp_path / "other.db"
     copy = stored(elsewhere, BEFORE)
@@ -216,12 +272,21 @@ def test_a_side_is_a_run_a_commit_or_a_file(two: tuple[str, str], tmp_path: Path
     with gzip.open(tmp_path / "trials.jsonl.gz", "wt") as out:
         out.writelines(export.jsonl(first, dp.load(tmp_path / "dpbench.db", first).trials))
     expected = {
-        "@base": first, first[:9]: first, "@last": second, "aaaa1": first, "bbbb2222": first, "cccc": second,
-        "dddd4": second, f"{elsewhere}:{copy[:9]}": copy, f"{tmp_path / 'dpbench.db'}:@base": first,
+        "@base": first,
+        first[:9]: first,
+        "@last": second,
+        "aaaa1": first,
+        "bbbb2222": first,
+        "cccc": second,
+        "dddd4": second,
+        f"{elsewhere}:{copy[:9]}": copy,
+        f"{tmp_path / 'dpbench.db'}:@base": first,
         str(tmp_path / "trials.jsonl.gz"): first,
-    }  # fmt: skip
+    }
     for asked, run_id in expected.items():
-        code, text, err = dpbench("compare", asked, "@last", "--json", *["--unlike"] * asked.endswith("gz"))
+        code, text, err = dpbench(
+            "compare", asked, "@last", "--json", *["--unlike"] * asked.endswith("gz")
+        )
         assert (code, err) == (0, ""), asked
         assert json.loads(text)["before"]["run"]["id"] == run_id, asked
 
@@ -233,10 +298,17 @@ def test_a_side_that_is_not_there_or_not_clear_is_a_usage_error(
     assert "no run with the name 'night'" in is_error(*dpbench("compare", "@night", "@last"))
     stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "dpbench": {"commit": "aaaa9999"}})
     said = is_error(*dpbench("compare", "aaaa", "@last"))
-    assert "aaaa is the beginning of several commits or ids: commit aaaa9999, commit aaaa1111; give more" in said
-    assert dpbench("compare", "bbbb2222", "@last")[0] == 0, "of the commit of a project, the newest run"
+    assert (
+        "aaaa is the beginning of several commits or ids: commit aaaa9999, commit aaaa1111; give"
+        " more" in said
+    )
+    assert dpbench("compare", "bbbb2222", "@last")[0] == 0, (
+        "of the commit of a project, the newest run"
+    )
     both = stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "dpbench": {"commit": two[0]}})
-    assert f"commit {two[0][:12]}, run {two[0][:12]}" in is_error(*dpbench("compare", two[0][:12], both))
+    assert f"commit {two[0][:12]}, run {two[0][:12]}" in is_error(
+        *dpbench("compare", two[0][:12], both)
+    )
 
 
 # -- the forms of the result
@@ -250,13 +322,32 @@ def test_the_text_has_both_sides_and_a_line_per_case_and_the_code_says_the_worst
     assert (code, err) == (0, "")
     before, after, _, head, rule, *lines, _, last = out.splitlines()
     assert before.startswith(f"before  {first[:8]}  @base  20")
-    assert before.endswith("dpbench 0.1.0 commit aaaa1111 dirty  project commit bbbb2222  bench-07, EPYC, 2 cores")
+    assert before.endswith(
+        "dpbench 0.1.0 commit aaaa1111 dirty  project commit bbbb2222  bench-07, EPYC, 2 cores"
+    )
     assert after.startswith(f"after   {second[:8]}  20")
-    assert head.split() == ["verdict", "case", "ratio", "99", "%", "before,", "ms", "after,", "ms", "labels", "why"]
+    assert head.split() == [
+        "verdict",
+        "case",
+        "ratio",
+        "99",
+        "%",
+        "before,",
+        "ms",
+        "after,",
+        "ms",
+        "labels",
+        "why",
+    ]
     assert set(rule) == {"-", " "}
     assert lines[0].startswith("faster   mlp dp[reference] x2 batch 64  1.66")
-    assert "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of the changes of all" in lines[0]
-    assert last.startswith("1 case faster, 1 case same. A ratio above 1 means that the second run (after) is faster.")
+    assert (
+        "      5.00       3.00  MEASURED CPU-ONLY  backward −2.00 ms (100% of the changes of all"
+        in lines[0]
+    )
+    assert last.startswith(
+        "1 case faster, 1 case same. A ratio above 1 means that the second run (after) is faster."
+    )
     assert dpbench("compare", "@last", "@base")[0] == 1
 
 
@@ -264,12 +355,27 @@ def test_the_json_is_one_documented_record(two: tuple[str, str], dpbench: Any) -
     code, out, err = dpbench("compare", "@base", "@last", "--json")
     assert (code, err) == (0, "")
     found = msgspec.json.decode(out, type=comparing.ComparedRuns)
-    assert json.loads(msgspec.json.encode(found)) == json.loads(out), "the JSON has exactly the keys of the record"
-    assert (found.before.run.name, found.before.run.commit, found.after.run.id) == ("base", "aaaa1111", two[1])
-    assert (found.after.project_commit, found.unlike, found.lost, found.margin) == ("dddd4444", [], {}, 0.01)
+    assert json.loads(msgspec.json.encode(found)) == json.loads(out), (
+        "the JSON has exactly the keys of the record"
+    )
+    assert (found.before.run.name, found.before.run.commit, found.after.run.id) == (
+        "base",
+        "aaaa1111",
+        two[1],
+    )
+    assert (found.after.project_commit, found.unlike, found.lost, found.margin) == (
+        "dddd4444",
+        [],
+        {},
+        0.01,
+    )
     assert found.before.answers[0].subject == "mlp"
     faster, same = found.cases
-    assert (faster.verdict, faster.phase, faster.labels) == ("faster", "backward", ["MEASURED", "CPU-ONLY"])
+    assert (faster.verdict, faster.phase, faster.labels) == (
+        "faster",
+        "backward",
+        ["MEASURED", "CPU-ONLY"],
+    )
     assert faster.ratio is not None
     assert faster.ratio.low < faster.ratio.value < faster.ratio.high
     assert faster.ratio.value == pytest.approx(5 / 3, rel=0.01)
@@ -315,20 +421,28 @@ def test_the_page_has_answers_table_lanes_and_phases_of_both_runs_and_needs_no_n
     assert "unsafe-inline" not in text
     assert not re.search(r"<[^<>]* style=", text), "the policy allows the style sheet alone"
     assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1 + 2 * 4
-    assert text.count(", before and after</h3>") == len(runs_of(tmp_path)[0].answers) - 1, "that of mlp has changed"
+    assert text.count(", before and after</h3>") == len(runs_of(tmp_path)[0].answers) - 1, (
+        "that of mlp has changed"
+    )
     said = unescape(text)
     runs = runs_of(tmp_path)
     for answer in (answer for run in runs for answer in run.answers):
         assert answer.headline in said
     assert '<td class="text faster">faster</td>' in text
-    assert all(name in text for name in ("forward", "backward", "before", "after", "MEASURED CPU-ONLY"))
+    assert all(
+        name in text for name in ("forward", "backward", "before", "after", "MEASURED CPU-ONLY")
+    )
     again = runs[0].compare(runs[1]).page(tmp_path / "again.html")
     assert again.read_text() == text, "the same runs give the same page"
 
 
-def test_the_lanes_of_both_runs_have_one_time_axis_and_the_caption_says_which_steps_they_are() -> None:
+def test_the_lanes_of_both_runs_have_one_time_axis_and_the_caption_says_which_steps_they_are() -> (
+    None
+):
     sides = [report(BEFORE), report(AFTER)]
-    before, after = (next(one for (case, _), one in side.lanes.items() if case == DP) for side in sides)
+    before, after = (
+        next(one for (case, _), one in side.lanes.items() if case == DP) for side in sides
+    )
     panel = swim_lanes.compared("dp", before, after, ("MEASURED",), "key")
     widths: dict[str, list[float]] = {}
     for name, path in re.findall(
@@ -336,13 +450,18 @@ def test_the_lanes_of_both_runs_have_one_time_axis_and_the_caption_says_which_st
     ):
         at = [float(x) for x in re.findall(r"[MLH](-?[\d.]+)", path)]
         widths.setdefault(name, []).append(max(at) - min(at))
-    assert widths["forward"][0] == pytest.approx(widths["forward"][1], rel=0.02), "2 ms on both sides"
-    assert widths["backward"][0] == pytest.approx(3 * widths["backward"][1], rel=0.02), "3 ms, then 1 ms"
+    assert widths["forward"][0] == pytest.approx(widths["forward"][1], rel=0.02), (
+        "2 ms on both sides"
+    )
+    assert widths["backward"][0] == pytest.approx(3 * widths["backward"][1], rel=0.02), (
+        "3 ms, then 1 ms"
+    )
     assert re.fullmatch(
         r"before: step \d of round \d, 5.0\d* ms, closest to the medians of its 8 timed steps\. "
-        r"after: step \d of round \d, [23].[09]\d* ms, closest to the medians of its 8 timed steps\.",
+        r"after: step \d of round \d, [23].[09]\d* ms, closest to the medians of its 8 timed"
+        r" steps\.",
         panel.caption,
-    ), panel.caption  # fmt: skip
+    ), panel.caption
 
 
 def test_the_numbers_of_the_page_are_those_of_the_table() -> None:
@@ -350,11 +469,16 @@ def test_the_numbers_of_the_page_are_those_of_the_table() -> None:
     dp_, single = drawing.numbers(found)
     assert (dp_["verdict"], dp_["phase"], single["verdict"]) == ("faster", "backward", "same")
     assert dp_["ratio_value"] == found.lines[0].ratio.value
-    assert (dp_["before_low"], dp_["after_high"]) == (found.lines[0].before.low, found.lines[0].after.high)
+    assert (dp_["before_low"], dp_["after_high"]) == (
+        found.lines[0].before.low,
+        found.lines[0].after.high,
+    )
     assert dp_["ratio_withheld"] is None
 
 
-def test_python_compares_like_the_command(two: tuple[str, str], tmp_path: Path, dpbench: Any) -> None:
+def test_python_compares_like_the_command(
+    two: tuple[str, str], tmp_path: Path, dpbench: Any
+) -> None:
     first, second = (dp.load(tmp_path / "dpbench.db", run) for run in two)
     found = first.compare(second)
     assert repr(found) == "<dpbench.Compared: 1 case faster, 1 case same>"
@@ -370,11 +494,19 @@ def test_python_compares_like_the_command(two: tuple[str, str], tmp_path: Path, 
     other = stored(tmp_path / "dpbench.db", AFTER, {**FACTS, "host": {"cpu": "Xeon", "cores": 2}})
     with pytest.raises(ValueError, match="give --unlike"):
         first.compare(other)
-    assert [str(one) for one in first.compare(other, unlike=True).unlike] == ["processor: EPYC, then Xeon"]
+    assert [str(one) for one in first.compare(other, unlike=True).unlike] == [
+        "processor: EPYC, then Xeon"
+    ]
 
 
 def test_the_help_says_the_exit_codes(dpbench: Any) -> None:
     code, out, _ = dpbench("compare", "--help")
     assert code == 0
-    for meaning in ("0   no case became slower", "1   at least one", "2   a file", "3   no case", "64  wrong usage"):
+    for meaning in (
+        "0   no case became slower",
+        "1   at least one",
+        "2   a file",
+        "3   no case",
+        "64  wrong usage",
+    ):
         assert meaning in out

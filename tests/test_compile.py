@@ -1,4 +1,6 @@
-"""torch.compile: each replica runs the compiled forward with its own weights, and the time of compilation is apart."""
+"""torch.compile: each replica runs the compiled forward with its own weights, and the time of
+compilation is apart.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from dpbench.measure.worker import bench, trial
 from dpbench.records import Case, Effort, Trial, Verified, plan
 
 # torch.compile asks the weights of replicas, which are not leaves, for their gradients
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 
 FEW = Effort(budget_s=9, min_steps=3, max_steps=3, warmup_steps=1, block_steps=1)
 NAME = f"{__name__}:small"
@@ -49,7 +53,9 @@ Backend = Callable[[Any, Any], Any]
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Compile with a backend that needs no C++ compiler, and yield the list of its graphs' inputs."""
+    """Compile with a backend that needs no C++ compiler, and yield the list of its graphs'
+    inputs.
+    """
     torch.compiler.reset()
     seen: list[Any] = []
 
@@ -70,7 +76,9 @@ def measured(case: Case = CASE) -> Trial:
 def test_a_replica_runs_the_compiled_forward_with_its_own_weights(backend: list[Any]) -> None:
     module = Net()
     models.compile_forward(module)
-    replica = rebuild(module, {id(t): torch.zeros_like(t) for t in (*module.parameters(), *module.buffers())})
+    replica = rebuild(
+        module, {id(t): torch.zeros_like(t) for t in (*module.parameters(), *module.buffers())}
+    )
     assert not replica(torch.ones(3, 4)).any()
     assert len(backend) == 1
     assert (type(module).__name__, isinstance(module, Net)) == ("Net", True)
@@ -78,7 +86,9 @@ def test_a_replica_runs_the_compiled_forward_with_its_own_weights(backend: list[
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("schedule", ["reference", "zero1"])
-def test_the_time_of_compilation_is_apart_from_the_steps(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_of_compilation_is_apart_from_the_steps(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = verification._trained
 
     def spied(*given: Any) -> Any:
@@ -109,7 +119,9 @@ def test_the_timed_graphs_are_compiled_for_the_batch_of_the_case(backend: list[A
     assert not [one for inputs in backend[-2:] for one in inputs if isinstance(one, torch.SymInt)]
 
 
-def test_a_graph_that_computes_another_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_computes_another_gradient_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     original = torch.compile
 
     def wrong(graph: Any, inputs: Any) -> Any:
@@ -152,7 +164,9 @@ def test_steps_that_always_compile_are_not_timed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("backend")
-def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_compile_while_they_are_timed_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The 14th forward, in a timed step, takes another path."""
 
     class Counting(Net):
@@ -173,7 +187,8 @@ def test_steps_that_compile_while_they_are_timed_are_an_error(monkeypatch: pytes
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.skipif(
-    bool(torch.version.cuda), reason="with a CUDA build of torch, no rank may be forked after a backward"
+    bool(torch.version.cuda),
+    reason="with a CUDA build of torch, no rank may be forked after a backward",
 )
 def test_ranks_compile(tmp_path: Path) -> None:
     done = trial.run(replace(CASE, strategy="ddp", devices=2, schedule=""), FEW, tmp_path)
@@ -186,14 +201,24 @@ def test_ranks_compile(tmp_path: Path) -> None:
 def test_cases_measured_together_compile_apart(tmp_path: Path) -> None:
     cases = [replace(CASE, batch_size=rows) for rows in (8, 20)]
     for done in trial.run_together(cases, replace(FEW, memory_by_phase=False), tmp_path):
-        assert (done.verified, done.provenance["compiled"]["graphs"]) == (Verified.BITWISE, 2), done.reason
+        assert (done.verified, done.provenance["compiled"]["graphs"]) == (
+            Verified.BITWISE,
+            2,
+        ), done.reason
 
 
 def test_compilation_is_an_axis() -> None:
-    axes: dict[str, Any] = {"models": ["mlp"], "strategies": ["single", "dp"], "devices": [2], "batch_sizes": [8]}
+    axes: dict[str, Any] = {
+        "models": ["mlp"],
+        "strategies": ["single", "dp"],
+        "devices": [2],
+        "batch_sizes": [8],
+    }
     cases = plan.sweep(**axes, compile=[False, True])
     assert [case.habits for case in cases] == [(), ("compiled",)] * 2
     assert cases[1].label == "mlp single x1 batch 8 compiled"
     assert plan.alone(cases[3], 8) == cases[1]
-    with pytest.raises(ValueError, match="cannot trace the tensors of emulated devices: leave out --compile"):
+    with pytest.raises(
+        ValueError, match="cannot trace the tensors of emulated devices: leave out --compile"
+    ):
         plan.sweep(**axes, device_kind="emulated", compile=[True])

@@ -33,7 +33,10 @@ margin = 0.5
 
 @pytest.fixture
 def asked(dpbench: Command, tmp_path, monkeypatch):
-    """Call `dpbench run`; return the cases and options with which it would measure, and the run's command."""
+    """Call `dpbench run`.
+
+    Return the cases and options with which it would measure, and the run's command.
+    """
     (tmp_path / "a.py").write_text("b = None\n")
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -41,7 +44,9 @@ def asked(dpbench: Command, tmp_path, monkeypatch):
         seen: list = []
 
         def run(cases, store, **options):
-            run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance=PROVENANCE)
+            run_id, _ = store.begin_run(
+                plan="p", host="h", code="c", rounds=1, provenance=PROVENANCE
+            )
             store.end_run(run_id)
             seen.append((cases, options, store.runs()[0].naming.command, store.path.name))
             return Outcome(run_id, False, {})
@@ -58,7 +63,9 @@ def asked(dpbench: Command, tmp_path, monkeypatch):
 def test_a_file_gives_defaults_and_the_command_line_wins(asked, tmp_path, file):
     text = TOML if file == "dpbench.toml" else re.sub(r"^\[", "[tool.dpbench.", TOML, flags=re.M)
     (tmp_path / file).write_text(text if file == "dpbench.toml" else f"[tool.dpbench]\n{text}")
-    cases, options, _, store = asked("run", "--rounds", "7", "--strategies", "single", "--models", "mlp")
+    cases, options, _, store = asked(
+        "run", "--rounds", "7", "--strategies", "single", "--models", "mlp"
+    )
     assert {(case.model, case.batch_size, case.compile) for case in cases} == {
         (model, batch, True) for model in ("mlp", "a:b") for batch in (8, 16)
     }
@@ -67,7 +74,9 @@ def test_a_file_gives_defaults_and_the_command_line_wins(asked, tmp_path, file):
 
 def test_the_stored_command_repeats_the_run_without_the_file(asked, tmp_path):
     (tmp_path / "dpbench.toml").write_text(TOML)
-    cases, options, command, _ = asked("run", "--strategies", "single", "--name", "a", "--tag", "k=v")
+    cases, options, command, _ = asked(
+        "run", "--strategies", "single", "--name", "a", "--tag", "k=v"
+    )
     words = shlex.split(command)
     assert words[:3] == ["dpbench", "--no-config", "run"]
     again = asked(*words[1:])
@@ -110,7 +119,9 @@ def test_defaults_are_for_every_command_that_has_the_option(dpbench, tmp_path):
         ("[run]\nstarted = 2020-01-01\n", ["'started'"]),
     ],
 )
-def test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing(dpbench, tmp_path, text, words):
+def test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing(
+    dpbench, tmp_path, text, words
+):
     (tmp_path / "dpbench.toml").write_text(text)
     last = is_error(*dpbench("run", "--models", "mlp"))
     assert all(word in last for word in ["dpbench.toml", *words]), last
@@ -135,7 +146,13 @@ def test_help_shows_the_defaults_and_the_file(dpbench, tmp_path):
     (tmp_path / "dpbench.toml").write_text(TOML)
     out = dpbench("run", "--help")[1]
     shown = out[out.index("Defaults from dpbench.toml:") :]
-    for line in ("--store +mine.db", "--models +mlp,lstm", "--batch-sizes +8,16", "--paired +on", "--compile +on"):
+    for line in (
+        "--store +mine.db",
+        "--models +mlp,lstm",
+        "--batch-sizes +8,16",
+        "--paired +on",
+        "--compile +on",
+    ):
         assert re.search(rf"^  {line}$", shown, re.M), line
     assert "[default: 5]" in out, "click shows the value where it shows a default"
 
@@ -143,7 +160,11 @@ def test_help_shows_the_defaults_and_the_file(dpbench, tmp_path):
 def leaves(group):
     """Yield the words of each command that is not a group."""
     for name, command in sorted(group.commands.items()):
-        yield from ([name, *more] for more in leaves(command)) if hasattr(command, "commands") else [[name]]
+        yield from (
+            ([name, *more] for more in leaves(command))
+            if hasattr(command, "commands")
+            else [[name]]
+        )
 
 
 @pytest.mark.parametrize("words", [*leaves(cli)], ids=" ".join)

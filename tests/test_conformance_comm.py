@@ -1,7 +1,9 @@
-"""PyTorch's tests of torch.cuda.comm, rewritten for our verbs; `tests/conformance.py` names the sources.
+"""PyTorch's tests of torch.cuda.comm, rewritten for our verbs.
 
-Features without a counterpart in ours are left out: `out=`, `buffer_size=`, the current device as a default, and the
-messages about them.
+`tests/conformance.py` names the sources.
+
+Features without a counterpart in ours are left out: `out=`, `buffer_size=`, the current device as a
+default, and the messages about them.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ SPARSE = (
     lambda: sparse((2, 3), 2, torch.float),
     lambda: sparse((2, 7), 3, torch.long),
 )
-EMPTY = (lambda: torch.tensor([], dtype=torch.uint8), lambda: torch.randn(5), lambda: torch.randn(5).double())
+EMPTY = (
+    lambda: torch.tensor([], dtype=torch.uint8),
+    lambda: torch.randn(5),
+    lambda: torch.randn(5).double(),
+)
 
 
 def made(place: Place, makers: Sequence[Any]) -> list[Tensor]:
@@ -96,7 +102,9 @@ def test_broadcast_gpu(place: Place) -> None:
 
 
 def check_coalesced(place: Place, tensors: list[Tensor]) -> None:
-    """Broadcast many tensors at once: equal to one by one, unchanged on device 0, each with a separate version."""
+    """Broadcast many tensors at once: equal to one by one, unchanged on device 0, each with a
+    separate version.
+    """
     one_by_one = [broadcast(place, [tensor])[1][0] for tensor in tensors]
     first, second = broadcast(place, tensors)
     assert all(ours is tensor for ours, tensor in zip(first, tensors, strict=True))
@@ -135,19 +143,30 @@ def test_reduce_add(place: Place) -> None:
 
 
 def check_reduced(place: Place, makers: Sequence[Any]) -> None:
-    """Reduce many tensors at once: equal to one by one, of the same kind, new, each with a separate version."""
+    """Reduce many tensors at once: equal to one by one, of the same kind, new, each with a separate
+    version.
+    """
     tensors = made(place, makers)
     each = [tensors, [place.put(tensor.cpu(), 1) for tensor in tensors]]
-    one_by_one = [dpbench.reduce([[parts[0]], [parts[1]]], place.ids())[0] for parts in zip(*each, strict=True)]
+    one_by_one = [
+        dpbench.reduce([[parts[0]], [parts[1]]], place.ids())[0]
+        for parts in zip(*each, strict=True)
+    ]
     totals = dpbench.reduce(each, place.ids())
     for total, other, tensor in zip(totals, one_by_one, tensors, strict=True):
-        assert (total.dtype, total.layout, type(total)) == (tensor.dtype, tensor.layout, type(tensor))
+        assert (total.dtype, total.layout, type(total)) == (
+            tensor.dtype,
+            tensor.layout,
+            type(tensor),
+        )
         assert on(total, place.device(0))
         assert torch.equal(dense(total), dense(tensor) * 2)
         assert torch.equal(dense(other), dense(total))
     before = [dense(tensor) for tensor in tensors]
     changes_alone(totals)
-    assert all(torch.equal(dense(tensor), kept) for tensor, kept in zip(tensors, before, strict=True))
+    assert all(
+        torch.equal(dense(tensor), kept) for tensor, kept in zip(tensors, before, strict=True)
+    )
 
 
 def test_reduce_add_coalesced(place: Place) -> None:
@@ -163,8 +182,13 @@ def test_reduce_add_coalesced_dense_only(place: Place) -> None:
 # ---------------------------------------------------------------- scatter
 
 
-def check_scatter(place: Place, x: Tensor, dim: int = 0, sizes: tuple[int, int] | None = None) -> None:
-    """Compare pieces with slices; pieces own their memory (in ours), and values that cannot be cut are refused."""
+def check_scatter(
+    place: Place, x: Tensor, dim: int = 0, sizes: tuple[int, int] | None = None
+) -> None:
+    """Compare pieces with slices.
+
+    Pieces own their memory (in ours), and values that cannot be cut are refused.
+    """
     given = {} if sizes is None else {"chunk_sizes": sizes}
     pieces = dpbench.scatter(x, place.ids(), dim, **given)
     expected = x.split(sizes or (x.size(dim) // 2,) * 2, dim)
@@ -173,7 +197,9 @@ def check_scatter(place: Place, x: Tensor, dim: int = 0, sizes: tuple[int, int] 
         assert on(piece, place.device(i))
         assert torch.equal(host(piece), host(part))
         assert not share(piece, x)
-    for wrong in ((2, 2, 2), (2, 3)) if sizes else ():  # ours takes fewer sizes than devices, torch does not
+    for wrong in (
+        ((2, 2, 2), (2, 3)) if sizes else ()
+    ):  # ours takes fewer sizes than devices, torch does not
         with pytest.raises(ValueError, match="chunk_sizes"):
             dpbench.scatter(x, place.ids(), dim, chunk_sizes=wrong)
 
@@ -228,10 +254,17 @@ def test_scatter_gpu_sizes(place: Place) -> None:
 
 
 def check_gather(place: Place, dim: int) -> None:
-    """Gather onto each device and the host; shapes that do not match are refused with the index of the wrong one."""
+    """Gather onto each device and the host.
+
+    Shapes that do not match are refused with the index of the wrong one.
+    """
     parts = [torch.randn(2, 5) for _ in range(2)]
     x, y = (place.put(part, i) for i, part in enumerate(parts))
-    targets = [(place.ids()[0], place.device(0)), (place.ids()[1], place.device(1)), ("cpu", torch.device("cpu"))]
+    targets = [
+        (place.ids()[0], place.device(0)),
+        (place.ids()[1], place.device(1)),
+        ("cpu", torch.device("cpu")),
+    ]
     for target, device in targets:
         whole = dpbench.gather((x, y), target, dim=dim)
         assert on(whole, device)
@@ -294,7 +327,9 @@ every_spelling = pytest.mark.parametrize("kind", [Plain, Typed])
 
 @every_spelling
 def test_scatter_namedtuple(place: Place, kind: type) -> None:
-    """Mirror B, test_scatter_namedtuple: each piece is such a tuple, of the pieces of its fields."""
+    """Mirror B, test_scatter_namedtuple: each piece is such a tuple, of the pieces of its
+    fields.
+    """
     whole = kind(*(torch.rand(4) for _ in range(2)))
     pieces = dpbench.scatter(kind(*(place.put(tensor) for tensor in whole)), place.ids())
     assert len(pieces) == 2
@@ -308,7 +343,9 @@ def test_scatter_namedtuple(place: Place, kind: type) -> None:
 @every_spelling
 @pytest.mark.parametrize("target", ["cpu", "first"])
 def test_gather_namedtuple(place: Place, kind: type, target: str) -> None:
-    """Mirror B, test_gather_namedtuple: one tuple of wholes, also of tensors on another device than their replica's."""
+    """Mirror B, test_gather_namedtuple: one tuple of wholes, also of tensors on another device than
+    their replica's.
+    """
     parts = [kind(*(torch.rand(4) for _ in range(2))) for _ in range(2)]
     outputs = [
         kind(place.put(parts[0].a, 0), place.put(parts[0].b, 1)),
@@ -317,13 +354,17 @@ def test_gather_namedtuple(place: Place, kind: type, target: str) -> None:
     for output in outputs:
         for tensor in output:
             tensor.requires_grad_()
-    to, device = ("cpu", torch.device("cpu")) if target == "cpu" else (place.ids()[0], place.device(0))
+    to, device = (
+        ("cpu", torch.device("cpu")) if target == "cpu" else (place.ids()[0], place.device(0))
+    )
     whole = dpbench.gather(outputs, to)
     assert type(whole) is kind
     for i, tensor in enumerate(whole):
         assert on(tensor, device)
         assert torch.equal(host(tensor), torch.cat([part[i] for part in parts]))
-    sum(tensor.sum() for tensor in whole).backward()  # not in the original: the way back leads home too
+    sum(
+        tensor.sum() for tensor in whole
+    ).backward()  # not in the original: the way back leads home too
     for output in outputs:
         for tensor in output:
             assert tensor.grad is not None

@@ -1,4 +1,7 @@
-"""PyTorch's tests of the verbs and of data_parallel(), rewritten for ours; `tests/conformance.py` names the sources."""
+"""PyTorch's tests of the verbs and of data_parallel(), rewritten for ours.
+
+`tests/conformance.py` names the sources.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ pytestmark = every_kind
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["tuples", "tensors"])
 def test_parallel_apply(place: Place, wrapped: bool) -> None:
-    """Mirror A, test_parallel_apply: unlike modules on two devices; an input is a tuple, or the single argument."""
+    """Mirror A, test_parallel_apply: unlike modules on two devices.
+
+    An input is a tuple, or the single argument.
+    """
     modules = [nn.Linear(10, 5).to(place.device(i)) for i in (0, 1)]
     inputs = [place.put(torch.randn(2, 10), i) for i in (0, 1)]
     expected = [module(x) for module, x in zip(modules, inputs, strict=True)]
@@ -37,7 +43,9 @@ def test_parallel_apply(place: Place, wrapped: bool) -> None:
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["tuples", "tensors"])
 def test_parallel_apply_autocast(place: Place, wrapped: bool) -> None:
-    """Mirror A, test_parallel_apply_autocast: the caller's autocast holds in every replica, its dtype too (ours)."""
+    """Mirror A, test_parallel_apply_autocast: the caller's autocast holds in every replica, its
+    dtype too (ours).
+    """
     place.not_on("emulated", "autocast has no rules for them")
     modules = [nn.Linear(10, 5).to(place.device(i)) for i in (0, 1)]
     inputs = [place.put(torch.randn(2, 10), i) for i in (0, 1)]
@@ -64,7 +72,9 @@ def test_parallel_apply_forwards_the_dtype_of_autocast(place: Place) -> None:
 
 
 def test_parallel_apply_passes_exception(place: Place) -> None:
-    """Mirror A, test_parallel_apply_passes_exception: the error keeps its type and tells replica and traceback."""
+    """Mirror A, test_parallel_apply_passes_exception: the error keeps its type and tells replica
+    and traceback.
+    """
 
     class Fails(nn.Module):
         def forward(self, *args: Any) -> Any:
@@ -90,7 +100,10 @@ def test_data_parallel_small_back(place: Place) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
 def test_data_parallel(place: Place, order: tuple[int, int]) -> None:
-    """Mirror A, test_data_parallel: ids in either order, input on device 1; output on the first, gradients equal."""
+    """Mirror A, test_data_parallel: ids in either order, input on device 1.
+
+    Output on the first, gradients equal.
+    """
     layer = nn.Linear(10, 5)
     x = torch.randn(20, 10)
     expected = layer(x)
@@ -106,7 +119,9 @@ def test_data_parallel(place: Place, order: tuple[int, int]) -> None:
 
 
 def test_data_parallel_without_device_ids(place: Place) -> None:
-    """Mirror A, the end of test_data_parallel: device_ids=None takes all GPUs, and passes through without any."""
+    """Mirror A, the end of test_data_parallel: device_ids=None takes all GPUs, and passes through
+    without any.
+    """
     layer = nn.Linear(10, 5)
     x = torch.randn(20, 10)
     expected = layer(x)
@@ -135,7 +150,10 @@ def test_data_parallel_sparse(place: Place, order: tuple[int, int]) -> None:
 
 
 def test_data_parallel_no_grad(place: Place) -> None:
-    """Mirror A, test_data_parallel_no_grad: replicas see the caller's grad mode; their own errors reach the caller."""
+    """Mirror A, test_data_parallel_no_grad: replicas see the caller's grad mode.
+
+    Their own errors reach the caller.
+    """
 
     class Asserts(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -150,7 +168,9 @@ def test_data_parallel_no_grad(place: Place) -> None:
 
 
 def test_data_parallel_nested_output(place: Place) -> None:
-    """Mirror A, test_data_parallel_nested_output: lists, tuples and dicts of outputs keep types and values."""
+    """Mirror A, test_data_parallel_nested_output: lists, tuples and dicts of outputs keep types and
+    values.
+    """
 
     def nested(x: Tensor) -> list[Any]:
         return [x, (x.sin(), x.cos(), [x.add(1)]), x, OrderedDict(a=x, b=[x.sin()])]
@@ -168,12 +188,21 @@ def test_data_parallel_nested_output(place: Place) -> None:
     assert isinstance(output[3], OrderedDict)
     assert list(output[3]) == ["a", "b"]
     assert isinstance(output[3]["b"], list)
-    tensors = [output[0], *output[1][:2], output[1][2][0], output[2], output[3]["a"], output[3]["b"][0]]
+    tensors = [
+        output[0],
+        *output[1][:2],
+        output[1][2][0],
+        output[2],
+        output[3]["a"],
+        output[3]["b"][0],
+    ]
     assert all(isinstance(tensor, Tensor) and on(tensor, place.device(0)) for tensor in tensors)
 
 
 def test_data_parallel_nested_input(place: Place) -> None:
-    """Mirror A, test_data_parallel_nested_input: a tuple among the arguments arrives as a tuple of pieces."""
+    """Mirror A, test_data_parallel_nested_input: a tuple among the arguments arrives as a tuple of
+    pieces.
+    """
 
     class Net(nn.Module):
         def forward(self, *inputs: Any) -> Tensor:
@@ -186,7 +215,10 @@ def test_data_parallel_nested_input(place: Place) -> None:
 
 
 def test_data_parallel_device_args(place: Place) -> None:
-    """Mirror A, test_data_parallel_device_args: ids as names, numbers or torch devices; output_device as a device."""
+    """Mirror A, test_data_parallel_device_args: ids as names, numbers or torch devices.
+
+    Output_device as a device.
+    """
     layer = nn.Linear(10, 5).to(place.device())
     x = place.put(torch.randn(20, 10, requires_grad=True))
     expected = layer(x)
@@ -195,13 +227,17 @@ def test_data_parallel_device_args(place: Place) -> None:
         devices.append([place.device(0).index, place.device(1).index])
     for device_ids in devices:
         for output_device in {place.ids()[0], device_ids[0]}:
-            close(dpbench.data_parallel(layer, x, device_ids=device_ids, output_device=output_device), expected)
+            close(
+                dpbench.data_parallel(layer, x, device_ids=device_ids, output_device=output_device),
+                expected,
+            )
             output = dpbench.data_parallel(layer, x, tuple(device_ids), device_ids[1])
             assert on(output, place.device(1))
             close(output, expected)
 
 
-# ---------------------------------------------------------------- scatter and gather, with their gradients
+# ---------------------------------------------------------------- scatter and gather, with their
+# gradients
 
 
 def scattered(place: Place, x: Tensor) -> None:
@@ -232,13 +268,20 @@ def test_scatter_gpu(place: Place) -> None:
 
 
 def gathered(place: Place, target: str, device: torch.device) -> None:
-    """Check values, device, gradients and second derivatives of two matrices, then of two scalars."""
+    """Check values, device, gradients and second derivatives of two matrices, then of two
+    scalars.
+    """
     for shape in ((2, 4), ()):
-        xs = [place.put(torch.randn(shape, dtype=torch.double, requires_grad=True), i) for i in (0, 1)]
+        xs = [
+            place.put(torch.randn(shape, dtype=torch.double, requires_grad=True), i) for i in (0, 1)
+        ]
 
         def gather(*inputs: Tensor, scalar: bool = not shape) -> Tensor:
             if scalar:
-                with pytest.warns(UserWarning, match="Was asked to gather along dimension 0, but all input tensors"):
+                with pytest.warns(
+                    UserWarning,
+                    match="Was asked to gather along dimension 0, but all input tensors",
+                ):
                     return dpbench.gather(inputs, target, place.ids())
             return dpbench.gather(inputs, target, place.ids())
 
@@ -284,7 +327,9 @@ def test_gather_different_len_dicts(place: Place) -> None:
 
 @pytest.mark.parametrize("sequence", [tuple, list])
 def test_replicate(place: Place, sequence: type) -> None:
-    """Mirror A, test_replicate: each replica has its weights on its device and computes what the module does."""
+    """Mirror A, test_replicate: each replica has its weights on its device and computes what the
+    module does.
+    """
     module = nn.Linear(10, 5)
     x = torch.randn(2, 10)
     expected = module(x)
@@ -307,8 +352,10 @@ def test_replicate_buffers(place: Place, sequence: type) -> None:
     replicas = dpbench.replicate(module, sequence(place.ids()))
     for i, replica in enumerate(replicas):
         assert {name for name, _ in replica.named_buffers()} == {
-            "bn.running_mean", "bn.running_var", "bn.num_batches_tracked",
-        }  # fmt: skip
+            "bn.running_mean",
+            "bn.running_var",
+            "bn.num_batches_tracked",
+        }
         for name, buffer in replica.named_buffers():
             assert on(buffer, place.device(i)), name
 

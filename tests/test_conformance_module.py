@@ -1,4 +1,7 @@
-"""PyTorch's tests of the module DataParallel, rewritten for ours; `tests/conformance.py` names the sources."""
+"""PyTorch's tests of the module DataParallel, rewritten for ours.
+
+`tests/conformance.py` names the sources.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class ByKeyword(nn.Module):
 
 
 def check_keyword(place: Place, dtype: torch.dtype, **unused: Any) -> None:
-    """Pass the input by keyword, in a dict with `unused` if there is any; compare with the bare layer."""
+    """Pass the input by keyword, in a dict with `unused` if there is any.
+
+    Compare with the bare layer.
+    """
     layer = nn.Linear(10, 5, dtype=dtype)
     x = torch.randn(20, 10, dtype=dtype)
     expected = layer(x)
@@ -60,7 +66,10 @@ def check_keyword(place: Place, dtype: torch.dtype, **unused: Any) -> None:
 
 @DTYPES
 def test_data_parallel_module(place: Place, dtype: torch.dtype) -> None:
-    """Mirror A, test_data_parallel_module: a positional input; the output is the layer's, on device 0."""
+    """Mirror A, test_data_parallel_module: a positional input.
+
+    The output is the layer's, on device 0.
+    """
     layer = nn.Linear(10, 5, dtype=dtype)
     x = torch.randn(20, 10, dtype=dtype)
     expected = layer(x)
@@ -99,7 +108,9 @@ def test_data_parallel_module_kwargs_only_empty_tuple(place: Place, dtype: torch
 class Combined(nn.Module):
     """Two tensors, a number and an optional tensor by keyword."""
 
-    def forward(self, var1: Tensor, var2: Tensor, float1: float, var3: Tensor | None = None) -> Tensor:
+    def forward(
+        self, var1: Tensor, var2: Tensor, float1: float, var3: Tensor | None = None
+    ) -> Tensor:
         product = var1 * var2
         return float1 * (product if var3 is None else product + var3)
 
@@ -107,8 +118,13 @@ class Combined(nn.Module):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (0,)], ids=str)
 @pytest.mark.parametrize("keyword", [False, True], ids=["positional", "module_kwargs"])
 @pytest.mark.parametrize("form", ["function", "module"])
-def test_data_parallel_multiple_input(place: Place, order: tuple[int, ...], keyword: bool, form: str) -> None:
-    """Mirror A, test_data_parallel_multiple_input: tensors, a number and a keyword; outputs and input gradients."""
+def test_data_parallel_multiple_input(
+    place: Place, order: tuple[int, ...], keyword: bool, form: str
+) -> None:
+    """Mirror A, test_data_parallel_multiple_input: tensors, a number and a keyword.
+
+    Outputs and input gradients.
+    """
     var1, var2 = (torch.randn(5, 5, requires_grad=True) for _ in range(2))
     kwargs = {"var3": torch.randn(5, 5)} if keyword else {}
     number = torch.randn(1).item()
@@ -116,7 +132,9 @@ def test_data_parallel_multiple_input(place: Place, order: tuple[int, ...], keyw
     expected = module(var1, var2, number, **kwargs)
     expected_gradients = torch.autograd.grad(expected.sum(), (var1, var2))
     if form == "function":
-        output = dpbench.data_parallel(module, (var1, var2, number), place.ids(*order), module_kwargs=kwargs or None)
+        output = dpbench.data_parallel(
+            module, (var1, var2, number), place.ids(*order), module_kwargs=kwargs or None
+        )
     else:
         output = place.wrap(module, *order)(var1, var2, number, **kwargs)
     output.sum().backward()
@@ -128,7 +146,9 @@ def test_data_parallel_multiple_input(place: Place, order: tuple[int, ...], keyw
 
 
 def test_data_parallel_module_zero_inputs(place: Place) -> None:
-    """Mirror A, test_data_parallel_module_zero_inputs: a forward without arguments runs once, on device 0."""
+    """Mirror A, test_data_parallel_module_zero_inputs: a forward without arguments runs once, on
+    device 0.
+    """
 
     class Ones(nn.Module):
         def forward(self) -> Tensor:
@@ -152,7 +172,9 @@ def test_data_parallel_module_zero_inputs(place: Place) -> None:
 
 
 def test_data_parallel_buffers_requiring_grad(place: Place) -> None:
-    """Mirror A, test_data_parallel_buffers_requiring_grad: derivatives reach a buffer that wants them."""
+    """Mirror A, test_data_parallel_buffers_requiring_grad: derivatives reach a buffer that wants
+    them.
+    """
 
     class Scaled(nn.Module):
         def __init__(self, scale: Tensor) -> None:
@@ -171,7 +193,10 @@ def test_data_parallel_buffers_requiring_grad(place: Place) -> None:
 
 
 def test_data_parallel_rnn(place: Place) -> None:
-    """Mirror A, test_data_parallel_rnn: an LSTM steps as on one device; without gradients it runs (issue 21108)."""
+    """Mirror A, test_data_parallel_rnn: an LSTM steps as on one device.
+
+    Without gradients it runs (issue 21108).
+    """
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -209,7 +234,9 @@ def test_data_parallel_lazy_linear(place: Place, request: pytest.FixtureRequest)
 
 
 def test_parameter_list_dict_replica(place: Place) -> None:
-    """Mirror A, test_parameter_list_dict_replica: entries of lists and dicts are copies within the graph."""
+    """Mirror A, test_parameter_list_dict_replica: entries of lists and dicts are copies within the
+    graph.
+    """
     first, second = (nn.Parameter(torch.rand(10)) for _ in range(2))
     runs = []
 
@@ -245,7 +272,10 @@ def test_zero_grad(place: Place) -> None:
 
     class Zeroes(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            told = r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel\(\) has no effect\."
+            told = (
+                r"Calling \.zero_grad\(\) from a module created with nn\.DataParallel\(\) has no"
+                r" effect\."
+            )
             with one_at_a_time, pytest.warns(UserWarning, match=told):
                 self.zero_grad()
             runs.append(x)
@@ -256,7 +286,9 @@ def test_zero_grad(place: Place) -> None:
 
 
 def test_data_parallel_model_no_refcycles(place: Place) -> None:
-    """Mirror A, test_data_parallel_model_no_refcycles: a forward leaves nothing to the garbage collector."""
+    """Mirror A, test_data_parallel_model_no_refcycles: a forward leaves nothing to the garbage
+    collector.
+    """
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -275,7 +307,9 @@ def test_data_parallel_model_no_refcycles(place: Place) -> None:
 
 
 def test_data_parallel_function_deletion(place: Place) -> None:
-    """Mirror A, test_data_parallel_function_deletion: a gradient penalty's exact gradients (pytorch issue 16532)."""
+    """Mirror A, test_data_parallel_function_deletion: a gradient penalty's exact gradients (pytorch
+    issue 16532).
+    """
     module = nn.Linear(4, 1).to(place.device())
     wrapped = place.wrap(module)
     x = place.put(torch.ones(2, 4, requires_grad=True))
@@ -288,11 +322,14 @@ def test_data_parallel_function_deletion(place: Place) -> None:
     close(gradients(module), [torch.full((1, 4), 0.25), torch.zeros(1)])
 
 
-# ---------------------------------------------------------------- complex numbers, precision, layout
+# ---------------------------------------------------------------- complex numbers, precision,
+# layout
 
 
 def test_data_parallel_complex(place: Place) -> None:
-    """Mirror A, test_data_parallel_complex: complex stays complex (the original expects torch's old extra dim)."""
+    """Mirror A, test_data_parallel_complex: complex stays complex (the original expects torch's old
+    extra dim).
+    """
 
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -332,7 +369,10 @@ class Mixed(nn.Module):
 
 
 def train_beside_single(place: Place, module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Train a module and its wrapped copy for five steps; compare outputs, gradients and weights in each."""
+    """Train a module and its wrapped copy for five steps.
+
+    Compare outputs, gradients and weights in each.
+    """
     single, ours = module, copy.deepcopy(module).to(place.device())
     wrapped = place.wrap(ours)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (single, ours)]
@@ -346,7 +386,9 @@ def train_beside_single(place: Place, module: nn.Module, dtypes: tuple[torch.dty
         for output, optimizer in zip(outputs, optimizers, strict=True):
             optimizer.zero_grad()
             sum(part.abs().sum() if part.is_complex() else part.sum() for part in output).backward()
-        for (name, parameter), other in zip(ours.named_parameters(), single.parameters(), strict=True):
+        for (name, parameter), other in zip(
+            ours.named_parameters(), single.parameters(), strict=True
+        ):
             assert parameter.grad is not None, name
             assert parameter.grad.dtype == parameter.dtype, name
             close(parameter.grad, other.grad, **tolerance)
@@ -356,12 +398,16 @@ def train_beside_single(place: Place, module: nn.Module, dtypes: tuple[torch.dty
 
 
 def test_data_parallel_complex_parameters(place: Place) -> None:
-    """Mirror A', test_data_parallel_complex_parameters: complex weights train for five epochs as on one device."""
+    """Mirror A', test_data_parallel_complex_parameters: complex weights train for five epochs as on
+    one device.
+    """
     train_beside_single(place, Complex(), (torch.cfloat,))
 
 
 def test_data_parallel_complex_mixed_parameters(place: Place) -> None:
-    """Mirror A', test_data_parallel_complex_mixed_parameters: real and complex weights side by side."""
+    """Mirror A', test_data_parallel_complex_mixed_parameters: real and complex weights side by
+    side.
+    """
     train_beside_single(place, Mixed(), (torch.float, torch.cfloat))
 
 
@@ -382,12 +428,15 @@ def test_autocast(place: Place) -> None:
 class Convolutions(nn.Module):
     """Four convolutions with the given layouts and dtypes."""
 
-    def __init__(self, layouts: tuple[torch.memory_format, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    def __init__(
+        self, layouts: tuple[torch.memory_format, ...], dtypes: tuple[torch.dtype, ...]
+    ) -> None:
         super().__init__()
         self.dtypes = dtypes
         widths = (8, 16, 32, 16, 8)
         self.layers = nn.ModuleList(
-            nn.Conv2d(widths[i], widths[i + 1], 2).to(memory_format=layouts[i], dtype=dtypes[i]) for i in range(4)
+            nn.Conv2d(widths[i], widths[i + 1], 2).to(memory_format=layouts[i], dtype=dtypes[i])
+            for i in range(4)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -399,10 +448,16 @@ class Convolutions(nn.Module):
 ROWS, LAST = torch.contiguous_format, torch.channels_last
 
 
-@pytest.mark.parametrize("layouts", [(ROWS,) * 4, (LAST, LAST, ROWS, ROWS), (LAST,) * 4], ids=["rows", "mix", "last"])
+@pytest.mark.parametrize(
+    "layouts", [(ROWS,) * 4, (LAST, LAST, ROWS, ROWS), (LAST,) * 4], ids=["rows", "mix", "last"]
+)
 @pytest.mark.parametrize("halves", [0, 2, 4])
-def test_strided_grad_layout(place: Place, layouts: tuple[torch.memory_format, ...], halves: int) -> None:
-    """Mirror A, test_strided_grad_layout: gradients keep their weight's layout, with and without one there before."""
+def test_strided_grad_layout(
+    place: Place, layouts: tuple[torch.memory_format, ...], halves: int
+) -> None:
+    """Mirror A, test_strided_grad_layout: gradients keep their weight's layout, with and without
+    one there before.
+    """
     dtypes = (torch.float,) * (4 - halves) + (torch.half,) * halves
     single = Convolutions(layouts, dtypes).to(place.device() if place.is_gpu else "cpu")
     ours = copy.deepcopy(single).to(place.device())

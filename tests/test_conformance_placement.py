@@ -1,4 +1,5 @@
-"""PyTorch's tests of where modules lie, of spectral norm, and of ScriptModules, rewritten for our DataParallel.
+"""PyTorch's tests of where modules lie, of spectral norm, and of ScriptModules, rewritten for our
+DataParallel.
 
 `tests/conformance.py` names the sources.
 """
@@ -33,13 +34,20 @@ __all__ = ["place"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # it says so on each use
-    pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),  # torch's own check of batch sizes
+    pytest.mark.filterwarnings(
+        "ignore:Converting a tensor to a Python boolean"
+    ),  # torch's own check of batch sizes
 ]
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks) for kind, (_, marks) in KINDS.items()])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=marks) for kind, (_, marks) in KINDS.items()]
+)
 def test_every_kind_of_device_that_is_here_has_its_tests(kind: str) -> None:
-    """Skipped, with the reason, for the kinds that are not; the tests of this folder leave those out."""
+    """Skipped, with the reason, for the kinds that are not.
+
+    The tests of this folder leave those out.
+    """
     assert kind in HERE
 
 
@@ -52,7 +60,8 @@ def moved(place: Place, module: nn.Module, i: int) -> nn.Module:
     return module.to("cpu" if i == HOST else place.device(i))
 
 
-# where the layers of the module are, where the wrapper is moved afterwards, where the input is, the ids, does it fail
+# where the layers of the module are, where the wrapper is moved afterwards, where the input is, the
+# ids, does it fail
 PLACEMENTS = {
     "host": ((HOST,), None, HOST, (0, 1), True),
     "second": ((1,), None, 0, (0, 1), True),
@@ -77,7 +86,9 @@ PLACEMENTS = {
 @every_schedule
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_data_parallel_model_device(place: Place, case: str) -> None:
-    """Mirror A, test_data_parallel_model_device: forward, not the constructor, wants all on device_ids[0]."""
+    """Mirror A, test_data_parallel_model_device: forward, not the constructor, wants all on
+    device_ids[0].
+    """
     place.needs_distinct("nothing can lie on the wrong one")
     layers, later, source, order, fails = PLACEMENTS[case]
     parts = [moved(place, nn.Linear(2, 2), i) for i in layers if i is not None]
@@ -136,14 +147,20 @@ class Normed:
         return [vector.detach().clone() for vector in self.vectors()]
 
     def original(self) -> Tensor:
-        return self.layer.weight_orig if self.kind == "old" else self.layer.parametrizations.weight.original
+        return (
+            self.layer.weight_orig
+            if self.kind == "old"
+            else self.layer.parametrizations.weight.original
+        )
 
 
 @every_schedule
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
 def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
-    """Mirror D, test_new_spectral_norm, and the old test_spectral_norm, their loop `for apply_dp`."""
+    """Mirror D, test_new_spectral_norm, and the old test_spectral_norm, their loop `for
+    apply_dp`.
+    """
     norm = Normed(place, kind, learns=learns)
     x = place.put(torch.randn(2, 3, dtype=torch.double))
     before = norm.saved()
@@ -151,8 +168,12 @@ def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
     norm.wrapped(x).sum().backward()
     optimizer.step()
     output = norm.wrapped(x)
-    if learns or kind == "old":  # training moves both vectors; the new kind starts from converged ones
-        assert not any(torch.equal(now, then) for now, then in zip(norm.saved(), before, strict=True))
+    if (
+        learns or kind == "old"
+    ):  # training moves both vectors; the new kind starts from converged ones
+        assert not any(
+            torch.equal(now, then) for now, then in zip(norm.saved(), before, strict=True)
+        )
     if learns:
         (gradient,) = torch.autograd.grad(output.sum(), norm.original())
         assert gradient.abs().sum() > 0
@@ -172,15 +193,21 @@ def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
 @every_schedule
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
-def test_spectral_norm_removal(place: Place, kind: str, learns: bool, request: pytest.FixtureRequest) -> None:
+def test_spectral_norm_removal(
+    place: Place, kind: str, learns: bool, request: pytest.FixtureRequest
+) -> None:
     """Mirror D, the same tests, the part on removal: what is left computes what was there."""
     norm = Normed(place, kind, learns=learns)
     cached = norm.wrapped.schedule.replicas == "cached"
-    known_fault(request, RuntimeError, SWAP, when=cached and kind == "new" and place.kind == "emulated")
+    known_fault(
+        request, RuntimeError, SWAP, when=cached and kind == "new" and place.kind == "emulated"
+    )
     x = place.put(torch.randn(2, 3, dtype=torch.double))
     for forwards in (1, 3):
         for _ in range(forwards):
-            output = norm.wrapped(x).detach()  # a graph would hold on to the weight that removal replaces
+            output = norm.wrapped(
+                x
+            ).detach()  # a graph would hold on to the weight that removal replaces
         norm.remove()
         close(norm.wrapped(x), output)
         norm.add()
@@ -190,7 +217,9 @@ def test_spectral_norm_removal(place: Place, kind: str, learns: bool, request: p
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
 def test_spectral_norm_evaluation(place: Place, kind: str, learns: bool) -> None:
-    """Mirror D, the same tests, the part on evaluation: it repeats the last training output and moves no vector."""
+    """Mirror D, the same tests, the part on evaluation: it repeats the last training output and
+    moves no vector.
+    """
     norm = Normed(place, kind, learns=learns)
     x = place.put(torch.randn(2, 3, dtype=torch.double))
     norm.wrapped(x)
@@ -206,8 +235,13 @@ def test_spectral_norm_evaluation(place: Place, kind: str, learns: bool) -> None
 
 
 def block(place: Place) -> nn.Module:
-    """Return a net on device 0; a ScriptModule cannot move to emulated devices, but it can be made there."""
-    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2)).to(place.device())
+    """Return a net on device 0.
+
+    A ScriptModule cannot move to emulated devices, but it can be made there.
+    """
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.ReLU(), nn.Linear(2, 2)).to(
+        place.device()
+    )
 
 
 class Around(nn.Module):
@@ -254,7 +288,9 @@ def test_shared_module(place: Place) -> None:
 @every_kind
 def test_traced_module(place: Place) -> None:
     """Mirror C, test_traced_module: a traced Python module."""
-    check_replicas(place, torch.jit.trace(Around(block(place)), place.put(torch.ones(2, 2)), check_trace=False))
+    check_replicas(
+        place, torch.jit.trace(Around(block(place)), place.put(torch.ones(2, 2)), check_trace=False)
+    )
 
 
 class Scripted(nn.Module):
@@ -274,7 +310,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 @every_kind
 def test_tensor_sharing(place: Place) -> None:
-    """Mirror C, test_tensor_sharing: replica 0 of a ScriptModule has the module's storage, the other its own."""
+    """Mirror C, test_tensor_sharing: replica 0 of a ScriptModule has the module's storage, the
+    other its own.
+    """
     module = torch.jit.script(Scripted(block(place)))
     first, second = dpbench.replicate(module, place.ids())
     originals = tensors_of(module)
@@ -286,7 +324,9 @@ def test_tensor_sharing(place: Place) -> None:
 
 @every_kind
 def test_tensor_sharing_with_forward(place: Place) -> None:
-    """Mirror C, test_tensor_sharing_with_forward: a later change of the weights shows in replica 0 alone."""
+    """Mirror C, test_tensor_sharing_with_forward: a later change of the weights shows in replica 0
+    alone.
+    """
     module = torch.jit.script(Scripted(block(place)))
     replicas = dpbench.replicate(module, place.ids())
     xs = [place.put(torch.randn(2, 2, requires_grad=True), i) for i in (0, 1)]
@@ -294,7 +334,9 @@ def test_tensor_sharing_with_forward(place: Place) -> None:
     before = module(xs[0])
     before.sum().backward()
     for parameter in module.parameters():
-        parameter.data -= parameter.grad  # .data: the replicas' graph is never used, so its version may stay
+        parameter.data -= (
+            parameter.grad
+        )  # .data: the replicas' graph is never used, so its version may stay
     after = module(xs[0])
     assert not torch.equal(before.cpu(), after.cpu())
     close(replicas[0](xs[0]), after)

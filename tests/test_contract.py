@@ -1,4 +1,6 @@
-"""Corners of torch.nn.DataParallel's behaviour that docs/contract.md lists: constructor, forward, composition."""
+"""Corners of torch.nn.DataParallel's behaviour that docs/contract.md lists: constructor, forward,
+composition.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def test_a_single_device_has_the_module_moved_there() -> None:
 
 
 def test_attributes_are_those_that_users_of_torchs_wrapper_read() -> None:
-    wrapped = DataParallel(nn.Linear(2, 2), ["emulated:1", "emulated:0"], output_device="emulated:0", dim=1)
+    wrapped = DataParallel(
+        nn.Linear(2, 2), ["emulated:1", "emulated:0"], output_device="emulated:0", dim=1
+    )
     assert torch.zeros(1).to(wrapped.output_device).device == torch.device("lazy:0")
     assert wrapped.device_ids == [torch.device("lazy:1"), torch.device("lazy:0")]
     assert wrapped.src_device_obj == torch.device("lazy:1")
@@ -124,14 +128,18 @@ def test_a_nested_wrapper_works_on_devices_of_their_own_too() -> None:
     ids = ["emulated:0", "emulated:1"]
     module = nn.Linear(2, 2).to("lazy:0")
     x = torch.randn(4, 2)
-    assert torch.equal(DataParallel(DataParallel(module, ids), ids)(x), DataParallel(module, ids)(x))
+    assert torch.equal(
+        DataParallel(DataParallel(module, ids), ids)(x), DataParallel(module, ids)(x)
+    )
 
 
 def test_a_module_without_parameters_and_an_order_of_devices() -> None:
     x = torch.arange(5.0)
     assert torch.equal(DataParallel(nn.Tanh(), TWO)(x), x.tanh())
     module = nn.Linear(1, 1).to("lazy:1")
-    output = DataParallel(module, ["emulated:1", "emulated:0"], output_device="emulated:0")(x.view(5, 1))
+    output = DataParallel(module, ["emulated:1", "emulated:0"], output_device="emulated:0")(
+        x.view(5, 1)
+    )
     assert output.device == torch.device("lazy:0")
 
 
@@ -221,7 +229,8 @@ def test_a_model_half_on_the_host_works_and_its_wrapper_says_what_it_needs() -> 
         assert model.embedding.weight.grad is not None
     wrapped = DataParallel(model, ["emulated:0", "emulated:1"])
     with pytest.raises(
-        RuntimeError, match=r"on device lazy:0 \(device_ids\[0\]\) but found one of them on device: cpu"
+        RuntimeError,
+        match=r"on device lazy:0 \(device_ids\[0\]\) but found one of them on device: cpu",
     ):
         wrapped(numbers)
     model.rnn = DataParallel(model.rnn, ["emulated:0", "emulated:1"])

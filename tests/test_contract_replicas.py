@@ -53,7 +53,10 @@ def test_weights_of_replicas_are_no_parameters() -> None:
 
 
 def test_zero_grad_of_a_replica_warns_as_torch() -> None:
-    with pytest.warns(UserWarning, match=r"zero_grad\(\) from a module created with nn.DataParallel\(\) has no effect"):
+    with pytest.warns(
+        UserWarning,
+        match=r"zero_grad\(\) from a module created with nn.DataParallel\(\) has no effect",
+    ):
         replicate(nn.Linear(2, 2), TWO)[1].zero_grad()
 
 
@@ -94,7 +97,9 @@ def test_buffers_may_be_tied_and_may_want_gradients() -> None:
 
 
 class Looking(nn.Module):
-    """An embedding with sparse gradients, whose weight is also read densely for rows that begin with `dense`."""
+    """An embedding with sparse gradients, whose weight is also read densely for rows that begin
+    with `dense`.
+    """
 
     def __init__(self, dense: int = -1) -> None:
         super().__init__()
@@ -104,7 +109,9 @@ class Looking(nn.Module):
         return self.table.weight[x] if x[0] == self.dense else self.table(x)
 
 
-@pytest.mark.parametrize(("dense", "layout"), [(-1, torch.sparse_coo), (0, torch.strided), (2, torch.strided)])
+@pytest.mark.parametrize(
+    ("dense", "layout"), [(-1, torch.sparse_coo), (0, torch.strided), (2, torch.strided)]
+)
 def test_sparse_gradients_stay_sparse_where_all_are(dense: int, layout: torch.layout) -> None:
     torch.manual_seed(0)
     module, x = Looking(dense), torch.tensor([0, 1, 2, 2, 4, 0])
@@ -166,7 +173,9 @@ def test_script_and_graph_modules_are_replicated(kind: str) -> None:
     before = [buffer.item() for buffer in module.buffers()]
     output = DataParallel(module, TWO)(x)
     output.square().sum().backward()
-    assert [buffer.item() - b for buffer, b in zip(module.buffers(), before, strict=True)] == [1.0] * len(before)
+    assert [buffer.item() - b for buffer, b in zip(module.buffers(), before, strict=True)] == [
+        1.0
+    ] * len(before)
     gradients = [parameter.grad.clone() for parameter in module.parameters()]
     module.zero_grad()
     alone = module(x)
@@ -185,7 +194,13 @@ def test_torch_refuses_python_children_of_script_modules_itself() -> None:
 def test_rnn_replicas_have_flat_weights_of_their_own() -> None:
     module = nn.GRU(2, 3)
     for replica in replicate(module, TWO):
-        assert all(map(operator.is_, replica._flat_weights, (getattr(replica, n) for n in module._flat_weights_names)))
+        assert all(
+            map(
+                operator.is_,
+                replica._flat_weights,
+                (getattr(replica, n) for n in module._flat_weights_names),
+            )
+        )
     x = torch.randn(4, 6, 2)  # time first: the batch is dim 1, and so is the state's
     output, state = DataParallel(module, TWO, dim=1)(x)
     expected, last = module(x)
@@ -205,7 +220,9 @@ def test_parameter_lists_and_dicts_are_replicated() -> None:
 
 def test_replicas_can_be_saved() -> None:
     for detach in (False, True):
-        for replica in replicate(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), TWO, detach=detach):
+        for replica in replicate(
+            nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), TWO, detach=detach
+        ):
             torch.save(replica, io.BytesIO())
 
 
@@ -219,7 +236,9 @@ class Doubling(TorchFunctionMode):
 
 
 class Recording(TorchDispatchMode):
-    """A mode that records the operators it sees: threads may append to a list at once, but not count in a dict."""
+    """A mode that records the operators it sees: threads may append to a list at once, but not
+    count in a dict.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +256,8 @@ def settings() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "autocast": [
-            (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in ("cpu", "xpu", "mtia")
+            (torch.is_autocast_enabled(k), torch.get_autocast_dtype(k))
+            for k in ("cpu", "xpu", "mtia")
         ],
         "cache": torch.is_autocast_cache_enabled(),
         "device": torch.get_default_device(),
@@ -246,12 +266,17 @@ def settings() -> dict[str, Any]:
         "function modes": torch.overrides._get_current_function_mode_stack(),
         "dispatch modes": torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
         "multithreading": torch._C._is_multithreading_enabled(),
-    }  # fmt: skip
+    }
 
 
 @contextlib.contextmanager
 def several() -> Iterator[None]:
-    with torch.autocast("cpu", torch.float16, cache_enabled=False), torch.device("meta"), Doubling(), Recording():
+    with (
+        torch.autocast("cpu", torch.float16, cache_enabled=False),
+        torch.device("meta"),
+        Doubling(),
+        Recording(),
+    ):
         yield
 
 
@@ -329,7 +354,9 @@ def test_a_default_device_set_for_good_reaches_the_replicas() -> None:
     devices: list[torch.device] = []
     torch.set_default_device("meta")
     try:
-        returning(lambda x: (devices.append(torch.empty(1).device), x)[1])(torch.zeros(4, device="cpu"))
+        returning(lambda x: (devices.append(torch.empty(1).device), x)[1])(
+            torch.zeros(4, device="cpu")
+        )
     finally:
         torch.set_default_device(None)
     assert devices == [torch.device("meta")] * 2

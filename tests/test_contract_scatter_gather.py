@@ -1,4 +1,6 @@
-"""The contract on scatter and gather: the containers and tensors that they cut and join, and how."""
+"""The contract on scatter and gather: the containers and tensors that they cut and join, and
+how.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict):
-    """A dict with additional attributes and a special constructor, as model outputs of libraries are."""
+    """A dict with additional attributes and a special constructor, as model outputs of libraries
+    are.
+    """
 
     def __init__(self, *, note: str, **items: Any) -> None:
         super().__init__()
@@ -47,7 +51,9 @@ def _output(note: str, items: Any) -> Output:
 
 @dataclass(frozen=True)
 class Batch:
-    """Data, a setting, and what the constructor makes of the data, in a field and in plain attributes."""
+    """Data, a setting, and what the constructor makes of the data, in a field and in plain
+    attributes.
+    """
 
     x: Tensor
     scale: float | None = 2.0
@@ -64,7 +70,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """A batch without a dict of attributes, whose constructor needs an argument that is no field."""
+    """A batch without a dict of attributes, whose constructor needs an argument that is no
+    field.
+    """
 
     x: Tensor
     factor: InitVar[float]
@@ -93,7 +101,14 @@ def test_containers_keep_their_kind() -> None:
     for number, piece in enumerate(scatter(value, TWO)):
         assert [type(part) for part in piece] == [type(part) for part in value]
         rows = x[2 * number : 2 * number + 2]
-        for part in (piece[0].left, piece[1][0], piece[2]["a"], piece[3]["b"], piece[4]["a"], piece[5]["a"]):
+        for part in (
+            piece[0].left,
+            piece[1][0],
+            piece[2]["a"],
+            piece[3]["b"],
+            piece[4]["a"],
+            piece[5]["a"],
+        ):
             assert torch.equal(part, rows)
         assert list(piece[3]) == ["b", "a"]
         assert piece[4]["missing"] == []
@@ -152,8 +167,12 @@ def test_objects_that_hold_tensors_are_shared() -> None:
 
 
 def test_packed_sequences_and_sparse_tensors_are_refused_with_the_way_out() -> None:
-    packed = pack_padded_sequence(torch.randn(4, 3, 2), torch.tensor([3, 2, 2, 1]), batch_first=True)
-    with pytest.raises(TypeError, match=r"PackedSequence.*padded batch and the lengths.*total_length"):
+    packed = pack_padded_sequence(
+        torch.randn(4, 3, 2), torch.tensor([3, 2, 2, 1]), batch_first=True
+    )
+    with pytest.raises(
+        TypeError, match=r"PackedSequence.*padded batch and the lengths.*total_length"
+    ):
         scatter((packed,), TWO)
     with pytest.raises(TypeError, match=r"sparse_coo; pass a dense tensor"):
         scatter(torch.eye(4).to_sparse(), TWO)
@@ -165,13 +184,16 @@ def test_packing_inside_forward_pads_to_the_whole_length() -> None:
     def run(_: Any, x: Tensor, lengths: Tensor, whole: bool) -> Tensor:
         packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
         assert isinstance(packed, PackedSequence)
-        return pad_packed_sequence(lstm(packed)[0], batch_first=True, total_length=x.size(1) if whole else None)[0]
+        return pad_packed_sequence(
+            lstm(packed)[0], batch_first=True, total_length=x.size(1) if whole else None
+        )[0]
 
     x, lengths = torch.randn(4, 5, 2), torch.tensor([5, 4, 2, 1])
     wrapped = DataParallel(Call(run), TWO)
     assert torch.allclose(wrapped(x, lengths, True), run(None, x, lengths, True), atol=1e-6)
     with pytest.raises(
-        RuntimeError, match=r"index 1 has invalid shape \[2, 2, 3\], but expected \[2, 5, 3\].*total_len"
+        RuntimeError,
+        match=r"index 1 has invalid shape \[2, 2, 3\], but expected \[2, 5, 3\].*total_len",
     ):
         wrapped(x, lengths, False)
 
@@ -207,7 +229,9 @@ def test_chunk_sizes_that_do_not_fit_are_refused_with_the_numbers(sizes: Any, to
 def test_scatter_is_differentiable_and_keeps_complex_numbers() -> None:
     x = torch.randn(5, 2, dtype=torch.complex64, requires_grad=True)
     pieces = scatter(x, ["cpu"] * 3)
-    assert [(piece.dtype, piece.shape) for piece in pieces] == [(x.dtype, s) for s in ((2, 2), (2, 2), (1, 2))]
+    assert [(piece.dtype, piece.shape) for piece in pieces] == [
+        (x.dtype, s) for s in ((2, 2), (2, 2), (1, 2))
+    ]
     sum((piece.abs() ** 2).sum() for piece in pieces).backward()
     assert torch.allclose(x.grad, 2 * x.detach())
 
@@ -218,7 +242,9 @@ def test_verbs_find_the_devices_themselves() -> None:
     outputs = parallel_apply(modules, [x, (x,)])
     assert torch.equal(gather(outputs, "cpu"), torch.cat([modules[0](x), modules[1](x)]))
     placed = [torch.ones(2, device="lazy:1"), torch.ones(2, device="lazy:0")]
-    assert gather(parallel_apply([nn.Identity()] * 2, placed), "emulated:1").device == torch.device("lazy:1")
+    assert gather(parallel_apply([nn.Identity()] * 2, placed), "emulated:1").device == torch.device(
+        "lazy:1"
+    )
     assert parallel_apply([lambda: torch.zeros(1)] * 2, [(), ()])[1].tolist() == [0.0]
 
 
@@ -229,7 +255,13 @@ def test_outputs_of_every_container_are_gathered_part_by_part() -> None:
     x = torch.arange(5.0)
 
     def run(x: Tensor) -> Any:
-        return Pair(x, None), defaultdict(list, a=x), OrderedDict(b=x, a=x), Output(note="kept", a=x), Whole(x, [x])
+        return (
+            Pair(x, None),
+            defaultdict(list, a=x),
+            OrderedDict(b=x, a=x),
+            Output(note="kept", a=x),
+            Whole(x, [x]),
+        )
 
     outputs: Any = returning(run)(x)
     pair, with_default, ordered, noted, whole = outputs
@@ -249,7 +281,9 @@ class Whole:
     more: list[Tensor]
 
 
-@pytest.mark.parametrize("value", [1.5, 3, "text", {1}, object()], ids=["float", "int", "text", "set", "object"])
+@pytest.mark.parametrize(
+    "value", [1.5, 3, "text", {1}, object()], ids=["float", "int", "text", "set", "object"]
+)
 def test_outputs_that_are_no_tensors_are_refused_with_where_they_are(value: Any) -> None:
     told = rf"the output\['a'\]\[1\] of type {type(value).__name__}.*return numbers as tensors"
     with pytest.raises(TypeError, match=told):
@@ -259,7 +293,11 @@ def test_outputs_that_are_no_tensors_are_refused_with_where_they_are(value: Any)
 UNLIKE: dict[str, tuple[Any, Any, str]] = {
     "kinds": ((1,), [1], r"the output has type tuple on replica 0, but list on replica 1"),
     "nothing": (None, torch.zeros(1), r"type NoneType on replica 0, but Tensor on replica 1"),
-    "lengths": ([None], [None, None], r"same number of keys.*\[0\] on replica 0, but \[0, 1\] on replica 1"),
+    "lengths": (
+        [None],
+        [None, None],
+        r"same number of keys.*\[0\] on replica 0, but \[0, 1\] on replica 1",
+    ),
     "keys": ({"a": None}, {"b": None}, r"same keys: the output has \['a'\].*\['b'\]"),
     "deep": ({"a": [None]}, {"a": [torch.zeros(1)]}, r"the output\['a'\]\[0\] has type NoneType"),
 }
@@ -276,7 +314,9 @@ def test_scalars_are_a_vector_along_the_first_dimension_only() -> None:
     with pytest.warns(UserWarning, match="all input tensors were scalars"):
         assert returning(lambda x: x.sum())(torch.ones(4, 2)).shape == (2,)
     for dim in (1, -1):
-        with pytest.raises(IndexError, match=f"Dimension specified as {dim} but tensor has no dimensions"):
+        with pytest.raises(
+            IndexError, match=f"Dimension specified as {dim} but tensor has no dimensions"
+        ):
             returning(lambda x: x.sum(), dim=dim)(torch.ones(4, 2))
 
 
@@ -289,7 +329,11 @@ def test_channels_last_is_kept_where_all_have_it() -> None:
 @pytest.mark.parametrize("output_device", ["cpu", -1])
 def test_outputs_may_be_gathered_on_the_host(output_device: Any) -> None:
     module = nn.Linear(2, 2).to("lazy:0")
-    with pytest.warns(FutureWarning, match='use "cpu"') if output_device == -1 else contextlib.nullcontext():
+    with (
+        pytest.warns(FutureWarning, match='use "cpu"')
+        if output_device == -1
+        else contextlib.nullcontext()
+    ):
         wrapped = DataParallel(module, ["emulated:0", "emulated:1"], output_device=output_device)
     output = wrapped(torch.ones(4, 2))
     assert output.device == torch.device("cpu")

@@ -1,4 +1,6 @@
-"""The contract where torch is wrong: torch's faults beside the engine's answers, on emulated devices."""
+"""The contract where torch is wrong: torch's faults beside the engine's answers, on emulated
+devices.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ def beside_torch() -> Iterator[None]:
         yield
 
 
-def errors(run: Callable[..., Any], *args: Any, ids: Sequence[int] = (0, 1), **kwargs: Any) -> list[Any]:
-    """Return the type and the message of the error of torch's wrapper, and of ours; None without an error."""
+def errors(
+    run: Callable[..., Any], *args: Any, ids: Sequence[int] = (0, 1), **kwargs: Any
+) -> list[Any]:
+    """Return the type and the message of the error of torch's wrapper, and of ours.
+
+    None without an error.
+    """
     wrapped = [wrap(Call(lambda _, *a, **k: run(*a, **k)), ids) for wrap in (theirs, ours)]
     return [error_of(lambda one=one: one(*args, **kwargs)) for one in wrapped]
 
@@ -38,7 +45,9 @@ def test_keywords_that_are_shorter_or_longer_than_inputs_are_refused(beside_torc
     whole, part = torch.arange(8.0), torch.zeros(2)
     torchs, mine = errors(lambda x, **_: x, whole, d=part, ids=range(4))
     assert (torchs[0], mine[0]) == (AssertionError, ValueError)
-    torchs, mine = errors(lambda *x, **_: x, part, d=whole, ids=range(4))  # in torch the rest get no inputs
+    torchs, mine = errors(
+        lambda *x, **_: x, part, d=whole, ids=range(4)
+    )  # in torch the rest get no inputs
     assert mine[0] is ValueError
 
 
@@ -46,7 +55,9 @@ def test_torch_shares_dataclasses_and_fails_on_defaultdicts(beside_torch: None) 
     x = torch.arange(4.0)
     for wrap, rows in ((theirs, [4, 4]), (ours, [2, 2])):
         seen: list[int] = []
-        wrap(Call(lambda _, x, batch, seen=seen: (seen.append(len(batch.x)), x)[1]), (0, 1))(x, Batch(x))
+        wrap(Call(lambda _, x, batch, seen=seen: (seen.append(len(batch.x)), x)[1]), (0, 1))(
+            x, Batch(x)
+        )
         assert seen == rows
     torchs, mine = errors(lambda x, d: d["a"], x, defaultdict(list, a=x))
     assert torchs == (TypeError, "first argument must be callable or None")
@@ -79,7 +90,9 @@ def test_outputs_that_are_no_tensors_are_gathered_or_refused(beside_torch: None)
     torchs, mine = errors(lambda x: Whole(x, []), torch.zeros(4))
     assert torchs == (TypeError, "'Whole' object is not iterable")
     assert mine is None
-    torchs, mine = errors(lambda x: {"a": x} if x.get_device() else {"a": x, "b": x}, torch.zeros(4))
+    torchs, mine = errors(
+        lambda x: {"a": x} if x.get_device() else {"a": x, "b": x}, torch.zeros(4)
+    )
     assert torchs == (ValueError, "All dicts must have the same number of keys")
     assert mine[1].startswith(torchs[1])
     assert theirs(Call(lambda _, x: "text"), (0, 1))(torch.zeros(4)).startswith("<map object at 0x")

@@ -1,4 +1,6 @@
-"""Counts: traced and counted steps of one device against published ones, and models that cannot be traced."""
+"""Counts: traced and counted steps of one device against published ones, and models that cannot be
+traced.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,22 @@ TABLE = Path(__file__).parent / "data" / "published.csv"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gpu", "name"), [("RTX 2080 Ti", "rtx-2080-ti-x4"), ("TITAN RTX", "titan-rtx-x4")])
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("RTX 2080 Ti", "rtx-2080-ti-x4"), ("TITAN RTX", "titan-rtx-x4")]
+)
 @pytest.mark.parametrize("model", ["resnet18", "vgg16"])
-def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(gpu: str, name: str, model: str) -> None:
+def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(
+    gpu: str, name: str, model: str
+) -> None:
     with TABLE.open() as file:
         (row,) = (
-            row for row in csv.DictReader(file)
-            if (row["gpu"], row["model"], row["n_gpu"], row["precision"]) == (gpu, model, "1", "fp32")
-            and row["group"].startswith("RYU") and "backward" in row["timed"]
-        )  # fmt: skip
+            row
+            for row in csv.DictReader(file)
+            if (row["gpu"], row["model"], row["n_gpu"], row["precision"])
+            == (gpu, model, "1", "fp32")
+            and row["group"].startswith("RYU")
+            and "backward" in row["timed"]
+        )
     on = machine.load(name)
     slow = replace(on, host=replace(on.host, factor=rows.PUBLISHED_HOST))  # a host of 2019
     batch = int(row["batch_per_gpu"])
@@ -41,14 +50,20 @@ def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(gpu: st
 
 
 GPUS = {
-    "RTX 2080 Ti": "rtx-2080-ti-x4", "TITAN RTX": "titan-rtx-x4", "V100-SXM2": "dgx-1-v100",
-    "V100-SXM2-16GB": "dgx-1-v100", "V100-DGXS": "dgx-station-v100", "RTX 3090": "rtx-3090-x2",
+    "RTX 2080 Ti": "rtx-2080-ti-x4",
+    "TITAN RTX": "titan-rtx-x4",
+    "V100-SXM2": "dgx-1-v100",
+    "V100-SXM2-16GB": "dgx-1-v100",
+    "V100-DGXS": "dgx-station-v100",
+    "RTX 3090": "rtx-3090-x2",
     "A100-SXM4-40GB": "dgx-a100",
-}  # fmt: skip
+}
 
 
 def counted_off() -> Iterator[tuple[str, float]]:
-    """Yield the group of each published one-device step, and log(predicted / published), from counts alone."""
+    """Yield the group of each published one-device step, and log(predicted / published), from
+    counts alone.
+    """
     with TABLE.open() as file:
         table = [row for row in csv.DictReader(file) if row["n_gpu"] == "1" and row["gpu"] in GPUS]
     for row in table:
@@ -58,7 +73,12 @@ def counted_off() -> Iterator[tuple[str, float]]:
         forward_alone = row["group"].startswith("RY") and "backward" not in row["timed"]
         found = named_models.find(model, None, row["precision"])
         # BERT's published steps are of shorter sequences than those that were traced
-        if not (precision and row["batch_per_gpu"]) or forward_alone or "bert" in model or found.known != "traced":
+        if (
+            not (precision and row["batch_per_gpu"])
+            or forward_alone
+            or "bert" in model
+            or found.known != "traced"
+        ):
             continue
         if counts.row_of(model) is None:
             continue
@@ -100,7 +120,9 @@ class Weighted:
 
 def test_a_model_that_cannot_be_traced_is_counted_and_said_to_be() -> None:
     predictor = cases.Predictor(machine.load("dgx-a100"))
-    case = Case(model="tests.test_counts:Weighted", strategy="single", batch_size=8, device_kind="cuda")
+    case = Case(
+        model="tests.test_counts:Weighted", strategy="single", batch_size=8, device_kind="cuda"
+    )
     assert predictor.predict(case).profile == "counted"
     given = replace(predictor, given=(0.05, 8)).predict(case)
     assert given.seconds == pytest.approx(0.05)

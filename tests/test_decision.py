@@ -1,4 +1,6 @@
-"""The rule that makes a run's answers, on a table of situations that was written before the rule."""
+"""The rule that makes a run's answers, on a table of situations that was written before the
+rule.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,18 @@ CPU = {"device_kind": "cpu"}
 GIB = 2**30
 
 
-def row(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.03, n: int = 10, **changes: object) -> Row:
-    """Return the row of a case; `value` is its speed-up (0 for none), and the interval is `off` to each side."""
+def row(
+    strategy: str,
+    devices: int = 1,
+    value: float = 0.0,
+    off: float = 0.03,
+    n: int = 10,
+    **changes: object,
+) -> Row:
+    """Return the row of a case.
+
+    `value` is its speed-up (0 for none), and the interval is `off` to each side.
+    """
     fields = {f.name for f in CASE_FIELDS} - {"strategy", "devices"}
     setting = {"model": "resnet18", "batch_size": 64, **GPU}
     setting |= {name: changes.pop(name) for name in fields & changes.keys()}
@@ -42,11 +54,17 @@ def row(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.03, 
     speedup = Estimate(value, value * (1 - off), value * (1 + off), n) if value else None
     labels = summary.labels(Trial(case=case, source=source))
     found = Row(
-        case=case, source=source, status=Status.OK, rounds=n, step=Estimate(step_s, step_s, step_s, n),
-        throughput=Estimate(*[case.batch_size / step_s] * 3, n), speedup=speedup,
-        scaling="strong" if speedup else "", labels=labels,
+        case=case,
+        source=source,
+        status=Status.OK,
+        rounds=n,
+        step=Estimate(step_s, step_s, step_s, n),
+        throughput=Estimate(*[case.batch_size / step_s] * 3, n),
+        speedup=speedup,
+        scaling="strong" if speedup else "",
+        labels=labels,
         phases={"forward": step_s * 0.3, "backward": step_s * 0.3, "reduce": step_s * 0.4},
-    )  # fmt: skip
+    )
     return replace(found, **changes)
 
 
@@ -54,12 +72,22 @@ def lost(strategy: str, devices: int = 1, status: Status = Status.OOM, **setting
     """Return the row of a case without a result."""
     found = row(strategy, devices, **setting)
     return replace(
-        found, status=status, reason="it failed", step=None, throughput=None, phases={}, rounds=0, lost=(status,)
+        found,
+        status=status,
+        reason="it failed",
+        step=None,
+        throughput=None,
+        phases={},
+        rounds=0,
+        lost=(status,),
     )
 
 
 def noisy(one: Row, *, carries: bool = True) -> Row:
-    """Return the row with the label NOISY; if `carries`, its speed-up has too few rounds without this label."""
+    """Return the row with the label NOISY.
+
+    If `carries`, its speed-up has too few rounds without this label.
+    """
     speedup = replace(one.speedup, noisy=carries) if one.speedup else None
     return replace(one, labels=(*one.labels, foreign_load.NOISY), speedup=speedup)
 
@@ -73,7 +101,9 @@ SINGLE = replace(row("single"), phases={"forward": 0.05, "backward": 0.05})
 
 @dataclass(frozen=True)
 class Situation:
-    """The rows of a run, and the expected choice with the case that is recommended (strategy, devices) or None."""
+    """The rows of a run, and the expected choice with the case that is recommended (strategy,
+    devices) or None.
+    """
 
     rows: Sequence[Row]
     choice: Choice
@@ -85,104 +115,177 @@ class Situation:
 SITUATIONS = {
     # -- a gain
     "ddp gains, dp does not": Situation(
-        [SINGLE, row("dp", 2, 0.93), row("ddp", 2, 1.34)], USE, ("ddp", 2),
+        [SINGLE, row("dp", 2, 0.93), row("ddp", 2, 1.34)],
+        USE,
+        ("ddp", 2),
         ["use ddp on 2 GPUs: 1.34× (1.30–1.38)", "DataParallel gives 0.930×", "reduce"],
     ),
     "dp gains and ddp gains more": Situation(
-        [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.9)], USE, ("ddp", 2), ["1.90×", "DataParallel gives 1.50×"]
+        [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.9)],
+        USE,
+        ("ddp", 2),
+        ["1.90×", "DataParallel gives 1.50×"],
     ),
     "dp alone was measured": Situation([SINGLE, row("dp", 2, 1.7)], USE, ("dp", 2)),
     "torch's wrapper is DataParallel": Situation(
-        [SINGLE, row("torch_dp", 2, 0.8), row("dp", 2, 0.81), row("ddp", 2, 1.6)], USE, ("ddp", 2),
+        [SINGLE, row("torch_dp", 2, 0.8), row("dp", 2, 0.81), row("ddp", 2, 1.6)],
+        USE,
+        ("ddp", 2),
         ["DataParallel gives 0.800×"],
     ),
     "a rung is the best": Situation(
-        [SINGLE, row("dp", 2, 1.2), row("dp", 2, 1.7, schedule="overlap"), row("ddp", 2, 1.5)], USE, ("dp", 2),
+        [SINGLE, row("dp", 2, 1.2), row("dp", 2, 1.7, schedule="overlap"), row("ddp", 2, 1.5)],
+        USE,
+        ("dp", 2),
         ["dpbench.TrainStep", "overlap"],
     ),
-    "more devices gain more": Situation([SINGLE, row("ddp", 2, 1.8), row("ddp", 4, 3.3)], USE, ("ddp", 4)),
+    "more devices gain more": Situation(
+        [SINGLE, row("ddp", 2, 1.8), row("ddp", 4, 3.3)], USE, ("ddp", 4)
+    ),
     "more devices gain less than 5 % more": Situation(
-        [SINGLE, row("ddp", 2, 1.28), row("ddp", 4, 1.30), row("ddp", 8, 1.33)], USE, ("ddp", 2), ["on 2 GPUs"]
+        [SINGLE, row("ddp", 2, 1.28), row("ddp", 4, 1.30), row("ddp", 8, 1.33)],
+        USE,
+        ("ddp", 2),
+        ["on 2 GPUs"],
     ),
     "ddp is as good as a rare strategy": Situation(
         [SINGLE, row("ddp", 2, 1.60), row("fsdp", 2, 1.63)], USE, ("ddp", 2)
     ),
     "the faster one of two schedules": Situation(
-        [SINGLE, row("dp", 2, 1.60, schedule="overlap"), row("dp", 2, 1.62, schedule="allreduce"), row("ddp", 4, 1.61)],
-        USE, ("dp", 2), ["1.62×"],
+        [
+            SINGLE,
+            row("dp", 2, 1.60, schedule="overlap"),
+            row("dp", 2, 1.62, schedule="allreduce"),
+            row("ddp", 4, 1.61),
+        ],
+        USE,
+        ("dp", 2),
+        ["1.62×"],
     ),
     "one is decided and a better one is not": Situation(
-        [SINGLE, row("ddp", 2, 1.3), row("fsdp", 2, 1.5, off=0.5)], USE, ("ddp", 2), ["fsdp on 2 GPUs"]
+        [SINGLE, row("ddp", 2, 1.3), row("fsdp", 2, 1.5, off=0.5)],
+        USE,
+        ("ddp", 2),
+        ["fsdp on 2 GPUs"],
     ),
     "the runner-up is close": Situation(
-        [SINGLE, row("dp", 2, 1.5, off=0.1), row("ddp", 2, 1.6, off=0.1)], USE, ("ddp", 2),
+        [SINGLE, row("dp", 2, 1.5, off=0.1), row("ddp", 2, 1.6, off=0.1)],
+        USE,
+        ("ddp", 2),
         ["undecided whether dp on 2 GPUs is faster"],
     ),
     "the gain is weak scaling": Situation(
-        [SINGLE, row("ddp", 2, 1.8, batch_size=128, scaling="weak")], USE, ("ddp", 2), ["weak scaling"]
+        [SINGLE, row("ddp", 2, 1.8, batch_size=128, scaling="weak")],
+        USE,
+        ("ddp", 2),
+        ["weak scaling"],
     ),
     "enough rounds were quiet": Situation(
-        [noisy(SINGLE), noisy(row("ddp", 2, 1.8), carries=False)], USE, ("ddp", 2), ["leaves these rounds out"]
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.8), carries=False)],
+        USE,
+        ("ddp", 2),
+        ["leaves these rounds out"],
     ),
     "a faster case has only noisy rounds": Situation(
-        [SINGLE, row("dp", 2, 1.3), noisy(row("ddp", 2, 1.9))], USE, ("dp", 2),
+        [SINGLE, row("dp", 2, 1.3), noisy(row("ddp", 2, 1.9))],
+        USE,
+        ("dp", 2),
         ["undecided whether ddp on 2 GPUs is faster"],
     ),
     "a slower case has only noisy rounds": Situation(
-        [SINGLE, row("dp", 2, 1.3), noisy(row("ddp", 2, 0.8))], USE, ("dp", 2),
+        [SINGLE, row("dp", 2, 1.3), noisy(row("ddp", 2, 0.8))],
+        USE,
+        ("dp", 2),
         ["undecided whether ddp on 2 GPUs is faster"],
     ),
     "only several devices have the memory": Situation(
         [lost("single"), row("ddp", 2)], USE, ("ddp", 2), ["one GPU runs out of memory"]
     ),
     "dp runs out of memory": Situation(
-        [SINGLE, lost("dp", 4), row("ddp", 4, 3.0)], USE, ("ddp", 4), ["DataParallel runs out of memory"]
+        [SINGLE, lost("dp", 4), row("ddp", 4, 3.0)],
+        USE,
+        ("ddp", 4),
+        ["DataParallel runs out of memory"],
     ),
-    "several machines": Situation([SINGLE, row("ddp", 4, 3.0, hosts=2)], USE, ("ddp", 4), ["on 2 hosts"]),
+    "several machines": Situation(
+        [SINGLE, row("ddp", 4, 3.0, hosts=2)], USE, ("ddp", 4), ["on 2 hosts"]
+    ),
     # -- no gain
     "everything is slower": Situation(
-        [SINGLE, row("dp", 2, 0.6), row("ddp", 2, 0.8)], STAY, ("single", 1), ["stay with one GPU", "ddp on 2 GPUs"]
+        [SINGLE, row("dp", 2, 0.6), row("ddp", 2, 0.8)],
+        STAY,
+        ("single", 1),
+        ["stay with one GPU", "ddp on 2 GPUs"],
     ),
-    "the gain is real and tiny": Situation([SINGLE, row("ddp", 2, 1.02, off=0.005)], STAY, ("single", 1), ["1.02×"]),
+    "the gain is real and tiny": Situation(
+        [SINGLE, row("ddp", 2, 1.02, off=0.005)], STAY, ("single", 1), ["1.02×"]
+    ),
     "the same": Situation([SINGLE, row("ddp", 2, 1.0, off=0.004)], STAY, ("single", 1)),
-    "undecided, but at most 4 %": Situation([SINGLE, row("ddp", 2, 1.0, off=0.04)], STAY, ("single", 1), ["1.04"]),
+    "undecided, but at most 4 %": Situation(
+        [SINGLE, row("ddp", 2, 1.0, off=0.04)], STAY, ("single", 1), ["1.04"]
+    ),
     "a wrapper on one device is no case of several": Situation(
         [SINGLE, row("dp", 1, 0.9), row("dp", 2, 0.7)], STAY, ("single", 1)
     ),
     # -- on a CPU
     "all cores win on a CPU": Situation(
         [row("single", **CPU), row("single_all_cores", 1, 1.57, **CPU), row("ddp", 2, 1.38, **CPU)],
-        STAY, ("single_all_cores", 1), ["with all cores", "1.57×", "nothing about GPUs"],
+        STAY,
+        ("single_all_cores", 1),
+        ["with all cores", "1.57×", "nothing about GPUs"],
     ),
     "ddp wins on a CPU": Situation(
         [row("single", **CPU), row("single_all_cores", 1, 1.1, **CPU), row("ddp", 2, 1.6, **CPU)],
-        USE, ("ddp", 2), ["on this CPU", "nothing about GPUs"],
+        USE,
+        ("ddp", 2),
+        ["on this CPU", "nothing about GPUs"],
     ),
     "a CPU decides nothing for GPUs": Situation(
         [row("single", **CPU), row("dp", 2, 0.4, **CPU), row("ddp", 2, 0.4, **CPU)],
-        STAY, ("single", 1), ["on this CPU", "nothing about GPUs"],
+        STAY,
+        ("single", 1),
+        ["on this CPU", "nothing about GPUs"],
     ),
     "more logical devices than cores": Situation(
-        [row("single", **CPU), row("dp", 4, 0.4, **CPU)], STAY, ("single", 1), ["4 devices share 2 cores"],
+        [row("single", **CPU), row("dp", 4, 0.4, **CPU)],
+        STAY,
+        ("single", 1),
+        ["4 devices share 2 cores"],
         {"host": {"cores": 2}},
     ),
     # -- no answer
     "undecided for lack of rounds": Situation(
-        [SINGLE, row("dp", 2, 0.9), row("ddp", 2, 1.2, off=0.3)], UNKNOWN, None, ["cannot tell", "rounds"]
+        [SINGLE, row("dp", 2, 0.9), row("ddp", 2, 1.2, off=0.3)],
+        UNKNOWN,
+        None,
+        ["cannot tell", "rounds"],
     ),
     "two rounds": Situation([SINGLE, row("ddp", 2, 1.8, n=2)], UNKNOWN, None, ["2 rounds"]),
-    "the interval spans everything": Situation([SINGLE, row("ddp", 2, 1.8, off=0.9)], UNKNOWN, None),
+    "the interval spans everything": Situation(
+        [SINGLE, row("ddp", 2, 1.8, off=0.9)], UNKNOWN, None
+    ),
     "undecided on a busy machine": Situation(
-        [noisy(SINGLE), noisy(row("ddp", 2, 1.2, off=0.3))], UNKNOWN, None, ["other processes used the cores"]
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.2, off=0.3))],
+        UNKNOWN,
+        None,
+        ["other processes used the cores"],
     ),
     "decided on a busy machine": Situation(
-        [noisy(SINGLE), noisy(row("ddp", 2, 1.8))], UNKNOWN, None, ["other processes used the cores", "--patience"]
+        [noisy(SINGLE), noisy(row("ddp", 2, 1.8))],
+        UNKNOWN,
+        None,
+        ["other processes used the cores", "--patience"],
     ),
     "no gain on a busy machine": Situation(
-        [noisy(SINGLE), noisy(row("ddp", 2, 0.7, off=0.1))], UNKNOWN, None, ["other processes used the cores"]
+        [noisy(SINGLE), noisy(row("ddp", 2, 0.7, off=0.1))],
+        UNKNOWN,
+        None,
+        ["other processes used the cores"],
     ),
     "no gain, but for one case on a busy machine": Situation(
-        [SINGLE, row("dp", 2, 0.5), noisy(row("ddp", 2, 0.7, off=0.1))], UNKNOWN, None,
+        [SINGLE, row("dp", 2, 0.5), noisy(row("ddp", 2, 0.7, off=0.1))],
+        UNKNOWN,
+        None,
         ["other processes used the cores"],
     ),
     "single was not measured": Situation([row("ddp", 2), row("dp", 2)], UNKNOWN, None, ["single"]),
@@ -191,7 +294,9 @@ SITUATIONS = {
     ),
     "one device only": Situation([SINGLE], UNKNOWN, None, ["several devices"]),
     "nothing on several devices has a result": Situation(
-        [SINGLE, lost("dp", 2), lost("ddp", 2, status=Status.FAILED)], UNKNOWN, None,
+        [SINGLE, lost("dp", 2), lost("ddp", 2, status=Status.FAILED)],
+        UNKNOWN,
+        None,
         ["dp on 2 GPUs", "out of memory", "ddp on 2 GPUs"],
     ),
     "nothing has a result": Situation([lost("single"), lost("dp", 2)], UNKNOWN, None),
@@ -202,70 +307,115 @@ SITUATIONS = {
         [SINGLE, row("dp", 2, 1.4, placement="colocated")], UNKNOWN, None, ["share one GPU"]
     ),
     "emulated devices": Situation(
-        [row("single", device_kind="emulated"), row("dp", 2, device_kind="emulated")], UNKNOWN, None, ["host cost"]
+        [row("single", device_kind="emulated"), row("dp", 2, device_kind="emulated")],
+        UNKNOWN,
+        None,
+        ["host cost"],
     ),
     # -- cases that failed, and limits of a result
     "wrong gradients are never recommended": Situation(
-        [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.9, lost=(Fault.UNVERIFIED,))], USE, ("dp", 2),
+        [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.9, lost=(Fault.UNVERIFIED,))],
+        USE,
+        ("dp", 2),
         ["ddp on 2 GPUs (wrong gradients)"],
     ),
     "no gain, but the best-known strategy failed": Situation(
-        [SINGLE, row("dp", 2, 0.5), lost("ddp", 2, status=Status.FAILED)], UNKNOWN, None, ["ddp on 2 GPUs (failed)"]
+        [SINGLE, row("dp", 2, 0.5), lost("ddp", 2, status=Status.FAILED)],
+        UNKNOWN,
+        None,
+        ["ddp on 2 GPUs (failed)"],
     ),
     "no gain, and the rest does not fit": Situation(
-        [SINGLE, row("dp", 2, 0.5), row("ddp", 2, 0.6), lost("dp", 4)], STAY, ("single", 1),
+        [SINGLE, row("dp", 2, 0.5), row("ddp", 2, 0.6), lost("dp", 4)],
+        STAY,
+        ("single", 1),
         ["runs out of memory on 4 GPUs"],
     ),
     "some rounds were lost": Situation(
-        [SINGLE, row("ddp", 2, 1.7, n=3, lost=(Status.TIMEOUT,) * 2)], USE, ("ddp", 2),
+        [SINGLE, row("ddp", 2, 1.7, n=3, lost=(Status.TIMEOUT,) * 2)],
+        USE,
+        ("ddp", 2),
         ["no result in 2 of 5 rounds of ddp on 2 GPUs (timeout)", "from 3 rounds"],
     ),
-    "ddp was not measured": Situation([SINGLE, row("dp", 2, 0.5)], STAY, ("single", 1), ["ddp was not measured"]),
+    "ddp was not measured": Situation(
+        [SINGLE, row("dp", 2, 0.5)], STAY, ("single", 1), ["ddp was not measured"]
+    ),
     "hosts on one machine": Situation(
-        [SINGLE, row("ddp", 2, 1.6, hosts=2, labels=("MEASURED", "COLOCATED"))], UNKNOWN, None,
+        [SINGLE, row("ddp", 2, 1.6, hosts=2, labels=("MEASURED", "COLOCATED"))],
+        UNKNOWN,
+        None,
         ["the hosts are one machine"],
     ),
     "only all cores are undecided": Situation(
-        [row("single", **CPU), row("dp", 2, 0.5, **CPU), row("ddp", 2, 0.7, **CPU),
-         row("single_all_cores", 1, 1.04, off=0.1, **CPU)],
-        STAY, ("single", 1), ["undecided whether one device with all cores is faster"],
+        [
+            row("single", **CPU),
+            row("dp", 2, 0.5, **CPU),
+            row("ddp", 2, 0.7, **CPU),
+            row("single_all_cores", 1, 1.04, off=0.1, **CPU),
+        ],
+        STAY,
+        ("single", 1),
+        ["undecided whether one device with all cores is faster"],
     ),
     "the host's memory is shared": Situation(
-        [lost("single", **CPU), row("ddp", 2, **CPU)], UNKNOWN, None, ["single has no result (out of memory)"]
+        [lost("single", **CPU), row("ddp", 2, **CPU)],
+        UNKNOWN,
+        None,
+        ["single has no result (out of memory)"],
     ),
     "what fits is ranked by samples per second": Situation(
-        [lost("single"), replace(row("ddp", 2), speedup=Estimate(1.2, 1.1, 1.3, 9), scaling="weak"),
-         replace(row("ddp", 4), throughput=Estimate(533.0, 533.0, 533.0, 9))],
-        USE, ("ddp", 2),
+        [
+            lost("single"),
+            replace(row("ddp", 2), speedup=Estimate(1.2, 1.1, 1.3, 9), scaling="weak"),
+            replace(row("ddp", 4), throughput=Estimate(533.0, 533.0, 533.0, 9)),
+        ],
+        USE,
+        ("ddp", 2),
     ),
     "most devices are idle": Situation(
-        [row("single", batch_size=2), row("ddp", 8, 1.9, batch_size=2)], USE, ("ddp", 8), ["6 of 8 GPUs get no sample"]
+        [row("single", batch_size=2), row("ddp", 8, 1.9, batch_size=2)],
+        USE,
+        ("ddp", 8),
+        ["6 of 8 GPUs get no sample"],
     ),
     "another schedule is not DataParallel": Situation(
         [SINGLE, row("dp", 2, 1.2, schedule="overlap"), row("ddp", 2, 1.6)], USE, ("ddp", 2)
     ),
     "a small gain may be a worthwhile one": Situation(
-        [SINGLE, row("ddp", 2, 1.049, off=0.03)], UNKNOWN, None, ["may or may not be a gain of 5% or more"]
+        [SINGLE, row("ddp", 2, 1.049, off=0.03)],
+        UNKNOWN,
+        None,
+        ["may or may not be a gain of 5% or more"],
     ),
     "a decided gain may be a worthwhile one": Situation(
-        [SINGLE, row("ddp", 2, 1.045, off=0.03)], UNKNOWN, None, ["may or may not be a gain of 5% or more"]
+        [SINGLE, row("ddp", 2, 1.045, off=0.03)],
+        UNKNOWN,
+        None,
+        ["may or may not be a gain of 5% or more"],
     ),
     # -- predictions
     "a predicted gain": Situation(
-        [predicted("single"), predicted("dp", 8, 2.0), predicted("ddp", 8, 6.0)], USE, ("ddp", 8),
+        [predicted("single"), predicted("dp", 8, 2.0), predicted("ddp", 8, 6.0)],
+        USE,
+        ("ddp", 8),
         ["predicted", "80% interval"],
     ),
     "a prediction that may be no gain": Situation(
         [predicted("single"), predicted("ddp", 2, 1.1)], UNKNOWN, None, ["predicted"]
     ),
-    "a predicted loss": Situation([predicted("single"), predicted("dp", 2, 0.5)], STAY, ("single", 1), ["predicted"]),
+    "a predicted loss": Situation(
+        [predicted("single"), predicted("dp", 2, 0.5)], STAY, ("single", 1), ["predicted"]
+    ),
     "only predictions that were never compared": Situation(
-        [predicted("single"), predicted("fsdp", 8, 7.0)], UNKNOWN, None, ["never compared with measurements"]
+        [predicted("single"), predicted("fsdp", 8, 7.0)],
+        UNKNOWN,
+        None,
+        ["never compared with measurements"],
     ),
     "predictions that were never compared are not recommended": Situation(
         [predicted("single"), predicted("ddp", 8, 5.0), predicted("fsdp", 8, 7.0)], USE, ("ddp", 8)
     ),
-}  # fmt: skip
+}
 
 
 def only(rows: Sequence[Row], facts: dict[str, object]) -> Answer:
@@ -290,7 +440,9 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
     situation = SITUATIONS[name]
     answer = only(situation.rows, situation.facts)
     if any(row.case.hosts > 1 for row in situation.rows):
-        assert not answer.command.startswith("dpbench run")  # a command cannot start ranks on several machines
+        assert not answer.command.startswith(
+            "dpbench run"
+        )  # a command cannot start ranks on several machines
         return
     _, verb, *arguments = shlex.split(answer.command)
     command = {"run": run, "predict": predict}[verb]
@@ -305,13 +457,21 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
         assert any(case.devices > 1 for case in cases)
 
 
-def test_settings_of_a_case_are_in_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_a_case_are_in_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.py").write_text("net = None\n")
     monkeypatch.chdir(tmp_path)
     setting = {
-        "model": "mine:net", "size": "full", "precision": "bf16", "read_loss": 10, "zero_grad": "zero", "compile": True,
-        "device_ids": (1, 3), "schedule": "workers=pool,replicas=persistent",
-    }  # fmt: skip
+        "model": "mine:net",
+        "size": "full",
+        "precision": "bf16",
+        "read_loss": 10,
+        "zero_grad": "zero",
+        "compile": True,
+        "device_ids": (1, 3),
+        "schedule": "workers=pool,replicas=persistent",
+    }
     rows = [row("single", **{**setting, "schedule": ""}), row("dp", 2, 1.2, off=0.3, **setting)]
     _, _, *arguments = shlex.split(only(rows, {"gpus": {"gpus": [{}, {}]}}).command)
     asked = replace(parsed(*arguments), device_kind="cuda")  # the default where there are GPUs
@@ -321,14 +481,20 @@ def test_settings_of_a_case_are_in_the_command(tmp_path: Path, monkeypatch: pyte
 
 def test_questions_are_told_apart_and_the_usual_one_comes_first() -> None:
     rows = [
-        row("single", read_loss=1), row("ddp", 2, 1.1, read_loss=1), SINGLE, row("ddp", 2, 1.8),
-        row("single", batch_size=128), row("ddp", 2, 1.9, batch_size=128),
+        row("single", read_loss=1),
+        row("ddp", 2, 1.1, read_loss=1),
+        SINGLE,
+        row("ddp", 2, 1.8),
+        row("single", batch_size=128),
+        row("ddp", 2, 1.9, batch_size=128),
         row("dp", 2, device_kind="emulated"),
-    ]  # fmt: skip
+    ]
     found = answering.answers(rows, Resources())
     assert [one.subject for one in found] == [
-        "resnet18 (batch 64)", "resnet18 (batch 128)", "resnet18 (batch 64, loss read)",
-    ]  # fmt: skip
+        "resnet18 (batch 64)",
+        "resnet18 (batch 128)",
+        "resnet18 (batch 64, loss read)",
+    ]
 
 
 def test_the_limit_of_a_ladder_is_no_baseline() -> None:
@@ -345,16 +511,20 @@ def test_another_schedule_of_the_engine_is_not_called_data_parallel() -> None:
 def test_strong_and_weak_scaling_are_two_questions() -> None:
     """As in --batch-per-device 32,64 --devices 1,2."""
     rows = [
-        row("single", batch_size=32), SINGLE, row("ddp", 2, 0.97),
+        row("single", batch_size=32),
+        SINGLE,
+        row("ddp", 2, 0.97),
         row("ddp", 2, 1.75, batch_size=128, scaling="weak"),
-    ]  # fmt: skip
+    ]
     found = {one.subject: one.choice for one in answering.answers(rows, Resources())}
     assert found == {"resnet18 (batch 64)": STAY, "resnet18 (batch 64 per device)": USE}
 
 
 def test_more_rounds_are_more_than_there_are() -> None:
     rounds = {"off": 0.35, "n": 3}
-    answer = only([SINGLE, *(row(name, 2, 1.4, **rounds) for name in ("dp", "ddp", "torch_dp"))], {})
+    answer = only(
+        [SINGLE, *(row(name, 2, 1.4, **rounds) for name in ("dp", "ddp", "torch_dp"))], {}
+    )
     assert answer.choice is UNKNOWN
     assert int(answer.command.split()[-1]) > 3
 
@@ -366,7 +536,9 @@ def test_a_busy_machine_is_waited_for_in_the_next_command() -> None:
 
 
 def test_an_undecided_small_gain_needs_the_rounds_that_separate_it_from_a_worthwhile_one() -> None:
-    """The interval excludes 1 already: no number of rounds beyond those that there are is needed for this."""
+    """The interval excludes 1 already: no number of rounds beyond those that there are is needed
+    for this.
+    """
     small = row("ddp", 2, 1.02, off=0.09)
     needed = commands.rounds_needed([small])
     assert small.speedup.n < stats.rounds_to_decide(small.speedup, against=1.05) == needed
@@ -405,31 +577,39 @@ def test_the_devices_added_last_are_in_the_reason() -> None:
 
 def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> None:
     rows = [
-        replace(one, case=replace(one.case, model="resnet50")) for one in (predicted("single"), predicted("ddp", 2, 2))
+        replace(one, case=replace(one.case, model="resnet50"))
+        for one in (predicted("single"), predicted("ddp", 2, 2))
     ]
     assert only(rows, {}).command == ""
 
 
 def test_an_epoch_is_computed_from_the_throughputs() -> None:
     answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
-    assert answer.epoch(768_000) == (
-        "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device and 10.0 min (9.71–10.3) with this "
-        "choice, which saves 10.0 min"
+    assert (
+        answer.epoch(768_000)
+        == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device and 10.0 min"
+        " (9.71–10.3) with this choice, which saves 10.0 min"
     )
     stays = only([SINGLE, row("ddp", 2, 0.5)], {})
-    assert stays.epoch(768_000) == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device"
+    assert (
+        stays.epoch(768_000)
+        == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device"
+    )
 
 
 def test_rounds_of_real_series_are_compared_pairwise() -> None:
-    """Of two cases that are both decidedly faster than one device, the ratio of their own rounds decides."""
+    """Of two cases that are both decidedly faster than one device, the ratio of their own rounds
+    decides.
+    """
     rounds = range(8)
     base = {n: [0.100 * (1 + 0.01 * n)] * 5 for n in rounds}
     fast = {n: [seconds / 2 for seconds in base[n]] for n in rounds}
     slow = {n: [seconds / 1.5 for seconds in base[n]] for n in rounds}
     rows = [
-        replace(SINGLE, series=base), replace(row("dp", 2, 1.5, off=0.4), series=slow, speedup=stats.ratio(base, slow)),
+        replace(SINGLE, series=base),
+        replace(row("dp", 2, 1.5, off=0.4), series=slow, speedup=stats.ratio(base, slow)),
         replace(row("ddp", 2, 2.0, off=0.4), series=fast, speedup=stats.ratio(base, fast)),
-    ]  # fmt: skip
+    ]
     answer = only(rows, {})
     assert "undecided" not in answer.text
     assert answer.row is rows[2]

@@ -1,4 +1,6 @@
-"""Every command that the README or a document shows is run as written, in a folder that has the files it names."""
+"""Every command that the README or a document shows is run as written, in a folder that has the
+files it names.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from tests.test_docs import COMMANDS, DOCS, README, ROOT
 from tests.test_outside import MINE
 from tests.test_stored import single, write
 
-SHORTER = {"run": ("--budget", "1"), "loaders": ("--rounds", "1", "--examples", "1", "--workers", "0,1")}
+SHORTER = {
+    "run": ("--budget", "1"),
+    "loaders": ("--rounds", "1", "--examples", "1", "--workers", "0,1"),
+}
 """Options that end a command early; the others are run exactly as they are written."""
 ELSEWHERE = {
     "probe": "test_the_command_measures_this_machine",
@@ -56,19 +61,30 @@ def modules(folder: Path) -> None:
 
 
 def files(folder: Path, arguments: list[str]) -> list[str]:
-    """Write the files that a command names; return its arguments with the ids of runs that exist."""
+    """Write the files that a command names.
+
+    Return its arguments with the ids of runs that exist.
+    """
     modules(folder)
     shutil.copy(ROOT / "dpbench" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml")
     shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
     for rank in range(2):
-        shutil.copy(ROOT / "tests" / "data" / "traces" / f"x128-rank{rank}.json.gz", folder / f"rank{rank}.json.gz")
+        shutil.copy(
+            ROOT / "tests" / "data" / "traces" / f"x128-rank{rank}.json.gz",
+            folder / f"rank{rank}.json.gz",
+        )
     if arguments[0] in ("run", "loaders"):
         return arguments
     if "--from" in arguments:  # a prediction for GPUs needs steps that one such GPU has run
         model = arguments[arguments.index("--model") + 1]
-        write(folder / "dpbench.db", [(single(n, model=model, size=size), n / 1e4) for n in (32, 64) for size in SIZES])
+        write(
+            folder / "dpbench.db",
+            [(single(n, model=model, size=size), n / 1e4) for n in (32, 64) for size in SIZES],
+        )
     trials = [made(case, number=n, at_s=5e3 + n) for n in range(3) for case in (DP, ALONE)]
-    named = [argument[1:] for argument in arguments if argument.startswith("@") and argument != "@last"]
+    named = [
+        argument[1:] for argument in arguments if argument.startswith("@") and argument != "@last"
+    ]
     for naming in (Naming(name=name) for name in named):
         stored(folder / "dpbench.db", *trials, naming=naming)
     stored(folder / "other.db", *trials)
@@ -89,7 +105,10 @@ def test_commands_that_are_run_elsewhere_are_run_there() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all runs, because each would load torch again; its folder has the same modules as theirs."""
+    """One server for all runs, because each would load torch again.
+
+    Its folder has the same modules as theirs.
+    """
     folder = tmp_path_factory.mktemp("server")
     modules(folder)
     with Server(folder) as server, pytest.MonkeyPatch.context() as patch:
@@ -100,11 +119,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [one for one in COMMANDS if not ELSEWHERE.keys() & {*one}], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [one for one in COMMANDS if not ELSEWHERE.keys() & {*one}], ids=" ".join
+)
 def test_a_command_of_a_document_runs(
-    arguments: list[str], server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    server: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(runner, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)

@@ -25,7 +25,11 @@ PIP_EXTRA = re.compile(r"pip install '([\w-]+)\[(?:([\w-]+)|\{[^}]*\})\]")
 
 def test_every_test_that_the_contract_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "contract.md").read_text()))
-    written = set(re.findall(r"^def (test_\w+)", "".join(f.read_text() for f in (ROOT / "tests").glob("*.py")), re.M))
+    written = set(
+        re.findall(
+            r"^def (test_\w+)", "".join(f.read_text() for f in (ROOT / "tests").glob("*.py")), re.M
+        )
+    )
     assert named
     assert named <= written
 
@@ -47,19 +51,32 @@ def test_every_entry_of_the_contract_has_a_test() -> None:
 
 
 PYTHON = [
-    code for text in (README, *map(Path.read_text, DOCS)) for code in re.findall(r"```python\n(.*?)```", text, re.S)
+    code
+    for text in (README, *map(Path.read_text, DOCS))
+    for code in re.findall(r"```python\n(.*?)```", text, re.S)
 ]
 
 
 def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
-    """Each program has a separate namespace; all run in one process, because every process would load torch again."""
+    """Each program has a separate namespace.
+
+    All run in one process, because every process would load torch again.
+    """
     for number, code in enumerate(PYTHON):
         (tmp_path / f"{number}.py").write_text(code)
-    run = f"import runpy\nfor number in range({len(PYTHON)}): runpy.run_path(f'{{number}}.py', run_name='__main__')"
+    run = (
+        f"import runpy\nfor number in range({len(PYTHON)}): runpy.run_path(f'{{number}}.py',"
+        " run_name='__main__')"
+    )
     done = subprocess.run(
-        [sys.executable, "-c", run], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        [sys.executable, "-c", run],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
-    )  # fmt: skip
+    )
     assert len(PYTHON) > 1
     assert done.returncode == 0, done.stderr
 
@@ -74,9 +91,13 @@ COMMANDS = [
 
 
 def test_every_option_that_a_document_names_is_one() -> None:
-    known = {option for command in cli.commands.values() for p in command.params for option in p.opts}
+    known = {
+        option for command in cli.commands.values() for p in command.params for option in p.opts
+    }
     known |= {"--help"}
-    shown = re.findall(r"dpbench \w+[^`\n]*", README + CONTRIBUTING + "".join(path.read_text() for path in DOCS))
+    shown = re.findall(
+        r"dpbench \w+[^`\n]*", README + CONTRIBUTING + "".join(path.read_text() for path in DOCS)
+    )
     named = {option for line in shown for option in re.findall(r"--[a-z][a-z-]+", line)}
     assert named
     assert named <= known
@@ -96,8 +117,13 @@ def test_the_changelog_names_every_plug(folder: str) -> None:
 
 def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    texts = {path: path.read_text() for path in [*(ROOT / "dpbench").rglob("*.py"), ROOT / "README.md", *DOCS]}
-    named = [(path.name, *found) for path, text in texts.items() for found in re.findall(PIP_EXTRA, text)]
+    texts = {
+        path: path.read_text()
+        for path in [*(ROOT / "dpbench").rglob("*.py"), ROOT / "README.md", *DOCS]
+    }
+    named = [
+        (path.name, *found) for path, text in texts.items() for found in re.findall(PIP_EXTRA, text)
+    ]
     assert len(named) >= 4
     extras = {"", *project["optional-dependencies"]}
     assert [one for one in named if one[1] != project["name"] or one[2] not in extras] == []
@@ -105,16 +131,20 @@ def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:
 
 def test_documents_name_only_files_that_exist() -> None:
     text = README + CONTRIBUTING + "".join(path.read_text() for path in DOCS)
-    named = set(re.findall(r"`((?:docs|dpbench|tests|benchmarks|reports)/[\w./-]+\.\w+)`", text)) - {
-        "reports/latest/index.html", "reports/runs/index.html"
-    }  # fmt: skip
+    named = set(
+        re.findall(r"`((?:docs|dpbench|tests|benchmarks|reports)/[\w./-]+\.\w+)`", text)
+    ) - {"reports/latest/index.html", "reports/runs/index.html"}
     missing = [name for name in sorted(named) if not (ROOT / name).exists()]
     assert [name for name in missing if not re.search(r"/NAME\.\w+$", name)] == []
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name
+)
 def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
     long = [
-        f"{path.name}:{n}: {len(line)}" for n, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 120
+        f"{path.name}:{n}: {len(line)}"
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
     ]
     assert not long

@@ -1,4 +1,6 @@
-"""Emulated devices: they refuse the calls that a GPU refuses, count every byte, and compute as logical CPU devices."""
+"""Emulated devices: they refuse the calls that a GPU refuses, count every byte, and compute as
+logical CPU devices.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_names_resolve_to_devices() -> None:
 
 
 def test_kinds_do_not_mix() -> None:
-    with pytest.raises(ValueError, match=r"all be of one kind: GPUs, 'cpu', or emulated .*; got emulated:0, cpu"):
+    with pytest.raises(
+        ValueError, match=r"all be of one kind: GPUs, 'cpu', or emulated .*; got emulated:0, cpu"
+    ):
         resolve(["emulated:0", "cpu"])
     with pytest.raises(RuntimeError):
         resolve(["emulated:x"])
@@ -103,7 +107,10 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("other", [L1, torch.device("cpu")], ids=str)
 @pytest.mark.parametrize("op", MIXED.values(), ids=MIXED)
 def test_devices_do_not_mix(op: Callable[[Tensor, Tensor], Any], other: torch.device) -> None:
-    with pytest.raises(RuntimeError, match=r"Expected all tensors to be on the same device.*(lazy:0 and|and lazy:0)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Expected all tensors to be on the same device.*(lazy:0 and|and lazy:0)",
+    ):
         op(torch.ones(2, 2, device=L0), torch.ones(2, 2, device=other))
 
 
@@ -182,7 +189,16 @@ def test_writing_in_place_through_views_and_out() -> None:
 def test_a_view_takes_no_bytes() -> None:
     device = EmulatedDevice(0)
     x = torch.zeros(6, 10, device=L0)
-    views = [x[0], x.view(-1), x.t(), x.expand(2, 6, 10), *x.chunk(3), *x.split(4), x.detach(), x.data]
+    views = [
+        x[0],
+        x.view(-1),
+        x.t(),
+        x.expand(2, 6, 10),
+        *x.chunk(3),
+        *x.split(4),
+        x.detach(),
+        x.data,
+    ]
     assert device.allocated() == 60 * FLOAT
     del x
     assert device.allocated() == 60 * FLOAT
@@ -275,7 +291,9 @@ def test_packed_sequences_and_recurrent_nets_agree_with_the_host_within_rounding
         torch.manual_seed(0)
         net = nn.LSTM(3, 2, num_layers=2, bidirectional=True, batch_first=True).to(device)
         x = torch.randn(4, 5, 3).to(device).requires_grad_()
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 1, 3, 1]), True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, torch.tensor([5, 1, 3, 1]), True, enforce_sorted=False
+        )
         output, _ = nn.utils.rnn.pad_packed_sequence(net(packed)[0], batch_first=True)
         output.pow(2).sum().backward()
         assert x.grad is not None
@@ -289,7 +307,9 @@ def test_packed_sequences_and_recurrent_nets_agree_with_the_host_within_rounding
 def test_optimizers_update_bit_by_bit(name: str, foreach: bool) -> None:
     def train(device: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(device)
+        net = nn.Sequential(
+            nn.Linear(3, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 1)
+        ).to(device)
         optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01, foreach=foreach)
         x = torch.randn(6, 3).to(device)
         for _ in range(3):
@@ -303,7 +323,11 @@ def test_optimizers_update_bit_by_bit(name: str, foreach: bool) -> None:
 
 
 def test_parametrized_modules_move() -> None:
-    for wrapper in (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal):
+    for wrapper in (
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        parametrizations.orthogonal,
+    ):
         net = wrapper(nn.Linear(3, 3)).to("lazy:0")
         net(torch.ones(2, 3, device=L0)).sum().backward()
 
@@ -319,13 +343,18 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
     x = torch.randn(16, 4).to("lazy:0")
     batch, hidden, out, loss_bytes = 16 * 4 * FLOAT, 16 * 8 * FLOAT, 16 * 2 * FLOAT, FLOAT
     output = net(x)
-    assert device.memory() == weights + batch + 2 * hidden, "linear's output lives until relu's is there"
-    assert device.allocated() == weights + batch + hidden + out, "relu keeps its own output for backward"
+    assert device.memory() == weights + batch + 2 * hidden, (
+        "linear's output lives until relu's is there"
+    )
+    assert device.allocated() == weights + batch + hidden + out, (
+        "relu keeps its own output for backward"
+    )
     loss = output.sum()
     device.reset_memory()
     loss.backward()
     last = (8 * 2 + 2) * FLOAT
-    # when relu's backward has just run: its output saved, its gradient in and out, the last layer's gradients
+    # when relu's backward has just run: its output saved, its gradient in and out, the last layer's
+    # gradients
     assert device.memory() == weights + batch + out + loss_bytes + loss_bytes + 3 * hidden + last
     assert device.allocated() == 2 * weights + batch + out + loss_bytes
     del loss, output, x
@@ -339,7 +368,9 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
 def test_a_storage_counts_once_with_its_present_size() -> None:
     count, device, storage = StorageLedger(), torch.device("cpu"), torch.UntypedStorage(100)
     count.bind(device, 150)
-    for _ in range(2):  # a view of a tensor has the storage of the tensor, which needs no more memory
+    for _ in range(
+        2
+    ):  # a view of a tensor has the storage of the tensor, which needs no more memory
         count.own(storage, device)
         assert (count.now(device), count.peak(device)) == (100, 100)
     storage.resize_(140)
@@ -445,6 +476,8 @@ with contextlib.nullcontext() if "emulated:0" in devices else Mode():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [["cpu"] * 4, [f"emulated:{i}" for i in range(4)]], ids=["mode", "emulated"])
+@pytest.mark.parametrize(
+    "devices", [["cpu"] * 4, [f"emulated:{i}" for i in range(4)]], ids=["mode", "emulated"]
+)
 def test_the_first_use_of_an_operator_in_several_threads_does_not_crash(devices: list[str]) -> None:
     subprocess.run([sys.executable, "-c", FIRST_USE, *devices], check=True, timeout=100)

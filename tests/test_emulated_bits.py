@@ -43,9 +43,14 @@ class Recurrent(nn.Module):
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 5)), lambda n: torch.randn(n, 12)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 5)),
+        lambda n: torch.randn(n, 12),
+    ),
     "conv": (
-        lambda: nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(180, 5)),
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Flatten(), nn.Linear(180, 5)
+        ),
         lambda n: torch.randn(n, 3, 8, 8),
     ),
     "lstm": (Recurrent, lambda n: torch.randn(n, 4, 6)),
@@ -73,4 +78,10 @@ def test_steps_compute_the_bits_of_logical_cpu_devices(name: str, rows: int) -> 
         return [*losses, *(t.detach().cpu() for t in net.state_dict().values())]
 
     with sdpa_kernel(SDPBackend.MATH):
-        assert all(map(torch.equal, train(["cpu"] * 3, "cpu"), train([f"emulated:{i}" for i in range(3)], "lazy:0")))
+        assert all(
+            map(
+                torch.equal,
+                train(["cpu"] * 3, "cpu"),
+                train([f"emulated:{i}" for i in range(3)], "lazy:0"),
+            )
+        )

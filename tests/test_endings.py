@@ -1,4 +1,6 @@
-"""Endings: how a failure is told: a message that cannot be shown, SIGKILL, changed threads, one line of a traceback."""
+"""Endings: how a failure is told: a message that cannot be shown, SIGKILL, changed threads, one
+line of a traceback.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +56,23 @@ def kernel(root: Path, cgroup: str = "", **files: str) -> Path:
     return root
 
 
-def test_kills_for_lack_of_memory_are_those_of_the_own_cgroup_or_else_of_the_system(tmp_path: Path) -> None:
+def test_kills_for_lack_of_memory_are_those_of_the_own_cgroup_or_else_of_the_system(
+    tmp_path: Path,
+) -> None:
     assert processes.killed_for_memory(tmp_path) is None
     kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"proc/vmstat": "pgfault 9\noom_kill 3\n"})
     assert processes.killed_for_memory(tmp_path) == 3
     kernel(
-        tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 5"}
+        tmp_path,
+        "4:memory:/a\n0::/b/c\n",
+        **{"sys/fs/cgroup/memory/a/memory.oom_control": "under_oom 0\noom_kill 5"},
     )
     assert processes.killed_for_memory(tmp_path) == 5
-    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/b/c/memory.events": "oom 8\noom_kill 7\n"})
+    kernel(
+        tmp_path,
+        "4:memory:/a\n0::/b/c\n",
+        **{"sys/fs/cgroup/b/c/memory.events": "oom 8\noom_kill 7\n"},
+    )
     assert processes.killed_for_memory(tmp_path) == 7
 
 
@@ -74,8 +84,10 @@ def test_kills_for_lack_of_memory_are_those_of_the_own_cgroup_or_else_of_the_sys
         (None, 3, "does not report whether memory ran out"),
         (3, None, "does not report whether memory ran out"),
     ],
-)  # fmt: skip
-def test_sigkill_is_blamed_on_memory_only_when_the_kernel_says_so(monkeypatch, before, now, cause) -> None:
+)
+def test_sigkill_is_blamed_on_memory_only_when_the_kernel_says_so(
+    monkeypatch, before, now, cause
+) -> None:
     monkeypatch.setattr(processes, "killed_for_memory", lambda: now)
     assert cause in failures.of_end(-signal.SIGKILL, 0, 1.0, before).reason
     assert processes.advice(-signal.SIGSEGV, before) == ""
@@ -91,8 +103,10 @@ def test_sigkill_is_blamed_on_memory_only_when_the_kernel_says_so(monkeypatch, b
         (2, 3, "reached 2 of 100 GiB; another process sent the signal"),
         (2, 4, "the kernel killed a process because memory ran out"),
     ],
-)  # fmt: skip
-def test_sigkill_is_blamed_on_memory_also_if_the_resident_set_says_so(monkeypatch, peak, now, cause) -> None:
+)
+def test_sigkill_is_blamed_on_memory_also_if_the_resident_set_says_so(
+    monkeypatch, peak, now, cause
+) -> None:
     monkeypatch.setattr(processes, "killed_for_memory", lambda: now)
     monkeypatch.setattr(processes, "memory_limit", lambda: 100 << 30)
     assert cause in processes.advice(-signal.SIGKILL, 3, peak << 30)
@@ -112,7 +126,7 @@ def test_sigkill_is_blamed_on_memory_also_if_the_resident_set_says_so(monkeypatc
         (signal.SIGABRT, 3, 3, 2, False),
         (signal.SIGBUS, 3, 3, 2, False),
     ],
-)  # fmt: skip
+)
 def test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory(
     monkeypatch, number, before, now, peak, outside
 ) -> None:
@@ -126,12 +140,20 @@ def test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory(
     assert failures.of_end(-number, 1, 0.0, before, peak_bytes).status is status
 
 
-def test_the_limit_of_memory_is_that_of_the_cgroup_and_at_most_that_of_the_machine(tmp_path: Path) -> None:
+def test_the_limit_of_memory_is_that_of_the_cgroup_and_at_most_that_of_the_machine(
+    tmp_path: Path,
+) -> None:
     assert processes.memory_limit(tmp_path) is None
-    kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"proc/meminfo": "MemTotal:       8 kB\nMemFree: 1 kB\n"})
+    kernel(
+        tmp_path,
+        "4:memory:/a\n0::/b/c\n",
+        **{"proc/meminfo": "MemTotal:       8 kB\nMemFree: 1 kB\n"},
+    )
     assert processes.memory_limit(tmp_path) == 8192
     kernel(
-        tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}
+        tmp_path,
+        "4:memory:/a\n0::/b/c\n",
+        **{"sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"},
     )
     assert processes.memory_limit(tmp_path) == 8192
     kernel(tmp_path, "4:memory:/a\n0::/b/c\n", **{"sys/fs/cgroup/b/c/memory.max": "max\n"})
@@ -149,7 +171,10 @@ def test_a_model_that_changes_the_number_of_threads_is_noticed() -> None:
         torch.set_num_threads(1)
         worker.check_threads(strategy)
         torch.set_num_threads(3)
-        with pytest.raises(RuntimeError, match=r"number of torch's threads from 1 to 3.*remove torch.set_num_threads"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"number of torch's threads from 1 to 3.*remove torch.set_num_threads",
+        ):
             worker.check_threads(strategy)
     finally:
         torch.set_num_threads(threads)
@@ -173,7 +198,11 @@ def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path)
     path, threads = tmp_path / "greedy.py", torch.get_num_threads()
     path.write_text(NET)
     try:
-        found = worker.run(Case(model=f"{path}:net", strategy="single", batch_size=4), Effort(max_steps=2), tmp_path)
+        found = worker.run(
+            Case(model=f"{path}:net", strategy="single", batch_size=4),
+            Effort(max_steps=2),
+            tmp_path,
+        )
     finally:
         torch.set_num_threads(threads)
     assert found.status is Status.FAILED
@@ -184,7 +213,9 @@ def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path)
 
 
 class Loop(Strategy):
-    """A strategy whose losses are given, and which spoils the model's weights in the step `weights`."""
+    """A strategy whose losses are given, and which spoils the model's weights in the step
+    `weights`.
+    """
 
     def __init__(self, losses: dict[int, float], *, weights: int = 0, shared: bool = False) -> None:
         self._losses, self._weights, self._taken = losses, weights, 0
@@ -209,14 +240,21 @@ class Loop(Strategy):
     [
         (Loop({7: math.nan}), "the loss of step 7 contains NaN; the first step was correct"),
         (Loop({7: math.inf, 8: math.nan}), "the loss of step 7 contains infinity"),
-        (Loop(dict.fromkeys(range(4, 99), math.nan), shared=True), "the loss of step 6 contains NaN"),  # the last one
+        (
+            Loop(dict.fromkeys(range(4, 99), math.nan), shared=True),
+            "the loss of step 6 contains NaN",
+        ),  # the last one
         (Loop({}, weights=12), "after the timed steps, the weight fc1.weight contains NaN"),
     ],
     ids=["NaN", "infinity", "shared", "weights"],
-)  # fmt: skip
-def test_a_loss_or_weight_that_becomes_nan_in_the_timed_steps_is_named(monkeypatch, loop, said) -> None:
+)
+def test_a_loss_or_weight_that_becomes_nan_in_the_timed_steps_is_named(
+    monkeypatch, loop, said
+) -> None:
     monkeypatch.setattr(worker, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
-    effort = Effort(min_steps=10, max_steps=10, warmup_steps=2, block_steps=5, memory_by_phase=False)
+    effort = Effort(
+        min_steps=10, max_steps=10, warmup_steps=2, block_steps=5, memory_by_phase=False
+    )
     with pytest.raises(ValueError, match=said):
         worker.measure(Case(model="mlp", strategy="single", batch_size=4), effort, loop)
     case = Case(model="mlp", strategy="single", batch_size=4, unverified=True)
@@ -245,7 +283,11 @@ def test_a_trial_whose_training_diverges_fails(tmp_path: Path, strategy: str) ->
 
 @pytest.mark.parametrize(("output", "fails"), [(math.nan, True), (-math.inf, False)])
 def test_outputs_may_be_infinite_but_not_nan(output: float, fails: bool) -> None:
-    with pytest.raises(ValueError, match="the output of step 9 contains NaN") if fails else nullcontext():
+    with (
+        pytest.raises(ValueError, match="the output of step 9 contains NaN")
+        if fails
+        else nullcontext()
+    ):
         check_results([{"scores": torch.tensor([1.0, output])}], 9, trains=False)
 
 
@@ -255,12 +297,29 @@ def test_outputs_may_be_infinite_but_not_nan(output: float, fails: bool) -> None
 @pytest.mark.parametrize(
     ("status", "reason", "line"),
     [
-        (Status.FAILED, "ValueError: Caught ValueError in replica 0\nTraceback:\n  a\nValueError: no [m.py:3]\n",
-         "ValueError: no [m.py:3]"),
-        (Status.TIMEOUT, "the limit of 5 s was exceeded:\nstack\nstack", "the limit of 5 s was exceeded:"),
+        (
+            Status.FAILED,
+            (
+                "ValueError: Caught ValueError in replica 0\nTraceback:\n  a\nValueError: no"
+                " [m.py:3]\n"
+            ),
+            "ValueError: no [m.py:3]",
+        ),
+        (
+            Status.TIMEOUT,
+            "the limit of 5 s was exceeded:\nstack\nstack",
+            "the limit of 5 s was exceeded:",
+        ),
         (Status.SKIPPED, "needs a GPU", "needs a GPU"),
         (Status.FAILED, "", ""),
     ],
-)  # fmt: skip
-def test_progress_shows_the_error_and_not_the_head_of_its_traceback(status: Status, reason: str, line: str) -> None:
-    assert brief(Trial(case=Case(model="mlp", strategy="dp", batch_size=8), status=status, reason=reason)) == line
+)
+def test_progress_shows_the_error_and_not_the_head_of_its_traceback(
+    status: Status, reason: str, line: str
+) -> None:
+    assert (
+        brief(
+            Trial(case=Case(model="mlp", strategy="dp", batch_size=8), status=status, reason=reason)
+        )
+        == line
+    )

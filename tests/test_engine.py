@@ -1,4 +1,6 @@
-"""The engine's laws on logical CPU devices: the exact bits of a call's results, and the messages of its errors."""
+"""The engine's laws on logical CPU devices: the exact bits of a call's results, and the messages of
+its errors.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,18 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, TrainStep
-from tests.engine_nets import ROWS, assert_same, chunked_gradients, cpus, every_count, every_net, made, mlp, same, wave
+from tests.engine_nets import (
+    ROWS,
+    assert_same,
+    chunked_gradients,
+    cpus,
+    every_count,
+    every_net,
+    made,
+    mlp,
+    same,
+    wave,
+)
 
 
 @every_net
@@ -69,8 +82,12 @@ def test_evaluation_equals_chunked_reference_and_leaves_no_graph(net: str) -> No
     module.eval()
     wrapped = DataParallel(module, cpus(3))
     copies = [copy.deepcopy(module) for _ in range(3)]
-    for one in copies[1:]:  # as in torch: replica 0 has the parameters themselves, the others plain copies
-        one.requires_grad_(False)  # which matters, since matmul folds by requires_grad, even without a graph
+    for one in copies[
+        1:
+    ]:  # as in torch: replica 0 has the parameters themselves, the others plain copies
+        one.requires_grad_(
+            False
+        )  # which matters, since matmul folds by requires_grad, even without a graph
     with torch.no_grad():
         output = wrapped(x)
         expected = [one(piece.clone()) for one, piece in zip(copies, x.chunk(3), strict=True)]
@@ -118,11 +135,15 @@ def test_functional_form_equals_the_module() -> None:
     expected = DataParallel(module, cpus(3))(x)
     assert torch.equal(dpbench.data_parallel(module, x, cpus(3)), expected)
     assert torch.equal(dpbench.data_parallel(module, (x,), cpus(3)), expected)
-    assert torch.equal(dpbench.data_parallel(module, None, cpus(3), module_kwargs={"input": x}), expected)
+    assert torch.equal(
+        dpbench.data_parallel(module, None, cpus(3), module_kwargs={"input": x}), expected
+    )
     assert torch.equal(dpbench.data_parallel(nn.Identity(), x.T, cpus(3), dim=1), x.T)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="device_ids=None means every GPU where there is one")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="device_ids=None means every GPU where there is one"
+)
 def test_without_devices_calls_pass_through() -> None:
     module, x = made("mlp", 7)
     wrapped = DataParallel(module)
@@ -178,7 +199,9 @@ class Speaking(Exception):
     ],
     ids=repr,
 )
-def test_an_error_has_torchs_type_and_message_and_names_replica_and_device(error: Exception, kind: type) -> None:
+def test_an_error_has_torchs_type_and_message_and_names_replica_and_device(
+    error: Exception, kind: type
+) -> None:
     with pytest.raises(kind) as caught:
         DataParallel(Failing({2: error}), cpus(3))(torch.arange(6))
     assert type(caught.value) is kind
@@ -192,7 +215,9 @@ def test_an_error_has_torchs_type_and_message_and_names_replica_and_device(error
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_an_exit_or_interrupt_arrives_as_itself_and_names_replica_and_device(error: BaseException) -> None:
+def test_an_exit_or_interrupt_arrives_as_itself_and_names_replica_and_device(
+    error: BaseException,
+) -> None:
     with pytest.raises(type(error)) as caught:
         DataParallel(Failing({2: error}), cpus(3))(torch.arange(6))
     assert caught.value is error
@@ -219,7 +244,11 @@ def test_steps_leave_no_threads_and_no_cycles() -> None:
     module, x = made("conv", 8)
     wrapped = DataParallel(module, cpus(3))
     step = TrainStep(
-        made("conv", 8)[0], F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(3), schedule="reference"
+        made("conv", 8)[0],
+        F.mse_loss,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        cpus(3),
+        schedule="reference",
     )
     target = torch.randn(8, 27)
 
@@ -265,7 +294,9 @@ def test_an_error_leaves_no_cycles() -> None:
 def test_placement_is_checked_by_the_call_and_not_by_the_constructor() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     wrapped = DataParallel(module, cpus(2))
-    with pytest.raises(RuntimeError, match=r"device cpu \(device_ids\[0\]\).*meta.*module\.to\('cpu'\)"):
+    with pytest.raises(
+        RuntimeError, match=r"device cpu \(device_ids\[0\]\).*meta.*module\.to\('cpu'\)"
+    ):
         wrapped(torch.zeros(4, 2))
     module[1] = nn.Linear(2, 2)
     assert wrapped(torch.zeros(4, 2)).shape == (4, 2)
@@ -291,7 +322,9 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_way_out() -> None:
 def test_unknown_schedules_list_the_known() -> None:
     for make in (
         lambda: DataParallel(nn.Tanh(), cpus(2), schedule="refrence"),
-        lambda: TrainStep(mlp(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(2), "refrence"),
+        lambda: TrainStep(
+            mlp(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(2), "refrence"
+        ),
     ):
         with pytest.raises(ValueError, match=r"'refrence'.*reference"):
             make()
@@ -304,7 +337,9 @@ def test_missing_attributes_point_at_the_module() -> None:
             self.fc1 = nn.Linear(1, 1)
 
     wrapped = DataParallel(Simple(), cpus(2))
-    with pytest.raises(AttributeError, match=r"'DataParallel' object has no attribute 'fc1'.*\.module\.fc1"):
+    with pytest.raises(
+        AttributeError, match=r"'DataParallel' object has no attribute 'fc1'.*\.module\.fc1"
+    ):
         _ = wrapped.fc1
     assert not hasattr(wrapped, "fc1")
     with pytest.raises(AttributeError) as caught:
@@ -321,10 +356,14 @@ def test_a_prefix_that_does_not_fit_is_refused_both_ways(strict: bool) -> None:
     with pytest.raises(RuntimeError, match=r"lack the prefix.*\.module"):
         wrapped.load_state_dict(plain.state_dict(), strict=strict)
     with pytest.raises(RuntimeError, match=r"once too often.*strip"):
-        wrapped.load_state_dict({f"module.{k}": v for k, v in wrapped.state_dict().items()}, strict=strict)
+        wrapped.load_state_dict(
+            {f"module.{k}": v for k, v in wrapped.state_dict().items()}, strict=strict
+        )
     with pytest.raises(RuntimeError):
         wrapped.load_state_dict({"other": torch.zeros(1)}, strict=strict)
-    step = TrainStep(mlp(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(2), schedule="reference")
+    step = TrainStep(
+        mlp(), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), cpus(2), schedule="reference"
+    )
     with pytest.raises(RuntimeError, match=r"once too often.*strip"):
         step.load_state_dict({**step.state_dict(), "module": wrapped.state_dict()})
 
@@ -341,7 +380,9 @@ def test_state_goes_through_torchs_own_wrapper_and_back() -> None:
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["deepcopy", "pickle"]
+    "copied",
+    [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+    ids=["deepcopy", "pickle"],
 )
 def test_wrappers_can_be_copied_and_pickled(copied: Callable[[Any], Any]) -> None:
     module, x = made("mlp", 7)

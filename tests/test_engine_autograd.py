@@ -61,7 +61,9 @@ def nothing() -> Iterator[None]:
     ids=["plain", "no_grad", "inference", "bf16", "fp16", "disabled"],
 )
 @pytest.mark.parametrize("n", [1, 3])
-def test_replicas_run_under_the_callers_settings(enter: Any, grad: bool, inference: bool, dtype: Any, n: int) -> None:
+def test_replicas_run_under_the_callers_settings(
+    enter: Any, grad: bool, inference: bool, dtype: Any, n: int
+) -> None:
     module = Probe()
     with enter():
         output = DataParallel(module, cpus(n))(torch.randn(6, 4))
@@ -84,7 +86,9 @@ def test_the_call_between_two_stages_runs_under_the_callers_settings(workers: Wo
 
 
 class LastFirst:
-    """Workers for two devices, of which device 0 begins a stage only after device 1 has ended it."""
+    """Workers for two devices, of which device 0 begins a stage only after device 1 has ended
+    it.
+    """
 
     concurrent = True
 
@@ -126,7 +130,9 @@ def test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage(
             raise ValueError(f"device {i}")
 
     with pytest.raises(ValueError, match="device 0"):
-        in_stages(partial(stage, 1), None, partial(stage, 2), resolve(cpus(2)), LastFirst(monkeypatch))
+        in_stages(
+            partial(stage, 1), None, partial(stage, 2), resolve(cpus(2)), LastFirst(monkeypatch)
+        )
     assert ran == [(number, i) for number in range(1, failing + 1) for i in (1, 0)]
 
 
@@ -165,7 +171,9 @@ def test_double_backward_equals_single(n: int) -> None:
     module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
     for ours, theirs in zip(
-        penalised(DataParallel(module, cpus(n)), module, x), penalised(module, module, x), strict=True
+        penalised(DataParallel(module, cpus(n)), module, x),
+        penalised(module, module, x),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 

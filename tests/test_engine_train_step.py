@@ -1,4 +1,6 @@
-"""TrainStep compared with a hand-written training loop, and the marks that it sets around the phases of a step."""
+"""TrainStep compared with a hand-written training loop, and the marks that it sets around the
+phases of a step.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def by_hand(
         losses.append(F.mse_loss(whole, y).item())
         for name, parameter in module.named_parameters():
             if gradients[name] is not None:
-                parameter.grad = gradients[name] if parameter.grad is None else parameter.grad + gradients[name]
+                parameter.grad = (
+                    gradients[name] if parameter.grad is None else parameter.grad + gradients[name]
+                )
         for name, buffer in module.named_buffers():
             buffer.data.copy_(buffers[name])
         if number % accumulate == 0:
@@ -81,13 +85,21 @@ def test_training_equals_a_loop_by_hand(net: str, n: int, make: Any) -> None:
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(2, None), (3, 0.1), (1, 0.05)])
-def test_accumulation_and_clipping_equal_a_loop_by_hand(accumulate: int, clip: float | None) -> None:
+def test_accumulation_and_clipping_equal_a_loop_by_hand(
+    accumulate: int, clip: float | None
+) -> None:
     ours, _ = made("mlp", 6)
     theirs = copy.deepcopy(ours)
     data = batches("mlp", 7, 6)
     by_hand(theirs, OPTIMIZERS["sgd"], data, 2, accumulate=accumulate, clip=clip)
     step = TrainStep(
-        ours, F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference", accumulate=accumulate, clip_norm=clip
+        ours,
+        F.mse_loss,
+        OPTIMIZERS["sgd"],
+        cpus(2),
+        schedule="reference",
+        accumulate=accumulate,
+        clip_norm=clip,
     )
     for x, y in data:
         step(x, y)
@@ -113,7 +125,15 @@ def test_a_scaler_changes_nothing_but_steps_that_overflow() -> None:
     data = batches("mlp", 4, 6)
     by_hand(theirs, OPTIMIZERS["sgd"], data, 2, clip=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    step = TrainStep(ours, F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference", clip_norm=0.5, scaler=scaler)
+    step = TrainStep(
+        ours,
+        F.mse_loss,
+        OPTIMIZERS["sgd"],
+        cpus(2),
+        schedule="reference",
+        clip_norm=0.5,
+        scaler=scaler,
+    )
     for x, y in data:
         step(x, y)
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=1e-6, atol=1e-7)
@@ -143,7 +163,9 @@ def test_state_round_trips_through_another_count_of_devices() -> None:
 def test_loading_a_state_begins_a_new_accumulation() -> None:
     data = batches("mlp", 5, 6)
     ours, _ = made("mlp", 6)
-    step = TrainStep(ours, F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference", accumulate=2)
+    step = TrainStep(
+        ours, F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference", accumulate=2
+    )
     saved = copy.deepcopy(step.state_dict())
     step(*data[0])
     step.load_state_dict(saved)
@@ -157,14 +179,20 @@ def test_loading_a_state_begins_a_new_accumulation() -> None:
 def test_inputs_that_are_a_tuple_are_positional_arguments() -> None:
     module = nn.Bilinear(3, 4, 2)
     left, right, target = torch.randn(5, 3), torch.randn(5, 4), torch.randn(5, 2)
-    loss = TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference")((left, right), target)
+    loss = TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference")(
+        (left, right), target
+    )
     assert loss.shape == ()
     assert not loss.requires_grad
 
 
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (t, t), lambda t: {"y": t}], ids=["tensor", "tuple", "dict"])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, lambda t: (t, t), lambda t: {"y": t}], ids=["tensor", "tuple", "dict"]
+)
 def test_a_target_elsewhere_is_refused_naming_both_devices(wrap: Any) -> None:
-    step = TrainStep(mlp(), lambda out, _: out.sum(), OPTIMIZERS["sgd"], cpus(2), schedule="reference")
+    step = TrainStep(
+        mlp(), lambda out, _: out.sum(), OPTIMIZERS["sgd"], cpus(2), schedule="reference"
+    )
     with pytest.raises(RuntimeError, match=r"target.*meta.*cpu.*\.to\('cpu'\)"):
         step(torch.randn(4, 12), wrap(torch.zeros(4, 1, device="meta")))
 
@@ -204,8 +232,12 @@ class Recorder:
 def test_marks_name_every_phase_on_its_device_in_order() -> None:
     mark = Recorder()
     module, x = made("conv", 7)
-    TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(3), schedule="reference", mark=mark)(x, torch.randn(7, 27))
-    first = [one for one in dict.fromkeys(mark.opened()) if one != ("forward", -1)]  # the host starts threads
+    TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(3), schedule="reference", mark=mark)(
+        x, torch.randn(7, 27)
+    )
+    first = [
+        one for one in dict.fromkeys(mark.opened()) if one != ("forward", -1)
+    ]  # the host starts threads
     expected = [
         *[("optimizer", 0)],
         *[("scatter", i) for i in range(3)],
@@ -237,7 +269,9 @@ def closed_before_reduce(mark: Recorder) -> bool:
 def test_backward_ends_where_reduce_begins(n: int) -> None:
     mark = Recorder()
     module, x = made("mlp", 7)
-    step = TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(n), schedule="reference", mark=mark)
+    step = TrainStep(
+        module, F.mse_loss, OPTIMIZERS["sgd"], cpus(n), schedule="reference", mark=mark
+    )
     for _ in range(3):
         step(x, torch.randn(7, 1))
     assert mark.opened().count(("reduce", 0)) == 3
@@ -248,8 +282,12 @@ def test_backward_ends_where_reduce_begins(n: int) -> None:
 def test_one_device_has_no_replicas_to_join() -> None:
     mark = Recorder()
     module, x = made("mlp", 7)
-    TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(1), schedule="reference", mark=mark)(x, torch.randn(7, 1))
-    assert mark.opened() == [(p, 0) for p in ("optimizer", "scatter", "forward", "loss", "backward", "optimizer")]
+    TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(1), schedule="reference", mark=mark)(
+        x, torch.randn(7, 1)
+    )
+    assert mark.opened() == [
+        (p, 0) for p in ("optimizer", "scatter", "forward", "loss", "backward", "optimizer")
+    ]
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "hook", "parameter hook"])
@@ -275,7 +313,9 @@ def test_marks_are_closed_when_something_raises_and_the_next_step_is_whole(where
         module[2].weight.register_hook(fail)
     step = TrainStep(module, loss, OPTIMIZERS["sgd"], cpus(3), schedule="reference", mark=mark)
     target = torch.randn(7, 1)
-    with pytest.raises(RuntimeError if where == "forward" else Awkward):  # a replica's error is made anew
+    with pytest.raises(
+        RuntimeError if where == "forward" else Awkward
+    ):  # a replica's error is made anew
         step(x, target)
     assert mark.still_open() == {}
     assert closed_before_reduce(mark)
@@ -294,6 +334,8 @@ def test_a_gradient_inside_the_loss_keeps_the_phases_apart() -> None:
         (inner,) = torch.autograd.grad(output.sum(), [module[0].weight], create_graph=True)
         return F.mse_loss(output, target) + inner.square().sum()
 
-    TrainStep(module, loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference", mark=mark)(x, torch.randn(6, 1))
+    TrainStep(module, loss, OPTIMIZERS["sgd"], cpus(2), schedule="reference", mark=mark)(
+        x, torch.randn(6, 1)
+    )
     assert mark.still_open() == {}
     assert closed_before_reduce(mark)

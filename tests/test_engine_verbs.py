@@ -38,15 +38,20 @@ class Echo(nn.Module):
 
 
 def tensors(rows: int) -> st.SearchStrategy[Tensor]:
-    dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+    dtypes = st.sampled_from(
+        [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
+    )
     shapes = st.lists(st.integers(0, 3), max_size=2)
     return st.builds(
-        lambda dtype, shape: torch.arange(rows * max(1, torch.Size(shape).numel())).view(rows, -1)[
-            :, : torch.Size(shape).numel()
-        ].reshape(rows, *shape).to(dtype),
+        lambda dtype, shape: (
+            torch.arange(rows * max(1, torch.Size(shape).numel()))
+            .view(rows, -1)[:, : torch.Size(shape).numel()]
+            .reshape(rows, *shape)
+            .to(dtype)
+        ),
         dtypes,
         shapes,
-    )  # fmt: skip
+    )
 
 
 def structures(rows: int) -> st.SearchStrategy[Any]:
@@ -74,14 +79,24 @@ def test_what_is_scattered_gathers_to_itself(data: st.DataObject, rows: int, n: 
     assert same(gather(pieces, devices[0], devices[: len(pieces)]), value)
 
 
-@hypothesis.given(rows=st.integers(0, 9), other=st.integers(0, 4), dim=st.sampled_from([0, 1, -1]), n=st.integers(1, 5))
-def test_scatter_cuts_as_torch_chunk_and_owns_its_pieces(rows: int, other: int, dim: int, n: int) -> None:
+@hypothesis.given(
+    rows=st.integers(0, 9),
+    other=st.integers(0, 4),
+    dim=st.sampled_from([0, 1, -1]),
+    n=st.integers(1, 5),
+)
+def test_scatter_cuts_as_torch_chunk_and_owns_its_pieces(
+    rows: int, other: int, dim: int, n: int
+) -> None:
     value = torch.randn((rows, other) if dim == 0 else (other, rows))
     pieces = scatter(value, resolve(cpus(n)), dim)
     assert same(pieces, list(value.chunk(n, dim)))
     for piece in pieces:
         assert piece.data_ptr() % 64 == 0
-        assert piece.numel() == 0 or piece.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+        assert (
+            piece.numel() == 0
+            or piece.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+        )
 
 
 def test_scatter_shares_what_is_no_tensor() -> None:
@@ -99,7 +114,10 @@ def test_nested_inputs_and_keywords_reach_every_replica_in_pieces() -> None:
     args, kwargs = DataParallel(module, cpus(3))(
         Pair(x, [x + 1, None]), {"a": (x, {"b": x})}, third=OrderedDict(c=x), none=None
     )
-    expected = ((Pair(x, [x + 1, None]), {"a": (x, {"b": x})}), {"third": OrderedDict(c=x), "none": None})
+    expected = (
+        (Pair(x, [x + 1, None]), {"a": (x, {"b": x})}),
+        {"third": OrderedDict(c=x), "none": None},
+    )
     assert same((args, kwargs), expected)
     assert sorted(len(seen[0][0].left) for seen in module.seen) == [1, 3, 3]
 
@@ -138,7 +156,10 @@ def test_scalar_outputs_become_a_vector_with_torchs_warning() -> None:
             return x.mean()
 
     x = torch.arange(6.0, requires_grad=True)
-    with pytest.warns(UserWarning, match="all input tensors were scalars; will instead unsqueeze and return a vector"):
+    with pytest.warns(
+        UserWarning,
+        match="all input tensors were scalars; will instead unsqueeze and return a vector",
+    ):
         output = DataParallel(Mean(), cpus(3))(x)
     assert torch.equal(output, torch.tensor([0.5, 2.5, 4.5]))
     (output * torch.tensor([2.0, 4.0, 6.0])).sum().backward()
@@ -208,7 +229,9 @@ def test_gradients_arrive_at_every_replica_in_memory_of_its_own() -> None:
             return output
 
     arrived: list[Tensor] = []
-    DataParallel(Watched(), cpus(3))(torch.randn(7, 5, requires_grad=True)).square().sum().backward()
+    DataParallel(Watched(), cpus(3))(
+        torch.randn(7, 5, requires_grad=True)
+    ).square().sum().backward()
     assert [gradient.data_ptr() % 64 for gradient in arrived] == [0, 0, 0]
     assert len({gradient.untyped_storage().data_ptr() for gradient in arrived}) == 3
 
@@ -222,7 +245,10 @@ def test_tied_weights_stay_tied_inside_a_replica() -> None:
 @hypothesis.given(n=st.integers(1, 5), seed=st.integers(0, 99))
 def test_reduce_adds_in_replica_order_and_spares_its_inputs(n: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    gradients = [[torch.randn(9, generator=generator), torch.randn(2, 2, generator=generator)] for _ in range(n)]
+    gradients = [
+        [torch.randn(9, generator=generator), torch.randn(2, 2, generator=generator)]
+        for _ in range(n)
+    ]
     before = copy.deepcopy(gradients)
     sums = reduce(gradients, resolve(cpus(n)))
     for i, total in enumerate(sums):

@@ -19,14 +19,27 @@ from dpbench.records.trial import Estimate
 from dpbench.store import Store
 
 RUN = (
-    "run", "--models", "mlp", "--strategies", "single,dp", "--schedules", "reference,cached", "--devices", "2",
-    "--batch-sizes", "8", "--rounds", "1",
-)  # fmt: skip
+    "run",
+    "--models",
+    "mlp",
+    "--strategies",
+    "single,dp",
+    "--schedules",
+    "reference,cached",
+    "--devices",
+    "2",
+    "--batch-sizes",
+    "8",
+    "--rounds",
+    "1",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _shown_whatever_the_noise() -> Iterator[None]:
-    """Show every estimate and label none as noisy: one round on a busy machine suffices for tests of the words."""
+    """Show every estimate and label none as noisy: one round on a busy machine suffices for tests
+    of the words.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Estimate, "ROUNDS", 1)
         patch.setattr(Estimate, "WIDEST", math.inf)
@@ -55,8 +68,16 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
     assert done.exit_code == 0, done.output
     said = " ".join(done.stdout.split())
     assert said.startswith("mlp: ")
-    assert said.index("- gain: ") < said.index("- cause: ") < said.index("- change: ") < said.index("next: dpbench ")
-    assert "[MEASURED CPU-ONLY] mlp at batch 8: 2 logical CPU devices under dp[reference] give " in said
+    assert (
+        said.index("- gain: ")
+        < said.index("- cause: ")
+        < said.index("- change: ")
+        < said.index("next: dpbench ")
+    )
+    assert (
+        "[MEASURED CPU-ONLY] mlp at batch 8: 2 logical CPU devices under dp[reference] give "
+        in said
+    )
     assert "with perfect scaling it would take" in said
     assert " 1. " in done.stdout
     assert "replicate takes" in said
@@ -74,7 +95,9 @@ def test_the_run_prints_its_answer_first(folder: Path) -> None:
 def test_a_run_can_be_named_and_one_that_is_not_there_says_so(folder: Path) -> None:
     with Store.read(folder / "x.db") as store:
         (run,) = store.runs()
-    assert command(folder, "explain", "--run", run.id[:6]).stdout == command(folder, "explain").stdout
+    assert (
+        command(folder, "explain", "--run", run.id[:6]).stdout == command(folder, "explain").stdout
+    )
     assert command(folder, "explain", "--run", "nothing").exit_code != 0
 
 
@@ -88,7 +111,9 @@ def test_each_trial_is_stored_with_its_checks_and_its_model(folder: Path) -> Non
         checks = trial.provenance["validity"]
         assert {"verification", "closure", "drift", "oversubscribed"} <= set(checks)
         assert all({"value", "limit", "ok"} <= set(check) for check in checks.values())
-        assert [check.ok for check in validity.of(trial, 0)] == [check["ok"] for check in checks.values()]
+        assert [check.ok for check in validity.of(trial, 0)] == [
+            check["ok"] for check in checks.values()
+        ]
         model = trial.provenance["model"]
         assert (model["modules"], model["parameter_tensors"], model["buffer_tensors"]) == (5, 6, 0)
         assert model["parameter_bytes"] == sum(p.nbytes for p in mlp.module.parameters())

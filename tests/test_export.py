@@ -1,4 +1,6 @@
-"""Exports for pyperf and Parquet: the samples are equal after reading, and the tools report dpbench's numbers."""
+"""Exports for pyperf and Parquet: the samples are equal after reading, and the tools report
+dpbench's numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import pyperf
 import pytest
-import scipy  # scipy.stats is imported at its first use: each process of the suite collects this file
+
+# scipy.stats is imported at its first use: each process of the suite collects this file
+import scipy
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import labels, measured
@@ -31,12 +35,16 @@ def dpbench(tmp_path, monkeypatch, capfd):
     return exported.command(tmp_path, monkeypatch, capfd)
 
 
-def noisy(median_s: float, *, number: int = 0, case: Case = DP, steps: int = 31, seed: int = 0, **changes) -> Trial:
+def noisy(
+    median_s: float, *, number: int = 0, case: Case = DP, steps: int = 31, seed: int = 0, **changes
+) -> Trial:
     """Return a trial whose steps vary, the way step times do, after five warm-up steps."""
     draw = random.Random(f"{median_s} {number} {seed}")
     seconds = [median_s * draw.lognormvariate(0, 0.05) for _ in range(steps + 5)]
     ends = np.cumsum(seconds) + 100.0
-    series = tuple(Step(s, i < 5, float(end)) for i, (s, end) in enumerate(zip(seconds, ends, strict=True)))
+    series = tuple(
+        Step(s, i < 5, float(end)) for i, (s, end) in enumerate(zip(seconds, ends, strict=True))
+    )
     return replace(made(case, number=number), steps=series, spans=(), **changes)
 
 
@@ -76,7 +84,8 @@ def test_median_mean_and_deviation_are_those_of_pyperf_and_scipy():
     assert benchmark.mean() == pytest.approx(statistics.fmean(pooled), rel=1e-12)
     assert benchmark.stdev() == pytest.approx(described.variance**0.5, rel=1e-9)
     assert benchmark.median() == pytest.approx(scipy.stats.quantile(pooled, 0.5).item(), rel=1e-12)
-    # ours is the median of the rounds' medians: of one round it is pyperf's, of three their middle one
+    # ours is the median of the rounds' medians: of one round it is pyperf's, of three their middle
+    # one
     alone = [pyperf.Benchmark([run]).median() for run in benchmark.get_runs()]
     for number, found in enumerate(alone):
         assert stats.median({number: ours[number]}).value == pytest.approx(found, rel=1e-12)
@@ -93,7 +102,8 @@ def test_the_command_writes_what_pyperf_stats_agrees_on(dpbench, tmp_path):
 
     def figure(pattern: str) -> list[float]:
         return [
-            float(value) * UNITS[unit] for value, unit in re.findall(r"([\d.]+) (sec|ms|us|ns)", _line(said, pattern))
+            float(value) * UNITS[unit]
+            for value, unit in re.findall(r"([\d.]+) (sec|ms|us|ns)", _line(said, pattern))
         ]
 
     digits = {"abs": 0.5 * 0.1e-3 * (1 + 1e-9)}  # pyperf prints 12.3 ms +- 0.4 ms
@@ -116,28 +126,48 @@ def _line(text: str, pattern: str) -> str:
 
 
 @pytest.mark.parametrize(("factor", "word", "code"), [(1.5, "slower", 1), (1 / 1.5, "faster", 0)])
-def test_pyperf_and_dpbench_compare_agree_on_a_clear_difference(dpbench, tmp_path, factor, word, code):
+def test_pyperf_and_dpbench_compare_agree_on_a_clear_difference(
+    dpbench, tmp_path, factor, word, code
+):
     for file, scale in (("a", 1.0), ("b", factor)):
-        stored(tmp_path / f"{file}.db", *(noisy(0.01 * scale, number=i, seed=ord(file)) for i in range(3)))
-        assert dpbench("export", "pyperf", "--store", f"{file}.db", "--output", f"{file}.json")[0] == 0
+        stored(
+            tmp_path / f"{file}.db",
+            *(noisy(0.01 * scale, number=i, seed=ord(file)) for i in range(3)),
+        )
+        assert (
+            dpbench("export", "pyperf", "--store", f"{file}.db", "--output", f"{file}.json")[0] == 0
+        )
     ours = dpbench("compare", "a.db", "b.db")
     assert (ours[0], compared(ours[1])[0].split()[0]) == (code, word)
     theirs = run_pyperf("compare_to", tmp_path / "a.json", tmp_path / "b.json")
     assert re.search(rf"([\d.]+)x {word}", theirs), theirs
-    ratio = float(re.search(r"([\d.]+)x", ours[1]).group(1))  # above 1: faster; pyperf turns it round
-    assert float(re.search(rf"([\d.]+)x {word}", theirs).group(1)) == pytest.approx(max(ratio, 1 / ratio), rel=0.05)
+    ratio = float(
+        re.search(r"([\d.]+)x", ours[1]).group(1)
+    )  # above 1: faster; pyperf turns it round
+    assert float(re.search(rf"([\d.]+)x {word}", theirs).group(1)) == pytest.approx(
+        max(ratio, 1 / ratio), rel=0.05
+    )
 
 
 def test_a_suite_names_each_case_and_leaves_out_what_may_not_be_shown():
     other, limit = replace(DP, model="lstm"), replace(DP, options=(("role", "limit"),))
     suite = suite_of(
-        noisy(0.01), noisy(0.02, case=other), noisy(0.03, case=limit), noisy(9.0, number=1, verified=Verified.NO),
+        noisy(0.01),
+        noisy(0.02, case=other),
+        noisy(0.03, case=limit),
+        noisy(9.0, number=1, verified=Verified.NO),
         Trial(case=replace(DP, model="vgg16"), status=Status.OOM),
-        noisy(0.04, case=other, source=Source.PREDICTED), noisy(0.05, case=other),
-    )  # fmt: skip
-    assert {bench.get_name(): (len(bench.get_runs()), round(bench.median(), 2)) for bench in suite} == {
+        noisy(0.04, case=other, source=Source.PREDICTED),
+        noisy(0.05, case=other),
+    )
+    assert {
+        bench.get_name(): (len(bench.get_runs()), round(bench.median(), 2)) for bench in suite
+    } == {
         "mlp dp[reference] x2 batch 64": (1, 0.01),
-        "lstm dp[reference] x2 batch 64": (1, 0.05),  # a round that was measured again counts by its last trial
+        "lstm dp[reference] x2 batch 64": (
+            1,
+            0.05,
+        ),  # a round that was measured again counts by its last trial
         "mlp dp[reference] x2 batch 64 options=role:limit": (1, 0.03),
         "lstm dp[reference] x2 batch 64 predicted": (1, 0.04),
     }
@@ -148,18 +178,28 @@ def test_a_suite_names_each_case_and_leaves_out_what_may_not_be_shown():
 
 def test_a_suites_metadata_has_the_facts_of_the_host_without_its_name():
     facts = {
-        **PROVENANCE, "python": "3.11.7", "packages": {"torch": "2.13.0", "scipy": "1.17"},
+        **PROVENANCE,
+        "python": "3.11.7",
+        "packages": {"torch": "2.13.0", "scipy": "1.17"},
         "gpus": {"driver": "550\n.54", "gpus": [{"name": "NVIDIA A100"}, {"name": "NVIDIA A100"}]},
-        "dpbench": {"version": "0.1.0", "commit": "abc", "dirty": True}, "command": "dpbench run",
-    }  # fmt: skip
+        "dpbench": {"version": "0.1.0", "commit": "abc", "dirty": True},
+        "command": "dpbench run",
+    }
     text = export.pyperf("f" * 32, facts, [noisy(0.01)], labels)
     assert "secret-host" not in text
     found = pyperf.BenchmarkSuite.loads(text).get_metadata()
     assert {
-        "dpbench_run": "f" * 32, "platform": "Linux x86_64", "cpu_model_name": "EPYC", "cpu_count": 2,
-        "python_version": "3.11.7", "torch_version": "2.13.0", "gpus": "2x NVIDIA A100", "gpu_driver": "550 .54",
-        "dpbench_version": "0.1.0", "dpbench_commit": "abc (dirty)",
-    }.items() <= found.items()  # fmt: skip
+        "dpbench_run": "f" * 32,
+        "platform": "Linux x86_64",
+        "cpu_model_name": "EPYC",
+        "cpu_count": 2,
+        "python_version": "3.11.7",
+        "torch_version": "2.13.0",
+        "gpus": "2x NVIDIA A100",
+        "gpu_driver": "550 .54",
+        "dpbench_version": "0.1.0",
+        "dpbench_commit": "abc (dirty)",
+    }.items() <= found.items()
     start, _ = pyperf.BenchmarkSuite.loads(text).get_dates()
     assert start.isoformat() == "2023-11-14T22:13:20"
 
@@ -188,7 +228,9 @@ def test_parquet_has_a_row_a_step_whose_phases_sum_to_it(dpbench, tmp_path):
     from pyarrow import parquet
 
     limit = replace(DP, model="lstm", options=(("role", "limit"),), device_ids=(1, 0))
-    first = stored(tmp_path / "dpbench.db", made(), made(limit, number=1), Trial(case=DP, status=Status.OOM))
+    first = stored(
+        tmp_path / "dpbench.db", made(), made(limit, number=1), Trial(case=DP, status=Status.OOM)
+    )
     second = stored(tmp_path / "dpbench.db", made(number=2, spans=()))
     assert dpbench("export", "parquet", "--all", "--output", "steps.parquet") == (0, "", "")
     found = parquet.read_table(tmp_path / "steps.parquet").to_pandas()

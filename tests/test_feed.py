@@ -1,4 +1,6 @@
-"""A loop that takes its batches from a DataLoader: the same batches, its wait as a phase, and each rank's own rows."""
+"""A loop that takes its batches from a DataLoader: the same batches, its wait as a phase, and each
+rank's own rows.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ from dpbench.records import HOST, Case, Effort, Phase, Status, Step, Trial, Veri
 from dpbench.strategies import _ranks
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
-TEN = Effort(budget_s=30, warmup_steps=1, min_steps=8, max_steps=8, block_steps=3, memory_by_phase=False)
+TEN = Effort(
+    budget_s=30, warmup_steps=1, min_steps=8, max_steps=8, block_steps=3, memory_by_phase=False
+)
 
 
 def taken(case: Case, batches: list[Any], steps: int) -> list[Any]:
     """Return the batches that the steps of a loop get."""
     found: list[Any] = []
-    with feed.fed(case, lambda inputs, target: found.append((inputs, target)), batches, no_mark) as step:
+    with feed.fed(
+        case, lambda inputs, target: found.append((inputs, target)), batches, no_mark
+    ) as step:
         for _ in range(steps):
             step("not used", "not used")
     return found
@@ -37,7 +43,9 @@ def taken(case: Case, batches: list[Any], steps: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_gives_the_batches_of_the_loop_without_it(workers: int) -> None:
-    batches = [((torch.randn(4, 3), 0.5 + k, torch.arange(4)), torch.randint(9, (4,))) for k in range(3)]
+    batches = [
+        ((torch.randn(4, 3), 0.5 + k, torch.arange(4)), torch.randint(9, (4,))) for k in range(3)
+    ]
     found = taken(replace(CASE, loader=workers), batches, 7)
     assert len(found) == 7
     for number, (inputs, target) in enumerate(found):
@@ -92,8 +100,13 @@ def test_without_a_loader_there_is_no_phase_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_trains_on_rows_that_it_has_loaded_itself(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of 7 samples are 4 and 3; gradients and loss are those of the rank's part of the whole batch."""
+def test_a_rank_trains_on_rows_that_it_has_loaded_itself(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of 7 samples are 4 and 3.
+
+    Gradients and loss are those of the rank's part of the whole batch.
+    """
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     case = Case(model="mlp", strategy="ddp", devices=2, batch_size=7, loader=0)
@@ -103,7 +116,9 @@ def test_a_rank_trains_on_rows_that_it_has_loaded_itself(rank: int, monkeypatch:
         batch = model.batch(7, 1)
         given = trial._rows_of(batch, case, rank) if alone else batch
         assert len(given[1]) == (case.rows[rank] if alone else 7)
-        step = _ranks.RankStep(case, model, open_devices("cpu", 1)[0], no_mark, lambda module, device: module)
+        step = _ranks.RankStep(
+            case, model, open_devices("cpu", 1)[0], no_mark, lambda module, device: module
+        )
         loss = step(*given)
         results.append((loss, [parameter.grad for parameter in model.module.parameters()]))
     (loss, gradients), (other, others) = results
@@ -112,7 +127,9 @@ def test_a_rank_trains_on_rows_that_it_has_loaded_itself(rank: int, monkeypatch:
 
 
 def test_each_rank_has_its_own_loader(tmp_path: Path) -> None:
-    done = trial.run(replace(CASE, strategy="ddp", devices=2, loader=1), replace(TEN, max_steps=2), tmp_path)
+    done = trial.run(
+        replace(CASE, strategy="ddp", devices=2, loader=1), replace(TEN, max_steps=2), tmp_path
+    )
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
     assert len([span for span in done.spans if span.phase is Phase.DATA]) == 2 * len(done.steps)
 
@@ -126,12 +143,21 @@ def test_each_rank_has_its_own_loader(tmp_path: Path) -> None:
 )
 def test_a_loader_that_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan.sweep(models=["mlp"], strategies=["single"], devices=[1], batch_sizes=[8], device_kind="cuda", **given)
+        plan.sweep(
+            models=["mlp"],
+            strategies=["single"],
+            devices=[1],
+            batch_sizes=[8],
+            device_kind="cuda",
+            **given,
+        )
 
 
 def test_the_option_takes_off_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("dpbench.cli.running._measure", lambda output, cluster, options: asked.append(options))
+    monkeypatch.setattr(
+        "dpbench.cli.running._measure", lambda output, cluster, options: asked.append(options)
+    )
     for text in ("off,0,2", "some"):
         done = CliRunner().invoke(cli, ["run", "--loader", text])
         assert (done.exit_code == 2) is (text == "some"), done.output
@@ -146,7 +172,11 @@ def timed(case: Case, step_s: float) -> Iterator[Trial]:
 
 
 def test_the_effect_of_a_loader_is_the_ratio_to_the_loop_without_it() -> None:
-    made = [*timed(replace(CASE, loader=-1), 0.010), *timed(CASE, 0.015), *timed(replace(CASE, loader=1), 0.012)]
+    made = [
+        *timed(replace(CASE, loader=-1), 0.010),
+        *timed(CASE, 0.015),
+        *timed(replace(CASE, loader=1), 0.012),
+    ]
     said = " ".join(Report.of(made, run_id="r", started_s=0.0, provenance={}).notes)
     assert "DataLoader with no workers: 1.50× (1.49–1.51) in mlp single x1 batch 4" in said
     assert "DataLoader with 1 worker: 1.20× (1.19–1.21) in mlp single x1 batch 4" in said

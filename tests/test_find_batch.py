@@ -1,4 +1,6 @@
-"""The search for the largest batch: on made-up limits, and on emulated devices whose bytes can be counted."""
+"""The search for the largest batch: on made-up limits, and on emulated devices whose bytes can be
+counted.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,14 @@ from tests.exported import Command
 
 LIMIT = 2_000_000
 CASE = Case(
-    model="mlp", strategy="dp", schedule="reference", batch_size=600, devices=2, device_kind="emulated",
+    model="mlp",
+    strategy="dp",
+    schedule="reference",
+    batch_size=600,
+    devices=2,
+    device_kind="emulated",
     device_memory_bytes=LIMIT,
-)  # fmt: skip
+)
 SINGLE = replace(CASE, strategy="single", schedule="", devices=1, batch_size=320)
 
 
@@ -55,7 +62,9 @@ def test_without_a_limit_the_search_ends_at_the_most() -> None:
 
 def test_what_is_not_monotone_ends_between_neighbours() -> None:
     holes = {5, 9, 13}
-    good, bad = batch_search.bracket(lambda batch: batch not in holes and batch < 16, start=1, unit=1, most=64)
+    good, bad = batch_search.bracket(
+        lambda batch: batch not in holes and batch < 16, start=1, unit=1, most=64
+    )
     assert good not in holes
     assert bad == good + 1
 
@@ -89,7 +98,9 @@ def test_the_answer_is_the_last_batch_whose_bytes_fit(tmp_path: Path) -> None:
     # every try is an ordinary trial of the store
     assert [(t.case, t.status) for t in stored] == [(t.case, t.status) for t in heard]
     assert {t.status for t in stored} == {Status.OK, Status.OOM}
-    assert sum(found.tries for found in outcome.found) == len(stored) == len({t.case for t in stored})
+    assert (
+        sum(found.tries for found in outcome.found) == len(stored) == len({t.case for t in stored})
+    )
     assert {t.failed_device for t in stored if t.status is Status.OOM} == {0}
 
 
@@ -108,7 +119,12 @@ def test_an_interrupted_search_goes_on_from_its_tries(tmp_path: Path) -> None:
             batch_search.run([case], store, listen=interrupt)
         outcome = batch_search.run([case], store, listen=lambda trial: heard.append(trial.case))
         assert outcome.resumed
-        assert len(store.trials(outcome.run_id)) == outcome.found[0].tries == len(heard) == len(set(heard))
+        assert (
+            len(store.trials(outcome.run_id))
+            == outcome.found[0].tries
+            == len(heard)
+            == len(set(heard))
+        )
 
 
 # ---------------------------------------------------------------- what is not memory
@@ -130,7 +146,12 @@ class FakeServer:
 
     def run(self, case: Case, *rest: Any) -> Trial:
         status, reason = type(self).answer(case.batch_size)
-        return Trial(case=case, status=status, reason=reason, failed_device=1 if status is Status.OOM else None)
+        return Trial(
+            case=case,
+            status=status,
+            reason=reason,
+            failed_device=1 if status is Status.OOM else None,
+        )
 
 
 @pytest.mark.parametrize(
@@ -138,28 +159,63 @@ class FakeServer:
     [
         (lambda b: (Status.OK, "") if b < 40 else (Status.OOM, "x"), 38, 40, ""),
         (lambda b: (Status.OOM, "x"), None, 2, ""),
-        (lambda b: (Status.OK, ""), 1024, None, "no try ran out of memory; the largest batch size tried was 1024"),
-        (lambda b: (Status.SKIPPED, "not here"), None, None, "skipped at batch 2: not here"),
-        (lambda b: (Status.OK, "") if b < 8 else (Status.TIMEOUT, "ran\nhang"), 4, None, "timeout at batch 8: hang"),
         (
-            lambda b: (Status.OK, "") if b < 8 else (Status.FAILED, "odd") if b == 12 else (Status.OOM, "x"),
-            6, 8, "",
+            lambda b: (Status.OK, ""),
+            1024,
+            None,
+            "no try ran out of memory; the largest batch size tried was 1024",
+        ),
+        (lambda b: (Status.SKIPPED, "not here"), None, None, "skipped at batch 2: not here"),
+        (
+            lambda b: (Status.OK, "") if b < 8 else (Status.TIMEOUT, "ran\nhang"),
+            4,
+            None,
+            "timeout at batch 8: hang",
         ),
         (
-            lambda b: (Status.OK, "") if b < 17 else (Status.FAILED, "odd") if b == 24 else (Status.OOM, "x"),
-            16, 32, "failed at batch 24: odd",
+            lambda b: (
+                (Status.OK, "")
+                if b < 8
+                else (Status.FAILED, "odd")
+                if b == 12
+                else (Status.OOM, "x")
+            ),
+            6,
+            8,
+            "",
+        ),
+        (
+            lambda b: (
+                (Status.OK, "")
+                if b < 17
+                else (Status.FAILED, "odd")
+                if b == 24
+                else (Status.OOM, "x")
+            ),
+            16,
+            32,
+            "failed at batch 24: odd",
         ),
     ],
-)  # fmt: skip
+)
 def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any, largest: int, failed: int, reason: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Any,
+    largest: int,
+    failed: int,
+    reason: str,
 ) -> None:
     monkeypatch.setattr(FakeServer, "answer", staticmethod(answer), raising=False)
     monkeypatch.setattr(batch_search, "Server", FakeServer)
     with Store.create(tmp_path / "a.db") as store:
-        outcome = batch_search.run([replace(CASE, batch_size=2, model=m) for m in ("mlp", "lstm")], store, most=1024)
+        outcome = batch_search.run(
+            [replace(CASE, batch_size=2, model=m) for m in ("mlp", "lstm")], store, most=1024
+        )
         assert store.runs()[0].status == "finished"
-    assert [(f.largest, f.failed, f.reason) for f in outcome.found] == [(largest, failed, reason)] * 2
+    assert [(f.largest, f.failed, f.reason) for f in outcome.found] == [
+        (largest, failed, reason)
+    ] * 2
     assert outcome.found[0].device == (1 if failed else None)
     table = batch_search.table(outcome.found)
     assert str(largest or "none") in table
@@ -171,28 +227,40 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
 
 
 def test_a_search_needs_a_limit() -> None:
-    with pytest.raises(ValueError, match=r"share the host's memory; use emulated devices, .* --device-kind emulated"):
+    with pytest.raises(
+        ValueError,
+        match=r"share the host's memory; use emulated devices, .* --device-kind emulated",
+    ):
         batch_search.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
     with pytest.raises(ValueError, match="give --device-memory, such as 8GiB"):
         batch_search.check([replace(CASE, device_memory_bytes=0)])
     batch_search.check([CASE, replace(CASE, device_kind="cuda", device_memory_bytes=0)])
 
 
-@pytest.mark.parametrize(("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave out --device")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave out --device")]
+)
 def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plan.sweep(
-            models=["mlp"], strategies=["dp"], devices=[2], batch_sizes=[8], device_kind=kind, device_memory_bytes=1
+            models=["mlp"],
+            strategies=["dp"],
+            devices=[2],
+            batch_sizes=[8],
+            device_kind=kind,
+            device_memory_bytes=1,
         )
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"ladder": True}, "leave out --ladder"), ({"budget": 5.0}, "leave out --budget"),
-        ({"batch_per_device": (4,)}, "leave out --batch-per-device"), ({"batch_sizes": (4, 8)}, "one number"),
+        ({"ladder": True}, "leave out --ladder"),
+        ({"budget": 5.0}, "leave out --budget"),
+        ({"batch_per_device": (4,)}, "leave out --batch-per-device"),
+        ({"batch_sizes": (4, 8)}, "one number"),
     ],
-)  # fmt: skip
+)
 def test_axes_that_contradict_a_search_are_refused(changed: dict[str, Any], said: str) -> None:
     assert batch_search.axes(Options()).batch_sizes == (1,)
     with pytest.raises(ValueError, match=said):
@@ -202,10 +270,16 @@ def test_axes_that_contradict_a_search_are_refused(changed: dict[str, Any], said
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("8GiB", 8 * 2**30), ("8 gib", 8 * 2**30), ("512MiB", 2**29), ("1.5KiB", 1536), ("1000", 1000),
-        ("2GB", 2 * 10**9), ("64K", 64000), ("10B", 10),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("512MiB", 2**29),
+        ("1.5KiB", 1536),
+        ("1000", 1000),
+        ("2GB", 2 * 10**9),
+        ("64K", 64000),
+        ("10B", 10),
     ],
-)  # fmt: skip
+)
 def test_bytes_have_units(text: str, size: int) -> None:
     assert Bytes().convert(text, None, None) == size
 
@@ -222,9 +296,21 @@ def test_what_is_no_number_of_bytes_is_refused_with_examples(text: str) -> None:
 @pytest.mark.usefixtures("one_server")
 def test_the_command_prints_a_line_a_case(tmp_path: Path, dpbench: Command) -> None:
     code, out, err = dpbench(
-        "run", "--find-max-batch", "--device-kind", "emulated", "--device-memory", "1300KB", "--models", "mlp",
-        "--strategies", "dp", "--devices", "2", "--batch-sizes", "128",
-    )  # fmt: skip
+        "run",
+        "--find-max-batch",
+        "--device-kind",
+        "emulated",
+        "--device-memory",
+        "1300KB",
+        "--models",
+        "mlp",
+        "--strategies",
+        "dp",
+        "--devices",
+        "2",
+        "--batch-sizes",
+        "128",
+    )
     assert code == 0, err
     line = r"^mlp +dp +2 +\d+ +\d+ +\d+ +device 0 +\d+$"
     assert re.search(line, out, re.MULTILINE), out
@@ -234,7 +320,9 @@ def test_the_command_prints_a_line_a_case(tmp_path: Path, dpbench: Command) -> N
     assert not (tmp_path / "other.db").exists()
 
 
-def test_a_search_that_was_killed_goes_on_with_the_killed_try(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_was_killed_goes_on_with_the_killed_try(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[int] = []
 
     class Killing:

@@ -13,31 +13,63 @@ from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import Finding
 from dpbench.analysis.report import Report
 from dpbench.hardware.provenance import Resources
-from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified, plan
+from dpbench.records import (
+    UNATTRIBUTED,
+    Case,
+    Memory,
+    Phase,
+    Sample,
+    Span,
+    Step,
+    Trial,
+    Verified,
+    plan,
+)
 from dpbench.report import markdown, page
 
 ROUNDS, STEPS = 3, 12
 MODEL = {
-    "modules": 40, "parameter_tensors": 160, "parameter_bytes": 2**20, "buffer_tensors": 0, "buffer_bytes": 0,
-    "input_bytes": 2**14, "output_bytes": 64.0,
-}  # fmt: skip
+    "modules": 40,
+    "parameter_tensors": 160,
+    "parameter_bytes": 2**20,
+    "buffer_tensors": 0,
+    "buffer_bytes": 0,
+    "input_bytes": 2**14,
+    "output_bytes": 64.0,
+}
 LEVEL = {"forward": 0.010, "backward": 0.015}
 """One device's share, in seconds: 25 ms of a step of two devices, 50 ms of one device's."""
 
 
-def case(strategy: str = "dp", devices: int = 2, batch: int = 64, schedule: str = "", **changed: Any) -> Case:
+def case(
+    strategy: str = "dp", devices: int = 2, batch: int = 64, schedule: str = "", **changed: Any
+) -> Case:
     schedule = schedule or ("reference" if strategy == "dp" else "")
-    return Case(model="mlp", strategy=strategy, devices=devices, batch_size=batch, schedule=schedule, **changed)
+    return Case(
+        model="mlp",
+        strategy=strategy,
+        devices=devices,
+        batch_size=batch,
+        schedule=schedule,
+        **changed,
+    )
 
 
 SINGLE = case("single", devices=1)
 
 
 def measured(
-    of: Case, phases: Mapping[str, float], *, busy: Mapping[int, float] | None = None, memory: tuple[int, ...] = (),
-    wobble: float = 0.001, serial: bool = False,
-) -> list[Trial]:  # fmt: skip
-    """Return rounds of a case whose steps are these phases one after the other; "unattributed" is in none.
+    of: Case,
+    phases: Mapping[str, float],
+    *,
+    busy: Mapping[int, float] | None = None,
+    memory: tuple[int, ...] = (),
+    wobble: float = 0.001,
+    serial: bool = False,
+) -> list[Trial]:
+    """Return rounds of a case whose steps are these phases one after the other.
+
+    "unattributed" is in none.
 
     Replicas compute side by side, or in turn. Rounds differ by `wobble`, steps by a tenth of that.
     """
@@ -52,14 +84,23 @@ def measured(
                     spans += _spans(of, k, Phase(name), at, at + seconds * factor, serial)
                 at += seconds * factor
             steps.append(Step(at - start, k < 2, at))
-            samples += [Sample(at, device, "busy_s", value * factor) for device, value in (busy or {}).items()]
+            samples += [
+                Sample(at, device, "busy_s", value * factor)
+                for device, value in (busy or {}).items()
+            ]
         peaks = tuple(Memory(device, peak, "allocator") for device, peak in enumerate(memory))
         found.append(
             Trial(
-                case=of, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans), samples=tuple(samples),
-                memory=peaks, round=number, provenance={"model": MODEL},
+                case=of,
+                verified=Verified.BITWISE,
+                steps=tuple(steps),
+                spans=tuple(spans),
+                samples=tuple(samples),
+                memory=peaks,
+                round=number,
+                provenance={"model": MODEL},
             )
-        )  # fmt: skip
+        )
     return found
 
 
@@ -68,7 +109,9 @@ def _spans(of: Case, k: int, phase: Phase, start: float, end: float, serial: boo
     if not serial:
         return [Span(k, phase, device, "host", start, end) for device in range(count)]
     part = (end - start) / count
-    return [Span(k, phase, d, "host", start + d * part, start + (d + 1) * part) for d in range(count)]
+    return [
+        Span(k, phase, d, "host", start + d * part, start + (d + 1) * part) for d in range(count)
+    ]
 
 
 def one(of: Case = SINGLE, factor: float = 1.0) -> list[Trial]:
@@ -87,7 +130,10 @@ def found(*groups: list[Trial], cores: int = 8) -> dict[str, Finding]:
 
 
 def judged(name: str, *groups: list[Trial], cores: int = 8) -> bool:
-    """Return whether a rule had all measurements that it needs; if not, the diagnosis lists it as unjudged."""
+    """Return whether a rule had all measurements that it needs.
+
+    If not, the diagnosis lists it as unjudged.
+    """
     (diagnosis,) = explained(*groups, cores=cores)
     return not any(name in said for said in diagnosis.unjudged)
 
@@ -98,7 +144,13 @@ def dp(devices: int = 2, batch: int = 64, **phases: float) -> list[Trial]:
 
 # ---------------------------------------------------------------- phases
 
-NAMES = {"data": "data", "replicate": "replicate", "reduce": "reduce", "scatter": "scatter", "gather": "gather"}
+NAMES = {
+    "data": "data",
+    "replicate": "replicate",
+    "reduce": "reduce",
+    "scatter": "scatter",
+    "gather": "gather",
+}
 
 
 @pytest.mark.parametrize("name", [*NAMES, UNATTRIBUTED])
@@ -149,19 +201,28 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     assert ("GIL" in seen.evidence.numbers) is (phase == "forward")  # autograd does not hold it
 
 
-@pytest.mark.parametrize("clock", ["host", "host_joint"])  # stores of earlier versions do not know joint spans
+@pytest.mark.parametrize(
+    "clock", ["host", "host_joint"]
+)  # stores of earlier versions do not know joint spans
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("cpu", "only 1.0 of 2 devices"), ("cuda", "of 2 devices run this phase concurrently is unknown")],
+    [
+        ("cpu", "only 1.0 of 2 devices"),
+        ("cuda", "of 2 devices run this phase concurrently is unknown"),
+    ],
 )
 def test_a_joint_backward_is_not_concurrent(kind: str, said: str, clock: str) -> None:
     clock = clock if kind == "cpu" else clock.replace("host", "cuda_event")
     joint = [
-        replace(trial, spans=tuple(
-            replace(one, clock=clock) if one.phase is Phase.BACKWARD else one for one in trial.spans
-        ))
+        replace(
+            trial,
+            spans=tuple(
+                replace(one, clock=clock) if one.phase is Phase.BACKWARD else one
+                for one in trial.spans
+            ),
+        )
         for trial in measured(case(device_kind=kind), LEVEL | {"backward": 0.030})
-    ]  # fmt: skip
+    ]
     alone = one(replace(SINGLE, device_kind=kind))
     assert said in found(alone, joint)["serial backward"].evidence.numbers
     fastest = [replace(trial, case=replace(trial.case, schedule="fastest")) for trial in joint]
@@ -172,8 +233,12 @@ def test_a_joint_backward_is_not_concurrent(kind: str, said: str, clock: str) ->
 def test_the_cause_of_serial_work_is_told_by_overlap_and_cores() -> None:
     twice = {name: 2 * seconds for name, seconds in LEVEL.items()}
     in_turn = measured(case(), twice, serial=True)
-    assert "most run it one after another" in found(one(), in_turn)["serial forward"].evidence.numbers
-    assert found(one(), in_turn, cores=1)["serial forward"].evidence.numbers.endswith("2 devices take turns on 1 core")
+    assert (
+        "most run it one after another" in found(one(), in_turn)["serial forward"].evidence.numbers
+    )
+    assert found(one(), in_turn, cores=1)["serial forward"].evidence.numbers.endswith(
+        "2 devices take turns on 1 core"
+    )
     assert not judged("compute concurrently", dp())
 
 
@@ -200,53 +265,97 @@ def test_a_slow_device_is_named() -> None:
     seen = found(one(), row({**even, 2: 0.0112}))["slow device"].evidence
     assert "device 2 is slow: it is busy 1.12× (1.12–1.12) as long as the others" in seen.says
     assert seen.size_s.value == pytest.approx(0.0012, rel=0.02)
-    assert "device 0" in found(one(), row(even, "ddp"))["slow device"].evidence.says  # the ranks all do the same work
-    assert "as long as device 0" in found(one(), row({0: 0.010, 1: 0.012}))["slow device"].evidence.says
+    assert (
+        "device 0" in found(one(), row(even, "ddp"))["slow device"].evidence.says
+    )  # the ranks all do the same work
+    assert (
+        "as long as device 0"
+        in found(one(), row({0: 0.010, 1: 0.012}))["slow device"].evidence.says
+    )
 
 
 @pytest.mark.parametrize("schedule", ["zero1", "replicas=persistent,update=sharded", "fastest"])
 def test_a_device_that_updates_more_weights_is_not_slow(schedule: str) -> None:
     busy = {0: 0.010, 1: 0.030, 2: 0.010}
-    assert "slow device" in found(one(), measured(case(devices=3, schedule="allreduce"), LEVEL, busy=busy))
-    assert "slow device" not in found(one(), measured(case(devices=3, schedule=schedule), LEVEL, busy=busy))
+    assert "slow device" in found(
+        one(), measured(case(devices=3, schedule="allreduce"), LEVEL, busy=busy)
+    )
+    assert "slow device" not in found(
+        one(), measured(case(devices=3, schedule=schedule), LEVEL, busy=busy)
+    )
 
 
 def test_devices_that_are_not_known_to_be_replicas_are_not_compared() -> None:
     """A stored strategy of another version may have other layers on each device."""
-    rules = found(one(), measured(case("model_parallel", batch=3), LEVEL, busy={0: 0.010, 1: 0.030}))
+    rules = found(
+        one(), measured(case("model_parallel", batch=3), LEVEL, busy={0: 0.010, 1: 0.030})
+    )
     assert not {"slow device", "uneven"} & {*rules}
 
 
 def test_a_device_without_rows_is_not_one_of_the_others() -> None:
-    """Persistent replicas without rows still receive gradients, which takes the last device 1 ms."""
-    trials = measured(case(devices=4, batch=3), LEVEL, busy={0: 0.020, 1: 0.010, 2: 0.010, 3: 0.001})
+    """Persistent replicas without rows still receive gradients, which takes the last device 1
+    ms.
+    """
+    trials = measured(
+        case(devices=4, batch=3), LEVEL, busy={0: 0.020, 1: 0.010, 2: 0.010, 3: 0.001}
+    )
     evidence = found(one(), trials)["imbalance"].evidence
     assert evidence.says == "device 0 is busy 2.00× (2.00–2.00) as long as the others on average"
-    assert "device 0 is busy for 20.0 ms per step, the others for 10.0 ms on average" in evidence.numbers
+    assert (
+        "device 0 is busy for 20.0 ms per step, the others for 10.0 ms on average"
+        in evidence.numbers
+    )
     assert evidence.size_s.value == pytest.approx(0.010 * 2 / 3, rel=0.01)
 
 
 def test_a_device_with_fewer_rows_does_not_make_the_others_slow() -> None:
-    last = measured(case(devices=3, batch=65), LEVEL, busy={0: 0.022, 1: 0.022, 2: 0.017})  # 22, 22 and 21 rows
+    last = measured(
+        case(devices=3, batch=65), LEVEL, busy={0: 0.022, 1: 0.022, 2: 0.017}
+    )  # 22, 22 and 21 rows
     assert "slow device" not in found(one(), last)
 
 
-@pytest.mark.parametrize(("source", "name", "phase"), [(0, "slow link", "reduce"), (-1, "slow host link", "scatter")])
+@pytest.mark.parametrize(
+    ("source", "name", "phase"), [(0, "slow link", "reduce"), (-1, "slow host link", "scatter")]
+)
 def test_a_slow_link_is_named_with_its_rate(source: int, name: str, phase: str) -> None:
     def row(slower: float, spread: float = 0.0) -> list[Trial]:
         return [
-            replace(trial, provenance={**trial.provenance, "links": [
-                {"source": source, "target": to, "bytes": 2**20,
-                 "seconds": [1e-4 * (slower * (1 + spread * (trial.round - 1)) if to == 2 else 1.0)] * 3}
-                for to in range(source + 1, 4)
-            ]})
+            replace(
+                trial,
+                provenance={
+                    **trial.provenance,
+                    "links": [
+                        {
+                            "source": source,
+                            "target": to,
+                            "bytes": 2**20,
+                            "seconds": (
+                                [
+                                    1e-4
+                                    * (
+                                        slower * (1 + spread * (trial.round - 1))
+                                        if to == 2
+                                        else 1.0
+                                    )
+                                ]
+                                * 3
+                            ),
+                        }
+                        for to in range(source + 1, 4)
+                    ],
+                },
+            )
             for trial in dp(devices=4, **{phase: 0.010})
-        ]  # fmt: skip
+        ]
 
     assert name not in found(one(), row(1.49))
     seen = found(one(), row(1.51))[name].evidence
     end = "the host" if source < 0 else "device 0"
-    assert seen.says == f"the link between {end} and device 2 is slow: 6.94 GB/s, the others 10.5 GB/s"
+    assert (
+        seen.says == f"the link between {end} and device 2 is slow: 6.94 GB/s, the others 10.5 GB/s"
+    )
     assert seen.size_s.value == pytest.approx(0.010 * (1 - 1 / 1.51), rel=0.02)
     assert judged("one link is slower", row(3.0))
     assert not judged("one link is slower", row(3.0, spread=0.9))  # the rounds differ too much
@@ -256,12 +365,24 @@ def test_a_slow_link_is_named_with_its_rate(source: int, name: str, phase: str) 
 def test_of_many_slow_links_the_slowest_are_named() -> None:
     slower = {(0, 1): 2.0, (0, 2): 6.0, (1, 2): 4.0, (2, 5): 3.0, (3, 4): 5.0}
     trials = [
-        replace(trial, provenance={**trial.provenance, "links": [
-            {"source": a, "target": b, "bytes": 2**20, "seconds": [1e-4 * slower.get((a, b), 1.0)] * 3}
-            for a in range(6) for b in range(a + 1, 6)
-        ]})
+        replace(
+            trial,
+            provenance={
+                **trial.provenance,
+                "links": [
+                    {
+                        "source": a,
+                        "target": b,
+                        "bytes": 2**20,
+                        "seconds": [1e-4 * slower.get((a, b), 1.0)] * 3,
+                    }
+                    for a in range(6)
+                    for b in range(a + 1, 6)
+                ],
+            },
+        )
         for trial in dp(devices=6, reduce=0.010)
-    ]  # fmt: skip
+    ]
     seen = found(one(), trials)["slow link"].evidence
     first, second, third, more = seen.says.split("; ")
     assert "device 0 and device 2 " in first
@@ -274,7 +395,9 @@ def test_of_many_slow_links_the_slowest_are_named() -> None:
 def test_memory_of_device_0_costs_no_time_and_stands_last() -> None:
     def row(first: int, strategy: str = "dp") -> list[Trial]:
         return measured(
-            case(strategy, device_kind="cuda"), {**LEVEL, "replicate": 0.001}, memory=(first * 2**20, 100 * 2**20)
+            case(strategy, device_kind="cuda"),
+            {**LEVEL, "replicate": 0.001},
+            memory=(first * 2**20, 100 * 2**20),
         )
 
     assert "memory" not in found(row(110))
@@ -286,19 +409,26 @@ def test_memory_of_device_0_costs_no_time_and_stands_last() -> None:
     assert "lower ratios measured in this run: ddp 1.01×" in seen.evidence.numbers
 
 
-@pytest.mark.parametrize(("batch", "fires"), [(64, False), (66, False), (63, False), (9, True), (5, True)])
+@pytest.mark.parametrize(
+    ("batch", "fires"), [(64, False), (66, False), (63, False), (9, True), (5, True)]
+)
 def test_a_batch_that_leaves_a_device_short_is_uneven(batch: int, fires: bool) -> None:
     # 63 over 2 is 32 and 31: less than 2 % of the step; 9 is 5 and 4; 66 divides
     seen = found(dp(batch=batch)).get("uneven")
     assert (seen is not None) is fires
     if seen:
-        assert seen.evidence.size_s.value == pytest.approx(0.025 * (1 - batch / (-(-batch // 2) * 2)), rel=0.01)
+        assert seen.evidence.size_s.value == pytest.approx(
+            0.025 * (1 - batch / (-(-batch // 2) * 2)), rel=0.01
+        )
 
 
 def test_devices_that_get_nothing_are_told() -> None:
     seen = found(dp(devices=4, batch=6))["uneven"]
     assert "1 of 4 devices gets no sample" in seen.evidence.says
-    assert "samples by device: 2, 2, 2; a multiple of 4 such as 4 or 8 splits evenly" in seen.evidence.numbers
+    assert (
+        "samples by device: 2, 2, 2; a multiple of 4 such as 4 or 8 splits evenly"
+        in seen.evidence.numbers
+    )
 
 
 @pytest.mark.parametrize(("cores", "fires"), [(0, False), (1, True), (2, False), (8, False)])
@@ -306,7 +436,9 @@ def test_more_devices_than_cores_are_oversubscribed(cores: int, fires: bool) -> 
     seen = found(one(), dp(), cores=cores).get("oversubscribed")
     assert (seen is not None) is fires
     (diagnosis,) = explained(one(), dp(), cores=cores)
-    assert ("2 devices share 1 core (oversubscribed): at most 1× was possible" in diagnosis.text) is fires
+    assert (
+        "2 devices share 1 core (oversubscribed): at most 1× was possible" in diagnosis.text
+    ) is fires
     if seen:
         assert seen.evidence.size_s.value == pytest.approx(0.0125, rel=0.01)
 
@@ -342,10 +474,19 @@ def test_a_rival_is_a_finding_from_two_percent_faster(rule: str, rival: Case) ->
 def test_what_was_not_measured_is_said_and_not_guessed() -> None:
     (diagnosis,) = explained(one(), dp(replicate=0.015))
     said = " ".join(diagnosis.unjudged)
-    for words in ("--strategies ddp", "--schedules fastest", "single_all_cores", "--batch-sizes 32", "bigger batch"):
+    for words in (
+        "--strategies ddp",
+        "--schedules fastest",
+        "single_all_cores",
+        "--batch-sizes 32",
+        "bigger batch",
+    ):
         assert words in said
     shown = " ".join(text.render([diagnosis]).split())
-    assert "not measured in this run; measure it with: dpbench run --models mlp --strategies dp,ddp" in shown
+    assert (
+        "not measured in this run; measure it with: dpbench run --models mlp --strategies dp,ddp"
+        in shown
+    )
     assert "--schedules 'reference;cached;flat_storage;persistent'" in shown
 
 
@@ -361,7 +502,9 @@ def test_a_share_is_small_when_alone_it_takes_more_than_its_part(options: Any) -
 
 def test_a_bigger_batch_that_costs_less_a_sample_is_a_finding() -> None:
     def bigger(factor: float) -> list[Trial]:
-        return measured(case(batch=128), {name: 2 * factor * seconds for name, seconds in LEVEL.items()})
+        return measured(
+            case(batch=128), {name: 2 * factor * seconds for name, seconds in LEVEL.items()}
+        )
 
     both = {d.row.case.batch_size: d for d in explained(one(), dp(), bigger(0.99))}
     assert "bigger batch" not in [f.rule.name for f in both[64].findings]
@@ -372,18 +515,25 @@ def test_a_bigger_batch_that_costs_less_a_sample_is_a_finding() -> None:
 
 def test_the_last_devices_are_diminishing_when_they_give_less_than_their_part() -> None:
     def four(factor: float) -> list[Trial]:
-        return measured(case(devices=4), {name: factor * seconds / 2 for name, seconds in LEVEL.items()})
+        return measured(
+            case(devices=4), {name: factor * seconds / 2 for name, seconds in LEVEL.items()}
+        )
 
     assert "diminishing" not in found(one(), dp(), four(1.015))
     seen = found(one(), dp(), four(1.9))["diminishing"]
     assert "going from 2 to 4 devices gave a speed-up of 1.05×" in seen.evidence.says
     (diagnosis,) = explained(one(), dp(), four(1.9))
-    assert "Going from 2 to 4 devices gave a speed-up of 1.05× (1.05–1.05); the ideal is 2×." in diagnosis.text
+    assert (
+        "Going from 2 to 4 devices gave a speed-up of 1.05× (1.05–1.05); the ideal is 2×."
+        in diagnosis.text
+    )
     assert not judged("the gain over fewer devices", one(), four(1.9))
 
 
 def test_in_weak_scaling_the_last_devices_are_held_against_equal_work_a_device() -> None:
-    wide = measured(case(devices=4, batch=128), {name: 1.9 * seconds for name, seconds in LEVEL.items()})
+    wide = measured(
+        case(devices=4, batch=128), {name: 1.9 * seconds for name, seconds in LEVEL.items()}
+    )
     narrow = dp(devices=2, batch=64)
     seen = found(one(case("single", devices=1, batch=32), 0.5), narrow, wide)["diminishing"]
     assert "gave a speed-up of 1.05×" in seen.evidence.says
@@ -394,7 +544,9 @@ def test_in_weak_scaling_the_last_devices_are_held_against_equal_work_a_device()
 
 
 def test_findings_are_ranked_by_the_seconds_at_stake() -> None:
-    (diagnosis,) = explained(one(), dp(replicate=0.004, reduce=0.009, gather=0.002, optimizer=0.012))
+    (diagnosis,) = explained(
+        one(), dp(replicate=0.004, reduce=0.009, gather=0.002, optimizer=0.012)
+    )
     names = [finding.rule.name for finding in diagnosis.findings]
     assert names == ["reduce", "optimizer", "replicate", "gather"]
     sizes = [finding.evidence.size_s.value for finding in diagnosis.findings]
@@ -407,9 +559,12 @@ def test_a_remedys_gain_is_read_off_the_cases_that_hold_it() -> None:
     ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.05})
     (diagnosis,) = explained(one(), dp(replicate=0.015), cached, pool, ddp)
     seen = {finding.rule.name: finding for finding in diagnosis.findings}["replicate"]
-    assert [(cure.row.case.strategy, cure.row.case.schedule, cure.verdict) for cure in seen.cures] == [
-        ("dp", "cached", "faster"), ("ddp", "", "slower"),
-    ]  # fmt: skip
+    assert [
+        (cure.row.case.strategy, cure.row.case.schedule, cure.verdict) for cure in seen.cures
+    ] == [
+        ("dp", "cached", "faster"),
+        ("ddp", "", "slower"),
+    ]
     assert seen.cures[0].ratio.value == pytest.approx(40 / 27, rel=0.01)
     said = dict(text.parts(seen))["measured in this run"]
     assert "dp[cached] 1.48×" in said
@@ -422,7 +577,10 @@ def test_the_answer_says_what_it_gives_where_it_goes_and_what_helps() -> None:
     (diagnosis,) = explained(one(), dp(replicate=0.015, gather=0.005), ddp)
     assert "give 1.11× (1.11–1.11) over one device (ideal: 2×)." in diagnosis.text
     assert "A step takes 45.0 ms; with perfect scaling it would take 25.0 ms." in diagnosis.text
-    assert "Of the 20.0 ms lost, 15.0 ms (75%) go to replicate, 5.00 ms (25%) go to gather." in diagnosis.text
+    assert (
+        "Of the 20.0 ms lost, 15.0 ms (75%) go to replicate, 5.00 ms (25%) go to gather."
+        in diagnosis.text
+    )
     assert "Measured to help: ddp is 1.73× (1.73–1.73) as fast." in diagnosis.text
     assert "2 devices give 1.92× (1.92–1.92) over one device." in diagnosis.text
     assert "Without data parallelism" not in diagnosis.text
@@ -431,7 +589,10 @@ def test_the_answer_says_what_it_gives_where_it_goes_and_what_helps() -> None:
 def test_the_answer_says_when_one_device_is_the_better_choice() -> None:
     ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.035})
     (diagnosis,) = explained(one(), dp(replicate=0.075), ddp)
-    assert "one device is 2.00× (2.00–2.00) as fast, and faster than every measured case" in diagnosis.text
+    assert (
+        "one device is 2.00× (2.00–2.00) as fast, and faster than every measured case"
+        in diagnosis.text
+    )
 
 
 def test_where_nothing_measured_helps_the_answer_says_the_bound() -> None:
@@ -450,11 +611,18 @@ def test_replicas_that_share_a_gpu_are_held_against_the_whole_step_of_one() -> N
     shared = case(device_kind="cuda", placement="colocated")
     whole = {name: 2 * seconds for name, seconds in LEVEL.items()}
     (diagnosis,) = explained(
-        one(case("single", devices=1, device_kind="cuda")), measured(shared, {**whole, "replicate": 0.010}), cores=1
+        one(case("single", devices=1, device_kind="cuda")),
+        measured(shared, {**whole, "replicate": 0.010}),
+        cores=1,
     )
-    said = "The replicas share one GPU: the result shows host cost only, and no speed-up was possible."
+    said = (
+        "The replicas share one GPU: the result shows host cost only, and no speed-up was possible."
+    )
     assert said in diagnosis.text
-    assert "with perfect scaling it would take 50.0 ms. Of the 10.0 ms lost, 10.0 ms (100%) go to" in diagnosis.text
+    assert (
+        "with perfect scaling it would take 50.0 ms. Of the 10.0 ms lost, 10.0 ms (100%) go to"
+        in diagnosis.text
+    )
     assert [finding.rule.name for finding in diagnosis.findings] == ["replicate"]
 
 
@@ -467,7 +635,11 @@ def test_emulated_devices_get_no_speed_up() -> None:
 
 
 def test_the_subject_is_torchs_own_then_the_reference_on_the_most_devices() -> None:
-    rows = [dp(), measured(case(schedule="zero1", devices=4), LEVEL), measured(case("ddp", devices=4), LEVEL)]
+    rows = [
+        dp(),
+        measured(case(schedule="zero1", devices=4), LEVEL),
+        measured(case("ddp", devices=4), LEVEL),
+    ]
     assert [d.row.case.schedule for d in explained(*rows)] == ["zero1"]
     rows.append(measured(case("torch_dp", devices=4), LEVEL))
     assert [d.row.case.strategy for d in explained(*rows)] == ["torch_dp"]

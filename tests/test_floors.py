@@ -1,7 +1,8 @@
 """The layout: files import only files below them, and heavy libraries have one home.
 
-Imports are read from the source, so that one inside a function, or for annotations alone, counts as much as one at the
-top of a module. The import of a package that Python adds to the import of its module does not count.
+Imports are read from the source, so that one inside a function, or for annotations alone, counts as
+much as one at the top of a module. The import of a package that Python adds to the import of its
+module does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ FLOORS = (
     "dpbench",
     "__main__",
 )
-"""The packages of dpbench, from the ground up: each imports only packages before it. Above are two single files."""
+"""The packages of dpbench, from the ground up: each imports only packages before it.
+
+Above are two single files.
+"""
 HOMES = {
     "torch": (
         "hardware.device",
@@ -68,7 +72,11 @@ LIGHT = (
 )
 ROOT = Path(__file__).parent.parent / "dpbench"
 FILES = sorted(ROOT.rglob("*.py"))
-REPORTED = [path for path in FILES if path.relative_to(ROOT).parts[0] in ("records", "store", "analysis", "report")]
+REPORTED = [
+    path
+    for path in FILES
+    if path.relative_to(ROOT).parts[0] in ("records", "store", "analysis", "report")
+]
 FREE = {"sorted", "min", "max", "sum", "any", "all", "len", "set", "frozenset"}
 """The functions whose result does not depend on the order of their argument."""
 
@@ -99,7 +107,10 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def module_imported(name: str) -> str:
-    """Return the module of dpbench that an import of `name` reads; an empty text if it is of another library."""
+    """Return the module of dpbench that an import of `name` reads.
+
+    An empty text if it is of another library.
+    """
     top, _, inner = name.partition(".")
     if top != "dpbench":
         return ""
@@ -110,7 +121,9 @@ def module_imported(name: str) -> str:
 
 def arrows() -> set[tuple[str, str]]:
     """Return the pairs of modules of dpbench of which the first imports the second."""
-    pairs = {(module_of(path), module_imported(name)) for path in FILES for _, name in imports(path)}
+    pairs = {
+        (module_of(path), module_imported(name)) for path in FILES for _, name in imports(path)
+    }
     return {(above, below) for above, below in pairs if below and above != below}
 
 
@@ -120,7 +133,9 @@ def floor(module: str) -> int:
 
 
 def circles(pairs: set[tuple[str, str]]) -> list[set[str]]:
-    """Return the largest sets of modules of which each imports every other one, directly or through others."""
+    """Return the largest sets of modules of which each imports every other one, directly or through
+    others.
+    """
     below: dict[str, set[str]] = {}
     for module, other in pairs:
         below.setdefault(module, set()).add(other)
@@ -160,7 +175,9 @@ def test_no_import_points_up_and_none_is_in_a_circle() -> None:
     pairs = arrows()
     upward = sorted((module, other) for module, other in pairs if floor(module) < floor(other))
     found = circles(pairs)
-    print(f"{len(FILES)} files, {len(pairs)} arrows: {len(upward)} point up, and {len(found)} circles")
+    print(
+        f"{len(FILES)} files, {len(pairs)} arrows: {len(upward)} point up, and {len(found)} circles"
+    )
     assert upward == []
     assert found == []
 
@@ -173,7 +190,10 @@ def test_heavy_libraries_have_one_home() -> None:
             at_home = homes is None or any(mine.startswith(f"{home}.") for home in homes)
             assert at_home, f"{path}:{line} imports {name}; its home is {homes}"
             slow = name.startswith("scipy.stats")
-            assert not slow, f"{path}:{line}: every run would import scipy.stats, which takes longer than all of pandas"
+            assert not slow, (
+                f"{path}:{line}: every run would import scipy.stats, which takes longer than all of"
+                " pandas"
+            )
 
 
 def test_modules_say_what_they_are() -> None:
@@ -187,9 +207,16 @@ def texts(tree: ast.AST) -> Iterator[ast.Call]:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        modes = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        modes = [
+            one.value
+            for one in node.args
+            if isinstance(one, ast.Constant) and isinstance(one.value, str)
+        ]
         binary = called.endswith("open") and any("b" in mode for mode in modes)
-        if called.rpartition(".")[2] in {"open", "fdopen", "read_text", "write_text"} and not binary:
+        if (
+            called.rpartition(".")[2] in {"open", "fdopen", "read_text", "write_text"}
+            and not binary
+        ):
             yield node
 
 
@@ -198,14 +225,21 @@ def test_the_encoding_of_every_text_is_explicit() -> None:
     for path in FILES:
         for call in texts(parsed(path)):
             explicit = any(keyword.arg == "encoding" for keyword in call.keywords)
-            assert explicit or ast.unparse(call.func) in {"os.open", "gzip.open"}, f"{path}:{call.lineno}"
+            assert explicit or ast.unparse(call.func) in {
+                "os.open",
+                "gzip.open",
+            }, f"{path}:{call.lineno}"
 
 
 def is_set(node: ast.AST) -> bool:
     """Return whether an expression is visibly a set."""
     if isinstance(node, ast.BinOp):
         return is_set(node.left) or is_set(node.right)
-    named = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"set", "frozenset"}
+    named = (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in {"set", "frozenset"}
+    )
     return named or isinstance(node, ast.Set | ast.SetComp)
 
 
@@ -219,7 +253,9 @@ def walks(tree: ast.AST) -> Iterator[ast.AST]:
             found = isinstance(node, ast.ListComp | ast.GeneratorExp | ast.DictComp)
             walked = [one.iter for one in node.generators] if found else []  # type: ignore[attr-defined]
         user = parents.get(node)
-        free = isinstance(user, ast.Call) and isinstance(user.func, ast.Name) and user.func.id in FREE
+        free = (
+            isinstance(user, ast.Call) and isinstance(user.func, ast.Name) and user.func.id in FREE
+        )
         if any(map(is_set, walked)) and not free:
             yield node
 
@@ -239,12 +275,22 @@ def test_records_know_the_standard_library_and_msgspec_alone() -> None:
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_modules_load_nothing_heavy(module: str) -> None:
-    code = f"import sys, {module}; print(*sorted({{'torch', 'matplotlib', 'pandas'}} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    code = (
+        f"import sys, {module}; print(*sorted({{'torch', 'matplotlib', 'pandas'}} &"
+        " set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
     assert done.stdout.strip() == ""
 
 
 def test_facade_loads_the_engine_on_first_use() -> None:
-    code = "import dpbench; [getattr(dpbench, name) for name in dpbench.__all__]; print(dpbench.scatter.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    code = (
+        "import dpbench; [getattr(dpbench, name) for name in dpbench.__all__];"
+        " print(dpbench.scatter.__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
     assert done.stdout.strip() == "scatter"

@@ -1,4 +1,7 @@
-"""Memory by phase as a report tells it: device 0's excess, in bytes and by phase; and the tables on devices."""
+"""Memory by phase as a report tells it: device 0's excess, in bytes and by phase.
+
+And the tables on devices.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,21 @@ from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Ste
 from dpbench.report import devices, markdown, page
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=30, devices=3)
-PEAKS = {"forward": (100, 80, 60), "reduce": (400, 90, 110), "gather": (150, 100, 50), UNATTRIBUTED: (400, 10, 10)}
+PEAKS = {
+    "forward": (100, 80, 60),
+    "reduce": (400, 90, 110),
+    "gather": (150, 100, 50),
+    UNATTRIBUTED: (400, 10, 10),
+}
 SHAPES = {
-    "parameter_tensors": 2, "parameter_bytes": 2**20, "trainable_bytes": 2**20, "buffer_bytes": 0, "input_bytes": 1.0,
-    "target_bytes": 1.0, "output_bytes": 0.0,
-}  # fmt: skip
+    "parameter_tensors": 2,
+    "parameter_bytes": 2**20,
+    "trainable_bytes": 2**20,
+    "buffer_bytes": 0,
+    "input_bytes": 1.0,
+    "target_bytes": 1.0,
+    "output_bytes": 0.0,
+}
 
 
 def trial(case: Case = DP, *, number: int = 0, grown: int = 0, **changed: Any) -> Trial:
@@ -31,13 +44,20 @@ def trial(case: Case = DP, *, number: int = 0, grown: int = 0, **changed: Any) -
         for kind in ("allocated", "reserved")
     )
     values = {
-        "verified": Verified.BITWISE, "steps": steps, "round": number, "memory": (*imbalance, Memory(-1, 9999, "rss")),
-        "spans": tuple(Span(k, Phase.REDUCE, 0, "host", s.end_s - 0.5, s.end_s) for k, s in enumerate(steps)),
+        "verified": Verified.BITWISE,
+        "steps": steps,
+        "round": number,
+        "memory": (*imbalance, Memory(-1, 9999, "rss")),
+        "spans": tuple(
+            Span(k, Phase.REDUCE, 0, "host", s.end_s - 0.5, s.end_s) for k, s in enumerate(steps)
+        ),
         "samples": tuple(
-            Sample(s.end_s, d, "busy_s", 0.2 + 0.2 * (d == 0)) for s in steps for d in range(case.devices)
+            Sample(s.end_s, d, "busy_s", 0.2 + 0.2 * (d == 0))
+            for s in steps
+            for d in range(case.devices)
         ),
         "provenance": {"model": SHAPES},
-    } | changed  # fmt: skip
+    } | changed
     return Trial(case=case, **values)
 
 
@@ -65,7 +85,12 @@ def test_a_peak_of_any_round_counts_wherever_it_is() -> None:
     assert found.peaks["forward"] == {0: 109, 1: 89, 2: 69}
     assert found.whole == {0: 409, 1: 109, 2: 119}
     used = [
-        replace(one, samples=tuple(Sample(12.0 + k, 0, "memory_used_bytes", size) for k, size in enumerate(sizes)))
+        replace(
+            one,
+            samples=tuple(
+                Sample(12.0 + k, 0, "memory_used_bytes", size) for k, size in enumerate(sizes)
+            ),
+        )
         for one, sizes in zip(rounds, ([10, 40, 20], [30, 70, 50], [60, 20, 10]), strict=True)
     ]
     (found,) = imbalance.footprints(used)
@@ -75,7 +100,9 @@ def test_a_peak_of_any_round_counts_wherever_it_is() -> None:
 def test_nvml_tells_what_is_in_use_on_the_cases_own_devices() -> None:
     base = trial()
     readings = tuple(
-        Sample(t, d, "memory_used_bytes", 1000.0 * (d + 1) + t) for d in range(5) for t in (12.0, 14.0, 13.0)
+        Sample(t, d, "memory_used_bytes", 1000.0 * (d + 1) + t)
+        for d in range(5)
+        for t in (12.0, 14.0, 13.0)
     )
     given = replace(base, samples=(*base.samples, *readings))
     (found,) = imbalance.footprints([given])
@@ -86,7 +113,10 @@ def test_nvml_tells_what_is_in_use_on_the_cases_own_devices() -> None:
 def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
     (found,) = imbalance.footprints([trial(replace(DP, devices=1))])
     assert (found.excess_bytes, found.causes) == (None, {})
-    assert imbalance.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))]) == []
+    assert (
+        imbalance.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))])
+        == []
+    )
 
 
 # ---------------------------------------------------------------- tables
@@ -99,7 +129,8 @@ def parts(trials: list[Trial]) -> dict[str, devices.TableSection]:
 
 def cells(part: devices.TableSection, line: int) -> dict[str, tuple[str, str]]:
     return {
-        name: (cell.text, cell.small) for name, cell in zip(part.table.columns, part.table.lines[line], strict=True)
+        name: (cell.text, cell.small)
+        for name, cell in zip(part.table.columns, part.table.lines[line], strict=True)
     }
 
 
@@ -120,12 +151,16 @@ def test_the_tables_say_what_was_found() -> None:
     assert imbalance["reduce"] == ("400 B", "100 B")
     assert imbalance["backward"] == ("", "")
     lines = [cells(found["links"], n) for n in range(len(found["links"].table.lines))]
-    (reduce,) = [line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("dp")]
+    (reduce,) = [
+        line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("dp")
+    ]
     assert reduce["direction"] == ("each → 0", "")
     assert reduce["bytes per step"] == ("2.00 MiB", "")
     assert reduce["ms"] == ("500", "")
     assert reduce["GB/s"] == ("0.00419", "")
-    (ring,) = [line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("ddp")]
+    (ring,) = [
+        line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("ddp")
+    ]
     assert (ring["direction"], ring["GB/s"]) == (("a ring", ""), ("", ""))
     assert all(part.labels == ("MEASURED", "CPU-ONLY") for part in found.values())
 

@@ -1,6 +1,9 @@
-"""Fuzz: no machine file, table or command line of any content ends in a traceback or hangs; errors are in plain lines.
+"""Fuzz: no machine file, table or command line of any content ends in a traceback or hangs.
 
-The environment variable FUZZ sets the number of examples of each kind; 2,000 is the number to run by hand.
+Errors are in plain lines.
+
+The environment variable FUZZ sets the number of examples of each kind; 2,000 is the number to run
+by hand.
 """
 
 from __future__ import annotations
@@ -26,16 +29,51 @@ from tests.exported import made, stored
 
 EXAMPLES = int(os.environ.get("FUZZ", "60"))
 SLOWEST_S = 20.0
-"""The seconds after which a command that only reads is called a hang; the slowest takes 1 s on an idle machine."""
+"""The seconds after which a command that only reads is called a hang.
+
+The slowest takes 1 s on an idle machine.
+"""
 TABLE = Path(__file__).parent / "data" / "published.csv"
-ODD = ("", "nan", "inf", "-inf", "-1", "0", "1e400", "9" * 400, "true", "\x1b[31m", "\u202e", "=1+1", "é",
-       "gpu0-99999999999", "gpu1-0", "gpu9", "{}", "[]", "x" * 3000, "a:b", ":", "..", "/dev/null", "@last", "1,2", ",",
-       "--", "2024-01-01")  # fmt: skip
-words = st.sampled_from(ODD) | st.text(max_size=8).filter(lambda text: "\0" not in text and text.isprintable())
+ODD = (
+    "",
+    "nan",
+    "inf",
+    "-inf",
+    "-1",
+    "0",
+    "1e400",
+    "9" * 400,
+    "true",
+    "\x1b[31m",
+    "\u202e",
+    "=1+1",
+    "é",
+    "gpu0-99999999999",
+    "gpu1-0",
+    "gpu9",
+    "{}",
+    "[]",
+    "x" * 3000,
+    "a:b",
+    ":",
+    "..",
+    "/dev/null",
+    "@last",
+    "1,2",
+    ",",
+    "--",
+    "2024-01-01",
+)
+words = st.sampled_from(ODD) | st.text(max_size=8).filter(
+    lambda text: "\0" not in text and text.isprintable()
+)
 PHASES = (hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
 """Without shrinking, which would run commands for minutes."""
 fuzz = hypothesis.settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=[*hypothesis.HealthCheck], phases=PHASES
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[*hypothesis.HealthCheck],
+    phases=PHASES,
 )
 OUT = frozenset({0, 1, 2, 3, 64, 130})
 """The exit codes that the help of some command names."""
@@ -54,8 +92,12 @@ def inside(folder: Path) -> Iterator[None]:
 @contextmanager
 def ended(arguments: tuple[str, ...]) -> Iterator[None]:
     """End a command that hangs, and fail."""
-    before = signal.signal(signal.SIGALRM, lambda number, frame: pytest.fail(f"a hang: {arguments}"))
-    rest_s, _ = signal.setitimer(signal.ITIMER_REAL, SLOWEST_S)  # the rest of the limit that pytest-timeout has set
+    before = signal.signal(
+        signal.SIGALRM, lambda number, frame: pytest.fail(f"a hang: {arguments}")
+    )
+    rest_s, _ = signal.setitimer(
+        signal.ITIMER_REAL, SLOWEST_S
+    )  # the rest of the limit that pytest-timeout has set
     try:
         yield
     finally:
@@ -64,7 +106,10 @@ def ended(arguments: tuple[str, ...]) -> Iterator[None]:
 
 
 def ran(*arguments: str) -> tuple[int, str]:
-    """Run a command in this process; return its exit code and its output. Only SystemExit may be raised."""
+    """Run a command in this process.
+
+    Return its exit code and its output. Only SystemExit may be raised.
+    """
     out = io.StringIO()
     with redirect_stdout(out), redirect_stderr(out), ended(arguments):
         try:
@@ -90,17 +135,38 @@ def folder(tmp_path_factory):
 
 # -- machine files
 
-plain = st.booleans() | st.integers() | st.floats() | words.map(lambda text: f"'{text}'" if "'" not in text else "''")
-PARTS = ("{}", "[]", "[[[]]]", "{a = 1}", "2024-01-01", '"\\u001b[31m"', '["gpu0-1", "cpu0"]', '["gpu0", "gpu0"]',
-         "0x7fffffffffffffff")  # fmt: skip
-numbered = plain.map(lambda value: str(value).lower() if isinstance(value, bool | float) else str(value))
+plain = (
+    st.booleans()
+    | st.integers()
+    | st.floats()
+    | words.map(lambda text: f"'{text}'" if "'" not in text else "''")
+)
+PARTS = (
+    "{}",
+    "[]",
+    "[[[]]]",
+    "{a = 1}",
+    "2024-01-01",
+    '"\\u001b[31m"',
+    '["gpu0-1", "cpu0"]',
+    '["gpu0", "gpu0"]',
+    "0x7fffffffffffffff",
+)
+numbered = plain.map(
+    lambda value: str(value).lower() if isinstance(value, bool | float) else str(value)
+)
 values = numbered | st.sampled_from(PARTS)
-FILES = [(FOLDER / f"{name}.toml").read_text().splitlines() for name in ("rtx-3090-x8", "dgx-1-v100-x128", "b200-x8")]
+FILES = [
+    (FOLDER / f"{name}.toml").read_text().splitlines()
+    for name in ("rtx-3090-x8", "dgx-1-v100-x128", "b200-x8")
+]
 
 
 @st.composite
 def machines(draw: st.DrawFn) -> str:
-    """Return a machine file in which lines were replaced, removed, doubled or given another value."""
+    """Return a machine file in which lines were replaced, removed, doubled or given another
+    value.
+    """
     lines = list(draw(st.sampled_from(FILES)))
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(lines) - 1))
@@ -109,11 +175,15 @@ def machines(draw: st.DrawFn) -> str:
         if how == "value" and is_value:
             lines[place] = f"{key} = {draw(values)}"
         elif how == "key" and is_value:
-            lines[place] = lines[place].replace(key, draw(st.sampled_from(["gpu", "host", "nodes", "between", "x"])), 1)
+            lines[place] = lines[place].replace(
+                key, draw(st.sampled_from(["gpu", "host", "nodes", "between", "x"])), 1
+            )
         elif how in ("remove", "double"):
             lines[place : place + 1] = [lines[place]] * (2 * (how == "double"))
         else:
-            lines[place] = draw(words | st.sampled_from(["[gpu]", "[[link]]", "[probe.a]", "[host", "[collective]"]))
+            lines[place] = draw(
+                words | st.sampled_from(["[gpu]", "[[link]]", "[probe.a]", "[host", "[collective]"])
+            )
         lines = lines or [""]
     return "\n".join(lines)
 
@@ -133,7 +203,14 @@ def test_any_machine_file_is_predicted_or_refused(folder, text):
 with TABLE.open(newline="", encoding="utf-8") as file:
     ROWS = [row for row in csv.DictReader(file) if row["id"].startswith("RYU2080TI-")][:400]
 ONES = [row for row in ROWS if row["n_gpu"] == "1"][:3]
-SAMPLE = [*ONES, *(row for row in ROWS if row["n_gpu"] != "1" and row["model"] in {one["model"] for one in ONES})][:8]
+SAMPLE = [
+    *ONES,
+    *(
+        row
+        for row in ROWS
+        if row["n_gpu"] != "1" and row["model"] in {one["model"] for one in ONES}
+    ),
+][:8]
 
 
 @st.composite
@@ -173,14 +250,36 @@ def test_any_table_is_scored_or_refused(folder, content):
 # -- command lines
 
 FREE = {
-    "report", "explain", "compare", "list", "show", "rm", "merge", "export", "predict", "import", "run", "check",
-    "init", "loaders", "watch",
-}  # fmt: skip
+    "report",
+    "explain",
+    "compare",
+    "list",
+    "show",
+    "rm",
+    "merge",
+    "export",
+    "predict",
+    "import",
+    "run",
+    "check",
+    "init",
+    "loaders",
+    "watch",
+}
 """The commands that are fuzzed; `probe` measures for a minute, whatever its options are."""
 NEVER = {
-    "-m", "--yes", "--output", "--store", "--report", "--html", "--page", "--max-batch",
-    "--memory", "--anyway", "--find-max-batch",
-}  # fmt: skip
+    "-m",
+    "--yes",
+    "--output",
+    "--store",
+    "--report",
+    "--html",
+    "--page",
+    "--max-batch",
+    "--memory",
+    "--anyway",
+    "--find-max-batch",
+}
 """Options that would remove, write elsewhere, or measure."""
 MEASURES = {"run": ["--dry-run"]}
 """What keeps a command from measuring."""
@@ -194,19 +293,28 @@ def lines(draw: st.DrawFn) -> list[str]:
     name = draw(st.sampled_from(sorted(FREE)))
     command = cli.cli.commands[name]
     found = [name, *MEASURES.get(name, [])]
-    options = [one for one in command.params if isinstance(one, click.Option) and not {*one.opts} & NEVER]
+    options = [
+        one for one in command.params if isinstance(one, click.Option) and not {*one.opts} & NEVER
+    ]
     for one in draw(st.lists(st.sampled_from(options), max_size=4)) if options else []:
         found.append(one.opts[0])
         if not one.is_flag:
             known = list(one.type.choices) if isinstance(one.type, click.Choice) else []
-            usual = st.sampled_from([*map(str, known), "1", "2", "mlp", "single,dp", "dpbench.db", "resnet50", "0.5"])
+            usual = st.sampled_from(
+                [*map(str, known), "1", "2", "mlp", "single,dp", "dpbench.db", "resnet50", "0.5"]
+            )
             found.append(draw(usual | words))
     if name in ABSENT:
-        found += [ABSENT[name], draw(st.sampled_from(["absent:net", "absent.py:net", "", ":", "a\x1b:b", "a:"]))]
+        found += [
+            ABSENT[name],
+            draw(st.sampled_from(["absent:net", "absent.py:net", "", ":", "a\x1b:b", "a:"])),
+        ]
     elif name in ("watch", "init"):
         found.append(draw(st.sampled_from(["absent/a.py", "", "/", "absent/\x1b.py"])))
     else:
-        usual = st.sampled_from(["@last", "jsonl", "csv", "trace", "pyperf", "models", "runs", "metrics", "dpbench.db"])
+        usual = st.sampled_from(
+            ["@last", "jsonl", "csv", "trace", "pyperf", "models", "runs", "metrics", "dpbench.db"]
+        )
         found += draw(st.lists(usual | words, max_size=2))
     return found
 
@@ -218,8 +326,12 @@ HUGE = "9" * 400
 @hypothesis.example(line=["run", "--dry-run", "--rounds", HUGE])
 @hypothesis.example(line=["run", "--dry-run", "--device-memory", HUGE])
 @hypothesis.example(line=["loaders", "--dataset", "absent.py:net", "--examples", HUGE])
-@hypothesis.example(line=["predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--batch-sizes", HUGE])
-@hypothesis.example(line=["predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--step-s", "1e-300"])
+@hypothesis.example(
+    line=["predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--batch-sizes", HUGE]
+)
+@hypothesis.example(
+    line=["predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--step-s", "1e-300"]
+)
 @hypothesis.given(line=lines())
 def test_any_command_line_works_or_is_refused(folder, line):
     ran(*line)

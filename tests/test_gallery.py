@@ -1,4 +1,6 @@
-"""The gallery: reports/index.html lists each report of a real run, with links that lead somewhere."""
+"""The gallery: reports/index.html lists each report of a real run, with links that lead
+somewhere.
+"""
 
 import re
 from pathlib import Path
@@ -10,7 +12,9 @@ from tests.test_compare import BEFORE, HOSTILE, stored
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_run_gets_a_folder_with_its_page_and_trials_and_a_paragraph_in_the_list(tmp_path: Path) -> None:
+def test_a_run_gets_a_folder_with_its_page_and_trials_and_a_paragraph_in_the_list(
+    tmp_path: Path,
+) -> None:
     run_id = stored(tmp_path / "dpbench.db", BEFORE)
     folder = tmp_path / "reports" / "one"
     gallery.add(folder, f"One {HOSTILE}", "What it shows.", tmp_path / "dpbench.db", None)
@@ -34,7 +38,9 @@ def test_a_run_gets_a_folder_with_its_page_and_trials_and_a_paragraph_in_the_lis
 
 def test_the_list_of_this_repository_is_fresh_and_its_links_lead_to_files() -> None:
     text = (ROOT / "reports" / "index.html").read_text(encoding="utf-8")
-    assert text == gallery.listed(ROOT / "reports") + "\n", "run python -m benchmarks.scripts.gallery"
+    assert text == gallery.listed(ROOT / "reports") + "\n", (
+        "run python -m benchmarks.scripts.gallery"
+    )
     links = re.findall(r'href="([^"]+)"', text)
     assert links
     assert [link for link in links if not (ROOT / "reports" / link).is_file()] == []

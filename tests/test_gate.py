@@ -16,7 +16,9 @@ import gate_tries  # noqa: E402
 
 
 def simulated(slowdown: float, seed: int, wall: float = 0.21, cpu: float = 0.035) -> gate.Answer:
-    """Return the rule's answer if the logarithms of the ratios of pairs spread by `wall` and `cpu`."""
+    """Return the rule's answer if the logarithms of the ratios of pairs spread by `wall` and
+    `cpu`.
+    """
     draw = np.random.default_rng(seed)
     level = gate.ALPHA / (len(gate.CASES) * len(gate.LOOKS) * len(gate.TIMES))
     found = {
@@ -24,7 +26,9 @@ def simulated(slowdown: float, seed: int, wall: float = 0.21, cpu: float = 0.035
         for name, spread in (("wall_s", wall), ("cpu_s", cpu))
     }
     for pairs in gate.LOOKS:
-        one = gate.judge("case", {name: ratios[:pairs] for name, ratios in found.items()}, 0.05, level)
+        one = gate.judge(
+            "case", {name: ratios[:pairs] for name, ratios in found.items()}, 0.05, level
+        )
         if one.answer is not gate.Answer.UNKNOWN:
             return one.answer
     return gate.Answer.UNKNOWN
@@ -58,7 +62,9 @@ def test_the_whole_answer_is_that_of_the_worst_case() -> None:
     assert gate.whole([other]) is gate.Answer.NOT_SLOWER
 
 
-def test_planted_work_is_found_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_work_is_found_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gate, "LOOKS", (3,))
     monkeypatch.setattr(gate, "ALPHA", 0.5)
     with gate.tree_of("HEAD") as base, gate.tree_of("HEAD") as head:

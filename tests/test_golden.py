@@ -14,7 +14,9 @@ RUNS = golden.runs()
 def test_the_reading_commands_print_what_is_recorded(name: str) -> None:
     changes = list(golden.differences(name, golden.recorded(name), RUNS[name]()))
     shown = "\n".join(changes[:40])
-    assert not changes, f"`python -m tests.golden {name}` prints {len(changes)} changed lines:\n{shown}"
+    assert not changes, (
+        f"`python -m tests.golden {name}` prints {len(changes)} changed lines:\n{shown}"
+    )
 
 
 def test_every_recorded_file_belongs_to_a_run() -> None:

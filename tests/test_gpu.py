@@ -32,9 +32,14 @@ def _case(strategy: str, devices: int, model: str = "mlp") -> Case:
     placement = "colocated" if devices > 1 else "spread"
     schedule = "reference" if strategy == "dp" else ""
     return Case(
-        model=model, strategy=strategy, devices=devices, batch_size=64, device_kind="cuda", placement=placement,
+        model=model,
+        strategy=strategy,
+        devices=devices,
+        batch_size=64,
+        device_kind="cuda",
+        placement=placement,
         schedule=schedule,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +49,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 1), ("dp", 2), ("dp", 4), ("torch_dp", 2)])
-def test_a_strategy_is_verified_and_its_ledger_closes(server: Server, strategy: str, devices: int, model: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), ("dp", 1), ("dp", 2), ("dp", 4), ("torch_dp", 2)]
+)
+def test_a_strategy_is_verified_and_its_ledger_closes(
+    server: Server, strategy: str, devices: int, model: str
+) -> None:
     trial = server.run(_case(strategy, devices, model), Effort(budget_s=0.3), 0, 120.0)
     assert trial.status is Status.OK, trial.reason
     assert trial.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
@@ -71,7 +80,10 @@ def test_outputs_and_gradients_equal_torch_data_parallel(ids: list[int]) -> None
     model = models.load("mlp", "small", 0)
     ours, theirs = model.module.cuda(), copy.deepcopy(model.module).cuda()
     inputs, target = (t.cuda() for t in model.batch(50, 1))
-    for module, wrapped in ((ours, DataParallel(ours, ids)), (theirs, torch.nn.DataParallel(theirs, ids))):
+    for module, wrapped in (
+        (ours, DataParallel(ours, ids)),
+        (theirs, torch.nn.DataParallel(theirs, ids)),
+    ):
         output = wrapped(inputs)
         model.loss(output, target).backward()
         module.output = output.detach()
@@ -130,11 +142,16 @@ def test_out_of_memory_is_a_trial_that_names_the_device(server: Server, tmp_path
     trial = server.run(case, Effort(budget_s=0.3), 0, 120.0)
     assert trial.status is Status.OOM, trial.reason
     assert "cuda:0" in trial.reason
-    assert trial.failed_device in (0, 1)  # the replica whose worker met it, or the GPU that both share
+    assert trial.failed_device in (
+        0,
+        1,
+    )  # the replica whose worker met it, or the GPU that both share
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 2), ("ddp", 1)])
-def test_peaks_by_phase_come_from_the_allocator(server: Server, strategy: str, devices: int) -> None:
+def test_peaks_by_phase_come_from_the_allocator(
+    server: Server, strategy: str, devices: int
+) -> None:
     trial = server.run(_case(strategy, devices, "resnet18"), Effort(budget_s=0.1), 0, 120.0)
     assert trial.status is Status.OK, trial.reason
     assert "no_memory_by_phase" not in trial.provenance
@@ -143,7 +160,11 @@ def test_peaks_by_phase_come_from_the_allocator(server: Server, strategy: str, d
         by_phase = {phase: size for (phase, k), size in found.items() if k == kind and phase}
         assert {"scatter", "forward", "loss", "backward", "optimizer"} <= set(by_phase)
         assert max(by_phase.values()) <= found["", kind] * 1.5  # whole steps, from another start
-    assert all(found[phase, "reserved"] >= size for (phase, kind), size in found.items() if kind == "allocated")
+    assert all(
+        found[phase, "reserved"] >= size
+        for (phase, kind), size in found.items()
+        if kind == "allocated"
+    )
     assert found["backward", "allocated"] > found["scatter", "allocated"]
 
 
@@ -170,24 +191,34 @@ def test_trials_survive_json(server: Server) -> None:
     assert Trial.from_dict(trial.to_dict()) == trial
 
 
-def _trained(schedule: str, ids: list[int], model: str = "mlp", steps: int = 5, **options: Any) -> torch.nn.Module:
+def _trained(
+    schedule: str, ids: list[int], model: str = "mlp", steps: int = 5, **options: Any
+) -> torch.nn.Module:
     """Return a module after some steps on GPUs, on batches that do not divide evenly."""
     loaded = models.load(model, "small", 0)
     module = loaded.module.cuda(ids[0])
-    with TrainStep(module, loaded.loss, lambda p: torch.optim.SGD(p, lr=0.01), ids, schedule, **options) as step:
+    with TrainStep(
+        module, loaded.loss, lambda p: torch.optim.SGD(p, lr=0.01), ids, schedule, **options
+    ) as step:
         for seed in range(steps):
             step(*loaded.batch(8 * len(ids) + 3, seed))
     return module
 
 
-def _near(ours: torch.nn.Module, theirs: torch.nn.Module, rtol: float = 1e-4, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()), rtol=rtol, atol=atol)
+def _near(
+    ours: torch.nn.Module, theirs: torch.nn.Module, rtol: float = 1e-4, atol: float = 1e-5
+) -> None:
+    torch.testing.assert_close(
+        dict(ours.state_dict()), dict(theirs.state_dict()), rtol=rtol, atol=atol
+    )
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"clip_norm": 0.5}], ids=str)
 @pytest.mark.parametrize("rung", list(RUNGS))
-def test_rungs_on_distinct_gpus_agree_with_reference_within_rounding(rung: str, options: dict[str, Any]) -> None:
+def test_rungs_on_distinct_gpus_agree_with_reference_within_rounding(
+    rung: str, options: dict[str, Any]
+) -> None:
     ids = list(range(torch.cuda.device_count()))
     loose = {} if RUNGS[rung].exact else {"rtol": 2e-2, "atol": 2e-3}
     _near(_trained(rung, ids, **options), _trained("reference", ids, **options), **loose)
@@ -205,7 +236,9 @@ def test_spread_devices_go_from_the_worker_to_the_report(server: Server, strateg
         assert sum(phases.values()) == pytest.approx(step.seconds)
     busy = {sample.device for sample in trial.samples if sample.metric == "kernel_busy_s"}
     assert busy == {0, 1}, "both GPUs computed"
-    report = Report.of([single, trial], run_id="gpus", started_s=0.0, provenance=collect(describe()))
+    report = Report.of(
+        [single, trial], run_id="gpus", started_s=0.0, provenance=collect(describe())
+    )
     assert [row.case for row in report.rows] == [single.case, case]
 
 
@@ -214,14 +247,18 @@ def test_nvml_and_cuda_number_gpus_alike() -> None:
     found = [one.removeprefix("GPU-") for one in gpu_uuids(range(torch.cuda.device_count()))]
     with open_nvml() as nvml:
         assert nvml is not None
-        assert [gpu.uuid.removeprefix("GPU-") for gpu in nvml.gpus] == found, "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        assert [gpu.uuid.removeprefix("GPU-") for gpu in nvml.gpus] == found, (
+            "set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        )
 
 
 @pytest.mark.multi_gpu
 def test_the_probe_times_every_link() -> None:
     count = torch.cuda.device_count()
     found = {one.name: one.value for one in probe._links(count)}
-    assert found["peer_access_ratio"] in [part / (count * (count - 1)) for part in range(count * (count - 1) + 1)]
+    assert found["peer_access_ratio"] in [
+        part / (count * (count - 1)) for part in range(count * (count - 1) + 1)
+    ]
     rates = {name: rate for name, rate in found.items() if name.endswith("_bytes_per_s")}
     assert len(rates) == count + count * (count - 1)
     assert min(rates.values()) > 1e8
@@ -242,10 +279,15 @@ def test_nccl_sums_cuts_and_spreads_in_place() -> None:
     count = len(devices)
     collectives = devices[0].collectives(devices)
     assert collectives is not None
-    whole = sum(torch.arange(32 * count) * (i + 1) for i in range(count)).float()  # whole numbers: exact in any order
+    whole = sum(
+        torch.arange(32 * count) * (i + 1) for i in range(count)
+    ).float()  # whole numbers: exact in any order
 
     def run(name: str, *arguments: Any) -> list[torch.Tensor]:
-        tensors = [(torch.arange(32 * count) * (i + 1)).float().to(d.torch_device) for i, d in enumerate(devices)]
+        tensors = [
+            (torch.arange(32 * count) * (i + 1)).float().to(d.torch_device)
+            for i, d in enumerate(devices)
+        ]
         for i in range(count):
             collectives.follow(i)
         getattr(collectives, name)(tensors, *arguments)
@@ -260,7 +302,9 @@ def test_nccl_sums_cuts_and_spreads_in_place() -> None:
         assert torch.equal(one.view(count, -1)[i], whole.view(count, -1)[i])
     for one in run("all_gather"):
         for i in range(count):
-            assert torch.equal(one.view(count, -1)[i], torch.arange(32.0 * count).view(count, -1)[i] * (i + 1))
+            assert torch.equal(
+                one.view(count, -1)[i], torch.arange(32.0 * count).view(count, -1)[i] * (i + 1)
+            )
 
 
 @pytest.mark.multi_gpu

@@ -1,4 +1,6 @@
-"""The page of `make gpu-check`: it has each failure, no host name, and a machine without GPUs gets none."""
+"""The page of `make gpu-check`: it has each failure, no host name, and a machine without GPUs gets
+none.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_the_page_names_machine_failures_and_run(tmp_path: Path) -> None:
     junit = tmp_path / "junit.xml"
     junit.write_text(JUNIT)
     gpus = {
-        "gpus": [{"index": 0, "name": "NVIDIA A2", "memory_bytes": 16_000_000_000, "uuid": "GPU-1"}],
+        "gpus": [
+            {"index": 0, "name": "NVIDIA A2", "memory_bytes": 16_000_000_000, "uuid": "GPU-1"}
+        ],
         "driver": "570",
     }
     facts = provenance.collect(gpus)
@@ -42,7 +46,9 @@ def test_the_page_names_machine_failures_and_run(tmp_path: Path) -> None:
     assert "did not end" in gpu_check.page(facts, None, "")
 
 
-def test_without_gpus_there_is_no_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_gpus_there_is_no_page(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(gpu_check.nvml, "describe", lambda: {"physical_gpus": 0, "gpus": []})
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     with pytest.raises(SystemExit) as raised:

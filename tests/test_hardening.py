@@ -45,7 +45,9 @@ def test_processes_that_share_a_store_and_are_killed_lose_nothing() -> None:
     """In a process of its own, because it forks."""
     command = [sys.executable, "-m", "tests.hardening", "writers", "8"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stdout[-3000:] + done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), (
+        done.stdout[-3000:] + done.stderr
+    )
     assert done.stdout.endswith("writers: 8 tried, 0 complaints\n")
 
 
@@ -71,7 +73,9 @@ def test_an_unreadable_trial_is_listed_and_hides_no_other(dpbench, path, sql) ->
     assert (code, len(out.splitlines())) == (0, 2)
     # a table of cases is made from the summary of the trial, which needs no spans
     assert (f"{path}, row 2 of the table trial" in err) != sql.startswith("UPDATE span")
-    assert out.splitlines()[1].split(",")[out.splitlines()[0].split(",").index("rounds")] == str(3 - ("row 2" in err))
+    assert out.splitlines()[1].split(",")[out.splitlines()[0].split(",").index("rounds")] == str(
+        3 - ("row 2" in err)
+    )
 
 
 NAMES = {"schedule": "turbo", "device_kind": "tpu", "optimizer": "lion", "placement": "elsewhere"}
@@ -81,13 +85,19 @@ NAMES = {"schedule": "turbo", "device_kind": "tpu", "optimizer": "lion", "placem
 def test_names_that_only_another_version_knows_are_shown(dpbench, path, field) -> None:
     dp = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
     other = replace(dp, **{field: NAMES[field]})
-    run_id = stored(path, *(made(case, number=number) for number in range(3) for case in (SINGLE, dp, other)))
+    run_id = stored(
+        path, *(made(case, number=number) for number in range(3) for case in (SINGLE, dp, other))
+    )
     code, out, err = dpbench("report", "--json", "--store", path)
     assert (code, "unreadable" in err) == (0, False), err
     rows = json.loads(out)["cases"]
     assert {row["case"].get(field) for row in rows} >= {NAMES[field]}
     assert len(rows) == 3
-    for command in (("report", "--html", path.with_name("page.html")), ("explain", "--all"), ("show",)):
+    for command in (
+        ("report", "--html", path.with_name("page.html")),
+        ("explain", "--all"),
+        ("show",),
+    ):
         code, _, err = dpbench(*command, "--store", path)
         assert (code, err) == (0, ""), command
     assert dpbench("compare", run_id[:8], run_id[:8], "--store", path)[0] in (0, 3)
@@ -98,7 +108,9 @@ def changed_case(path: Path, **changes: object) -> None:
     with closing(sqlite3.connect(path)) as db, db:
         (text,) = db.execute("SELECT case_json FROM trial WHERE id=2").fetchone()
         data = {**json.loads(text), **changes}
-        fingerprint = sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        fingerprint = sha256(
+            json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
         db.execute(
             "UPDATE trial SET case_json=?, fingerprint=?, summary=NULL WHERE id=2",
             (json.dumps(data), fingerprint),
@@ -106,7 +118,9 @@ def changed_case(path: Path, **changes: object) -> None:
 
 
 def is_left_out(dpbench, path: Path, table: str = "trial") -> None:
-    """Check that each command on a store of three trials counts row 2 of a table as unreadable, and shows the rest."""
+    """Check that each command on a store of three trials counts row 2 of a table as unreadable, and
+    shows the rest.
+    """
     for command in (
         ("report", "--json"),
         ("report", "--html", path.with_name("page.html")),
@@ -122,7 +136,10 @@ def is_left_out(dpbench, path: Path, table: str = "trial") -> None:
         assert (code, "Traceback" in err) == (0, False), (command, err)
         if command == ("report", "--json"):
             warned = json.loads(out)["warnings"]
-            assert any(f"could not be read, and is left out: 2 of the table {table}" in one for one in warned), warned
+            assert any(
+                f"could not be read, and is left out: 2 of the table {table}" in one
+                for one in warned
+            ), warned
 
 
 @pytest.mark.parametrize(
@@ -208,7 +225,12 @@ def test_a_step_of_an_impossible_duration_is_no_result(dpbench, path, seconds) -
     stored(path, *(made(SINGLE, number=number) for number in range(3)))
     change(path, "UPDATE step SET seconds=? WHERE trial_id=2", seconds)
     change(path, "UPDATE trial SET summary=NULL WHERE id=2")
-    for command in (("report", "--md"), ("explain", "--all"), ("export", "csv"), ("export", "trace", "--all")):
+    for command in (
+        ("report", "--md"),
+        ("explain", "--all"),
+        ("export", "csv"),
+        ("export", "trace", "--all"),
+    ):
         code, _, err = dpbench(*command, "--store", path)
         assert code == 0, (command, err)
 
@@ -260,14 +282,18 @@ def test_a_run_of_wrong_types_is_left_out_and_counted(dpbench, path, sql) -> Non
 def bomb(length: int) -> bytes:
     """Return zeros, compressed to a thousandth of their length."""
     pressing = zlib.compressobj(9)
-    return b"".join([*(pressing.compress(bytes(2**20)) for _ in range(length // 2**20)), pressing.flush()])
+    return b"".join(
+        [*(pressing.compress(bytes(2**20)) for _ in range(length // 2**20)), pressing.flush()]
+    )
 
 
 @pytest.mark.parametrize("stated", [6, 2**40])
 @pytest.mark.parametrize("summarized", [False, True])
 def test_a_series_is_decompressed_as_far_as_its_row_states(path, stated, summarized) -> None:
     stored(path, *(made(SINGLE, number=number) for number in range(3)))
-    change(path, "UPDATE series SET times=?, readings=times, n=? WHERE trial_id=2", bomb(2**26), stated)
+    change(
+        path, "UPDATE series SET times=?, readings=times, n=? WHERE trial_id=2", bomb(2**26), stated
+    )
     if not summarized:
         change(path, "UPDATE trial SET summary=NULL WHERE id=2")
     listed: list[UnreadableRow] = []
@@ -295,9 +321,15 @@ def test_the_longest_series_is_read_whole(path, monkeypatch) -> None:
 def test_page_markdown_json_and_python_list_the_rows_that_could_not_be_read(dpbench, path) -> None:
     run_id = stored(path, *(made(SINGLE, number=number) for number in range(4)))
     stored(path, made(SINGLE))
-    for sql in ("trial SET verified='perhaps' WHERE id IN (2, 4)", "run SET started='x' WHERE rowid=2"):
+    for sql in (
+        "trial SET verified='perhaps' WHERE id IN (2, 4)",
+        "run SET started='x' WHERE rowid=2",
+    ):
         change(path, f"UPDATE {sql}")
-    said = "3 rows of the store could not be read, and are left out: 2 of the table run and 2, 4 of the table trial"
+    said = (
+        "3 rows of the store could not be read, and are left out: 2 of the table run and 2, 4 of"
+        " the table trial"
+    )
     page = path.with_name("page.html")
     assert dpbench("report", "--run", run_id, "--html", page, "--store", path)[0] == 0
     assert page.read_text(encoding="utf-8").count(said) == 1
@@ -361,7 +393,9 @@ def test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed(path, how) 
         path.unlink()
         if how == "replaced":
             path.write_bytes(b"")
-        with pytest.raises(StoreError, match=r"was deleted or replaced .* all trials so far are in") as raised:
+        with pytest.raises(
+            StoreError, match=r"was deleted or replaced .* all trials so far are in"
+        ) as raised:
             opened.end_trial(number, made(SINGLE))
         with pytest.raises(StoreError, match="was deleted or replaced"):
             opened.begin_trial(run_id, SINGLE, 1)

@@ -1,4 +1,6 @@
-"""The history of a case over commits, and predictions compared with measurements, from stores made by hand."""
+"""The history of a case over commits, and predictions compared with measurements, from stores made
+by hand.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from dpbench.report import figures, markdown, page
 from dpbench.store import Store
 
 CASE = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
-GPU = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference", device_kind="cuda")
+GPU = Case(
+    model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference", device_kind="cuda"
+)
 GPUS = {"gpus": [{"name": "NVIDIA GeForce RTX 3090"}] * 2}
 
 
@@ -28,20 +32,30 @@ def trials_of(case: Case, seconds: float, rounds: int = 4) -> list[Trial]:
     """Return measured trials whose rounds differ by 0.1 %."""
     return [
         Trial(
-            case=case, verified=Verified.BITWISE, round=number,
-            steps=tuple(Step(seconds * (1 + 0.001 * number), False, i * seconds) for i in range(1, 9)),
+            case=case,
+            verified=Verified.BITWISE,
+            round=number,
+            steps=tuple(
+                Step(seconds * (1 + 0.001 * number), False, i * seconds) for i in range(1, 9)
+            ),
         )
         for number in range(rounds)
-    ]  # fmt: skip
+    ]
 
 
-def add(store: Store, trials: Sequence[Trial], commit: str, *, key: str = "here", **facts: Any) -> str:
+def add(
+    store: Store, trials: Sequence[Trial], commit: str, *, key: str = "here", **facts: Any
+) -> str:
     """Add a finished run on a machine to a store, and return its id."""
     known = {
         "dpbench": {"version": "1", "commit": commit * 10, "dirty": facts.pop("dirty", False)},
-        "packages": {"torch": facts.pop("torch", "2.13.0")}, "host": {"name": "a", "cpu": "EPYC"}, **facts,
-    }  # fmt: skip
-    run_id, _ = store.begin_run(plan=f"{commit} {key} {facts}", host=key, code="c", rounds=4, provenance=known)
+        "packages": {"torch": facts.pop("torch", "2.13.0")},
+        "host": {"name": "a", "cpu": "EPYC"},
+        **facts,
+    }
+    run_id, _ = store.begin_run(
+        plan=f"{commit} {key} {facts}", host=key, code="c", rounds=4, provenance=known
+    )
     for trial in trials:
         store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
     store.end_run(run_id)
@@ -55,7 +69,10 @@ def report(path: Path, run_id: str) -> Report:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
-    """Make a store with six commits; a step takes 10 ms in the first three and 13 ms in the others."""
+    """Make a store with six commits.
+
+    A step takes 10 ms in the first three and 13 ms in the others.
+    """
     with Store.create(tmp_path / "s.db") as store:
         for number, seconds in enumerate((0.010, 0.01001, 0.00999, 0.013, 0.01301, 0.01299)):
             add(store, trials_of(CASE, seconds), f"c0ffee{number}")
@@ -77,7 +94,14 @@ def test_a_history_has_the_commits_of_one_machine_in_order(kept: Path) -> None:
     (history,) = newest(kept).histories
     assert [point.commit for point in history.points] == [f"c0ffee{number}c" for number in range(6)]
     assert [round(point.step.value * 1e3) for point in history.points] == [10, 10, 10, 13, 13, 13]
-    assert [point.step.n for point in history.points] == [4, 4, 4, 4, 4, 8], "the last commit has two runs"
+    assert [point.step.n for point in history.points] == [
+        4,
+        4,
+        4,
+        4,
+        4,
+        8,
+    ], "the last commit has two runs"
     assert len(history.points[-1].runs) == 2
     assert history.labels == ("MEASURED", "CPU-ONLY")
 
@@ -103,7 +127,10 @@ def test_a_step_within_the_intervals_does_not_count(tmp_path: Path) -> None:
         for number, seconds in enumerate((0.010, 0.0101, 0.0102, 0.011, 0.0109)):
             scales = (0.8, 1.0, 1.2, 0.9)
             trials = [
-                replace(trial, steps=tuple(Step(one.seconds * scale, False, one.end_s) for one in trial.steps))
+                replace(
+                    trial,
+                    steps=tuple(Step(one.seconds * scale, False, one.end_s) for one in trial.steps),
+                )
                 for trial, scale in zip(trials_of(CASE, seconds), scales, strict=True)
             ]
             last = add(store, trials, f"c0ffee{number}")
@@ -113,7 +140,9 @@ def test_a_step_within_the_intervals_does_not_count(tmp_path: Path) -> None:
     assert section.panels[0].caption == "5 commits. No change is detected."
 
 
-def test_without_asv_the_section_has_no_steps_and_says_so(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_asv_the_section_has_no_steps_and_says_so(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "asv.step_detect", None)
     (section,) = [one for one in figures.sections(newest(kept)) if one.id == "history"]
     assert section.note == "Changes are not detected, because asv is not installed."
@@ -132,14 +161,18 @@ def test_two_commits_are_no_history(tmp_path: Path) -> None:
 
 def predicted(case: Case, seconds: float, low: float, high: float, machine: str) -> Trial:
     return Trial(
-        case=case, source=Source.PREDICTED, steps=(Step(seconds, False, seconds),),
+        case=case,
+        source=Source.PREDICTED,
+        steps=(Step(seconds, False, seconds),),
         provenance={"machine": machine, "profile": "given", "interval_80_s": [low, high]},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
 def both(tmp_path: Path) -> Path:
-    """Make a store with a measurement of 10 ms on two GPUs, and predictions for these and for other GPUs."""
+    """Make a store with a measurement of 10 ms on two GPUs, and predictions for these and for other
+    GPUs.
+    """
     here = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "GeForce RTX 3090"}] * 8}}
     other = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "A100-SXM4-80GB"}] * 8}}
     put = functools.partial(predicted, GPU)
@@ -155,16 +188,22 @@ def both(tmp_path: Path) -> Path:
 def test_the_newest_prediction_for_this_hardware_stands_beside_the_measurement(both: Path) -> None:
     found = newest(both).forecasts
     assert [(one.machine, round(one.error, 2), one.inside) for one in found] == [
-        ("ours", 0.2, True), ("ours too", -0.2, False),
-    ]  # fmt: skip
+        ("ours", 0.2, True),
+        ("ours too", -0.2, False),
+    ]
     assert found[0].labels == ("PREDICTED", "MEASURED")
 
 
 def test_the_section_has_values_intervals_errors_and_labels(both: Path) -> None:
     text = page.render(newest(both))
     section = re.search(r'<section id="predicted".*?</section>', text, re.DOTALL)[0]
-    assert "Predicted against measured: the intervals of the predictions contain 1 of 2 measured step times" in section
-    cells = [re.sub(r"<[^>]*>", " ", one).split() for one in re.findall(r"<td[^>]*>(.*?)</td>", section)]
+    assert (
+        "Predicted against measured: the intervals of the predictions contain 1 of 2 measured step"
+        " times" in section
+    )
+    cells = [
+        re.sub(r"<[^>]*>", " ", one).split() for one in re.findall(r"<td[^>]*>(.*?)</td>", section)
+    ]
     assert cells[1:6] == [["ours"], ["12.0", "9.00–14.0"], cells[3], ["+20%"], ["yes"]]
     assert cells[3][0] == "10.0"
     assert set(re.findall(r'class="badge ([A-Z-]*)"', section)) == {"PREDICTED", "MEASURED"}

@@ -1,4 +1,6 @@
-"""Hostile texts: no text of a store, an export or a trace controls a terminal, reorders a line or starts a formula."""
+"""Hostile texts: no text of a store, an export or a trace controls a terminal, reorders a line or
+starts a formula.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ from dpbench.store.export import formats
 from tests import exported
 from tests.exported import made, stored
 
-HIDDEN = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+HIDDEN = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 """What must never be printed; a line feed may, because it ends the lines."""
 TEXT = "\x1b]0;x\x07\x1b[31m\x00\x9b1m\u202ea\u2066b\u200fc\u2028d\x85e\r\n=1\t<script>alert(1)</script>|`"
 FORMULAS = tuple(f"{start}cmd|'/c calc'!A1{TEXT}" for start in ("=", "+", "-", "@", "\t=", "\r="))
 DRIVERS = {"strategy", "schedule", "mode", "declared"}
-"""The fields of a case that choose code: an unknown value is refused, and the refusal must be visible too."""
+"""The fields of a case that choose code: an unknown value is refused, and the refusal must be
+visible too.
+"""
 
 
 @pytest.fixture
@@ -37,23 +43,38 @@ def dpbench(tmp_path, monkeypatch, capfd):
 
 
 def poisoned(value: Any, text: str) -> Any:
-    """Return a value in which every text, at any depth, also the key of a mapping, is `text`; other values stay."""
+    """Return a value in which every text, at any depth, also the key of a mapping, is `text`.
+
+    Other values stay.
+    """
     if isinstance(value, str) and not isinstance(value, Enum):
         return text
     if dataclasses.is_dataclass(value):
-        found = {one.name: poisoned(getattr(value, one.name), text) for one in dataclasses.fields(value)}
+        found = {
+            one.name: poisoned(getattr(value, one.name), text) for one in dataclasses.fields(value)
+        }
         return dataclasses.replace(value, **found)
     if isinstance(value, Mapping):
-        return {name: poisoned(inner, text) for name, inner in value.items()} | {text: text if not value else 1.0}
-    return type(value)(poisoned(one, text) for one in value) if isinstance(value, list | tuple) else value
+        return {name: poisoned(inner, text) for name, inner in value.items()} | {
+            text: text if not value else 1.0
+        }
+    return (
+        type(value)(poisoned(one, text) for one in value)
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 FULL = dataclasses.replace(
-    exported.DP, options=(("a", "b"),), neighbour="mlp",
+    exported.DP,
+    options=(("a", "b"),),
+    neighbour="mlp",
     declared=dataclasses.replace(registry.traits("dp"), strategy="dp"),
-)  # fmt: skip
+)
 TEXTS = [
-    one.name for one in dataclasses.fields(Case) if poisoned(getattr(FULL, one.name), "x") != getattr(FULL, one.name)
+    one.name
+    for one in dataclasses.fields(Case)
+    if poisoned(getattr(FULL, one.name), "x") != getattr(FULL, one.name)
 ]
 
 
@@ -87,7 +108,16 @@ def poison() -> Trial:
 def test_the_corpus_reaches_every_text_of_a_trial() -> None:
     found = [text for text in texts(poison()) if not isinstance(text, Enum) and HIDDEN.search(text)]
     assert len(found) > 100
-    assert {"model", "strategy", "size", "device_kind", "placement", "options", "neighbour", "mode"} <= {*TEXTS}
+    assert {
+        "model",
+        "strategy",
+        "size",
+        "device_kind",
+        "placement",
+        "options",
+        "neighbour",
+        "mode",
+    } <= {*TEXTS}
 
 
 def test_every_text_of_a_store_is_visible(tmp_path) -> None:
@@ -126,18 +156,29 @@ def test_every_text_of_an_export_is_visible(tmp_path) -> None:
 
 
 def test_every_text_of_a_trace_is_visible(tmp_path) -> None:
-    event = {"ph": "X", "ts": 1.0, "dur": 1.0, "name": TEXT, "pid": 0, "tid": 1, "args": {"correlation": 1}}
+    event = {
+        "ph": "X",
+        "ts": 1.0,
+        "dur": 1.0,
+        "name": TEXT,
+        "pid": 0,
+        "tid": 1,
+        "args": {"correlation": 1},
+    }
     categories = ("cpu_op", "user_annotation", "cuda_runtime", "kernel", "gpu_memcpy")
     path = tmp_path / "trace.json"
     content = {
         "traceEvents": [{**event, "cat": category} for category in categories],
-        "deviceProperties": [{"id": 0, "name": TEXT}], "distributedInfo": {"backend": TEXT},
-    }  # fmt: skip
+        "deviceProperties": [{"id": 0, "name": TEXT}],
+        "distributedInfo": {"backend": TEXT},
+    }
     path.write_text(json.dumps(content))
     profile = kineto.read(path)
     events = [*profile.host, *profile.device, *profile.launches.values()]
     assert len(events) == 5
-    assert not HIDDEN.search("\n".join([*(one.name for one in events), profile.gpus[0].name, profile.backend]))
+    assert not HIDDEN.search(
+        "\n".join([*(one.name for one in events), profile.gpus[0].name, profile.backend])
+    )
 
 
 def test_a_model_whose_name_cannot_be_stored_is_refused() -> None:
@@ -165,7 +206,9 @@ def test_no_field_of_a_trial_controls_the_output(dpbench, tmp_path, field) -> No
         trial = dataclasses.replace(trial, case=poisoned_field(trial.case, field))
     else:
         trial = dataclasses.replace(trial, **{field: poisoned(getattr(trial, field), TEXT)})
-    failed = dataclasses.replace(trial, status=Status.FAILED, reason=TEXT, round=1, steps=(), spans=(), samples=())
+    failed = dataclasses.replace(
+        trial, status=Status.FAILED, reason=TEXT, round=1, steps=(), spans=(), samples=()
+    )
     stored(tmp_path / "dpbench.db", trial, failed, provenance=poisoned(exported.PROVENANCE, TEXT))
     for command in (
         ["list", "runs"],
@@ -187,12 +230,20 @@ def poisoned_field(case: Case, field: str) -> Case:
 
 @pytest.mark.parametrize("formula", FORMULAS)
 def test_no_text_of_a_csv_is_a_formula_and_numbers_stay_numbers(dpbench, tmp_path, formula) -> None:
-    case = dataclasses.replace(FULL, model=formula, size=formula, neighbour=formula, device_memory_bytes=7)
-    stored(tmp_path / "dpbench.db", made(case), made(Case(model="-1", strategy="dp", batch_size=64)))
+    case = dataclasses.replace(
+        FULL, model=formula, size=formula, neighbour=formula, device_memory_bytes=7
+    )
+    stored(
+        tmp_path / "dpbench.db", made(case), made(Case(model="-1", strategy="dp", batch_size=64))
+    )
     code, out, err = dpbench("export", "csv")
     assert code == 0, err
     second, first = sorted(csv.DictReader(io.StringIO(out)), key=lambda row: row["model"] != "'-1")
-    cells = [cell for cell in (*first, *first.values()) if cell.startswith(("=", "+", "-", "@", "\t", "\r"))]
+    cells = [
+        cell
+        for cell in (*first, *first.values())
+        if cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+    ]
     assert cells == ["-1"], "only the number of loaders"
     assert (second["model"], second["loader"], second["batch_size"]) == ("'-1", "-1", "64")
     assert first["device_memory_bytes"] == "7"
@@ -205,7 +256,11 @@ def test_nothing_of_a_hostile_run_is_executed_by_its_page(tmp_path) -> None:
     from tests.report_rows import Tags
 
     case = poisoned_field(FULL, "model")
-    run_id = stored(tmp_path / "dpbench.db", made(case, reason=TEXT), provenance=poisoned(exported.PROVENANCE, TEXT))
+    run_id = stored(
+        tmp_path / "dpbench.db",
+        made(case, reason=TEXT),
+        provenance=poisoned(exported.PROVENANCE, TEXT),
+    )
     text = page.render(report_of(*read(tmp_path / "dpbench.db", run_id)))
     assert len(Tags(text).all("script")) == 2
     assert "<script>alert" not in text

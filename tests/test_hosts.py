@@ -1,4 +1,6 @@
-"""Launches without their processes: environments, clocks of several machines, and sentences about machines."""
+"""Launches without their processes: environments, clocks of several machines, and sentences about
+machines.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,40 @@ from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
 from dpbench.measure.launch import Launch
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.request import Request
-from dpbench.records import HOST, Case, Effort, Memory, Phase, Sample, Span, Status, Step, Trial, host_device
+from dpbench.records import (
+    HOST,
+    Case,
+    Effort,
+    Memory,
+    Phase,
+    Sample,
+    Span,
+    Status,
+    Step,
+    Trial,
+    host_device,
+)
 from dpbench.records.trial import ALONE, HOSTS, Failure, TrialHost
 from dpbench.report import markdown, page
 
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500", "RANK": "3", "WORLD_SIZE": "4",
-    "GROUP_RANK": "1", "LOCAL_RANK": "1",
-}  # fmt: skip
+    "TORCHELASTIC_RUN_ID": "none",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "LOCAL_RANK": "1",
+}
 SRUN = {
-    "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "gpu1,gpu2", "SLURM_PROCID": "1", "SLURM_NODEID": "1",
-    "SLURMD_NODENAME": "gpu2", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
-}  # fmt: skip
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "gpu1,gpu2",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURMD_NODENAME": "gpu2",
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+}
 CASE = Case(model="mlp", strategy="ddp", batch_size=8, devices=2, hosts=2)
 
 
@@ -91,7 +115,9 @@ def test_a_single_process_is_no_launch(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
-def test_an_incomplete_environment_is_an_error_that_names_the_variable(environ: dict[str, str]) -> None:
+def test_an_incomplete_environment_is_an_error_that_names_the_variable(
+    environ: dict[str, str],
+) -> None:
     name = "GROUP_RANK" if environ is TORCHRUN else "SLURM_NODEID"
     with pytest.raises(ValueError, match=name):
         launch.of_environment({key: value for key, value in environ.items() if key != name})
@@ -120,7 +146,10 @@ def test_equal_host_names_of_two_machines_are_told_apart() -> None:
 
 
 def part(rank: int, late_s: float = 0.0) -> Trial:
-    """Return a rank's part: ten steps of a second; backward is followed by a reduction that ends with the step."""
+    """Return a rank's part: ten steps of a second.
+
+    Backward is followed by a reduction that ends with the step.
+    """
     steps = tuple(Step(1.0, False, 10.0 + i) for i in range(10))
     spans = [
         span
@@ -131,7 +160,13 @@ def part(rank: int, late_s: float = 0.0) -> Trial:
         )
     ]
     samples = (Sample(12.0, rank, "busy_s", 0.5), Sample(0.0, rank, "kernel_busy_s", 0.25))
-    return Trial(case=CASE, steps=steps, spans=tuple(spans), samples=samples, memory=(Memory(HOST, 100 + rank, "rss"),))
+    return Trial(
+        case=CASE,
+        steps=steps,
+        spans=tuple(spans),
+        samples=samples,
+        memory=(Memory(HOST, 100 + rank, "rss"),),
+    )
 
 
 TWO = (TrialHost("a", "boot a", (0,)), TrialHost("b", "boot b", (1,)))
@@ -140,12 +175,18 @@ TWO = (TrialHost("a", "boot a", (0,)), TrialHost("b", "boot b", (1,)))
 def test_parts_are_merged_on_rank_0s_clock() -> None:
     ahead = shifted(part(1, late_s=0.25), 1000.0)
     assert ahead.steps[0].end_s == 1010.0
-    assert [sample.time_s for sample in ahead.samples] == [1012.0, 0.0], "a reading outside the series keeps time 0"
+    assert [sample.time_s for sample in ahead.samples] == [
+        1012.0,
+        0.0,
+    ], "a reading outside the series keeps time 0"
     merged = merge([part(0), shifted(ahead, -1000.0)], TWO)
     assert merged.steps == part(0).steps
-    assert {(s.device, round(s.end_s - s.start_s, 6)) for s in merged.spans if s.phase is Phase.REDUCE} == {
-        (0, 0.25), (1, 0.25),
-    }, "the reduction begins when the last rank arrives"  # fmt: skip
+    assert {
+        (s.device, round(s.end_s - s.start_s, 6)) for s in merged.spans if s.phase is Phase.REDUCE
+    } == {
+        (0, 0.25),
+        (1, 0.25),
+    }, "the reduction begins when the last rank arrives"
     assert {m.device: m.peak_bytes for m in merged.memory} == {HOST: 100, host_device(1): 101}
 
 
@@ -156,7 +197,9 @@ def test_the_error_of_a_clocks_offset_covers_its_drift() -> None:
 
 
 def test_the_offset_of_a_clock_is_never_wrong_by_more_than_its_error() -> None:
-    """Ranks enter barriers at random times, and each leaves a random time after the last has entered."""
+    """Ranks enter barriers at random times, and each leaves a random time after the last has
+    entered.
+    """
     chance = random.Random(0)
     for _ in range(100):
         passed: list[list[Crossing]] = [[], []]
@@ -170,12 +213,17 @@ def test_the_offset_of_a_clock_is_never_wrong_by_more_than_its_error() -> None:
 
 
 def crossings(ahead_s: float, spread_s: float) -> list[Crossing]:
-    """Return the passages through two barriers of a rank whose clock is ahead; the first barrier is slow."""
+    """Return the passages through two barriers of a rank whose clock is ahead.
+
+    The first barrier is slow.
+    """
     return [Crossing(5.0 + ahead_s, 1.0), Crossing(6.0 + ahead_s, spread_s)]
 
 
 class Standing(Group):
-    """The group of two ranks whose answers are known: rank 1 is on another machine, whose clock is ahead."""
+    """The group of two ranks whose answers are known: rank 1 is on another machine, whose clock is
+    ahead.
+    """
 
     def __init__(self, ahead_s: float) -> None:
         super().__init__(Launch(rank=0, size=2, node=0, host="a"))
@@ -192,7 +240,9 @@ class Standing(Group):
         clock_s = self.ahead_s * rank
         passed = crossings(clock_s, self.spread_s)
         if rank in self.failures:
-            return Answer(failure=replace(self.failures[rank], rank=rank), before=passed, after=passed)
+            return Answer(
+                failure=replace(self.failures[rank], rank=rank), before=passed, after=passed
+            )
         return Answer(
             trials=(shifted(part(rank, late_s=0.25 * rank), clock_s),),
             samples=(Sample(clock_s + 13.0, HOST, "cpu_ratio", 0.5),),
@@ -222,7 +272,9 @@ def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: 
     assert [(seat.rank, seat.size, seat.place) for seat in seats] == [(0, 2, 0), (1, 2, 0)]
 
 
-def test_the_trial_of_rank_0_needs_no_other_clock(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_rank_0_needs_no_other_clock(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """When another rank is lost, rank 0 has not passed the barriers after the task."""
     monkeypatch.setattr(cluster._group, "ask", lambda task: {0: Answer(trials=(part(0),))})
     (trial,) = cluster.run_together([replace(CASE, devices=1, hosts=1)], Effort(), 0, 30.0)
@@ -233,18 +285,27 @@ def test_the_trial_of_rank_0_needs_no_other_clock(cluster: Cluster, monkeypatch:
 def test_a_poor_clock_is_a_warning(cluster: Cluster) -> None:
     cluster._group.spread_s = 0.06
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
-    assert [one.name for one in validity.check(trial, 2) if not one.ok and one.name == "clock_error"]
+    assert [
+        one.name for one in validity.check(trial, 2) if not one.ok and one.name == "clock_error"
+    ]
 
 
 def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster) -> None:
-    secondary = Failure(status=Status.FAILED, reason="connection closed", perhaps_secondary=True, exception="E")
-    cluster._group.failures = {0: secondary, 1: Failure(status=Status.FAILED, reason="its process has ended")}
+    secondary = Failure(
+        status=Status.FAILED, reason="connection closed", perhaps_secondary=True, exception="E"
+    )
+    cluster._group.failures = {
+        0: secondary,
+        1: Failure(status=Status.FAILED, reason="its process has ended"),
+    }
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
     assert trial.status is Status.FAILED
     assert trial.reason.startswith("rank 1 on b: its process has ended")
 
 
-def test_a_machine_that_cannot_run_the_baseline_does_not_fail_that_of_rank_0(cluster: Cluster) -> None:
+def test_a_machine_that_cannot_run_the_baseline_does_not_fail_that_of_rank_0(
+    cluster: Cluster,
+) -> None:
     cluster._group.failures = {1: Failure(status=Status.FAILED, reason="no memory")}
     case = Case(model="mlp", strategy="single", batch_size=8)
     (trial,) = cluster.run_together([case], Effort(), 0, 30.0)
@@ -264,7 +325,9 @@ def test_memory_of_another_host_is_not_memory_of_a_device(cluster: Cluster) -> N
 def test_each_machines_ranks_are_compared_with_its_own_cores(cluster: Cluster) -> None:
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
     checks = {one.name: one for one in validity.check(trial, 1)}
-    assert checks["oversubscribed"].ok, "one rank on the two cores of each machine, whatever rank 0 sees"
+    assert checks["oversubscribed"].ok, (
+        "one rank on the two cores of each machine, whatever rank 0 sees"
+    )
     same = [asdict(replace(host, machine="boot", cores=1)) for host in TWO]
     one = replace(trial, provenance={**trial.provenance, HOSTS: same})
     assert not {check.name: check for check in validity.check(one, 8)}["oversubscribed"].ok
@@ -273,8 +336,9 @@ def test_each_machines_ranks_are_compared_with_its_own_cores(cluster: Cluster) -
 def test_a_case_of_more_ranks_than_the_launch_has_says_so(cluster: Cluster) -> None:
     (trial,) = cluster.run_together([replace(CASE, devices=4)], Effort(), 0, 30.0)
     assert (trial.status.value, trial.reason) == (
-        "failed", "the case needs 4 ranks, and the launch has 2: start more processes",
-    )  # fmt: skip
+        "failed",
+        "the case needs 4 ranks, and the launch has 2: start more processes",
+    )
 
 
 def test_default_cases_use_one_rank_one_machine_and_all(cluster: Cluster) -> None:
@@ -287,22 +351,35 @@ def test_default_cases_use_one_rank_one_machine_and_all(cluster: Cluster) -> Non
 
 
 def alone(number: int, ratio: float) -> Trial:
-    """Return a round's trial of the baseline, in which machine b takes `ratio` times as long as machine a."""
-    samples = [Sample(1.0 + i, host_device(at), ALONE, s) for i in range(9) for at, s in ((0, 0.01), (1, 0.01 * ratio))]
+    """Return a round's trial of the baseline, in which machine b takes `ratio` times as long as
+    machine a.
+    """
+    samples = [
+        Sample(1.0 + i, host_device(at), ALONE, s)
+        for i in range(9)
+        for at, s in ((0, 0.01), (1, 0.01 * ratio))
+    ]
     return Trial(
-        case=Case(model="mlp", strategy="single", batch_size=8), steps=tuple(Step(0.01, False, i) for i in range(9)),
-        samples=tuple(samples), round=number, provenance={HOSTS: [asdict(host) for host in TWO]},
-    )  # fmt: skip
+        case=Case(model="mlp", strategy="single", batch_size=8),
+        steps=tuple(Step(0.01, False, i) for i in range(9)),
+        samples=tuple(samples),
+        round=number,
+        provenance={HOSTS: [asdict(host) for host in TWO]},
+    )
 
 
 def test_a_slow_machine_is_named_with_its_ratio_and_interval() -> None:
-    (sentence,) = hosts.sentences([alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))])
+    (sentence,) = hosts.sentences(
+        [alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))]
+    )
     assert sentence.startswith("b is slow: a step of mlp on one device takes 1.5")
     assert "as long there as on a" in sentence
 
 
 @pytest.mark.parametrize(
-    "ratios", [(1.0, 1.01, 0.99, 1.0), (1.5, 1.5), (0.7, 1.5, 0.8, 1.6)], ids=["equal", "few", "noisy"]
+    "ratios",
+    [(1.0, 1.01, 0.99, 1.0), (1.5, 1.5), (0.7, 1.5, 0.8, 1.6)],
+    ids=["equal", "few", "noisy"],
 )
 def test_no_machine_is_called_slow_without_evidence(ratios: tuple[float, ...]) -> None:
     assert hosts.sentences([alone(n, ratio) for n, ratio in enumerate(ratios)]) == []
@@ -310,17 +387,26 @@ def test_no_machine_is_called_slow_without_evidence(ratios: tuple[float, ...]) -
 
 def test_hosts_on_one_machine_are_labelled_colocated() -> None:
     apart = alone(0, 1.0)
-    together = replace(apart, provenance={HOSTS: [asdict(replace(host, machine="boot")) for host in TWO]})
+    together = replace(
+        apart, provenance={HOSTS: [asdict(replace(host, machine="boot")) for host in TWO]}
+    )
     assert "COLOCATED" not in labels(apart)
     assert "COLOCATED" in labels(together)
 
 
 def facts(**host: Any) -> dict[str, Any]:
-    return {"host": {"cpu": "X", "cores": 8, "memory_bytes": 10**10, **host}, "gpus": {}, "software": {"torch": "2.13"}}
+    return {
+        "host": {"cpu": "X", "cores": 8, "memory_bytes": 10**10, **host},
+        "gpus": {},
+        "software": {"torch": "2.13"},
+    }
 
 
 def test_unlike_machines_are_said_to_be_unlike_and_equal_ones_to_be_one() -> None:
-    a, b = {"name": "a", "machine": "1", "facts": facts()}, {"name": "b", "machine": "2", "facts": facts(cores=4)}
+    a, b = (
+        {"name": "a", "machine": "1", "facts": facts()},
+        {"name": "b", "machine": "2", "facts": facts(cores=4)},
+    )
     (unlike,) = hosts.warnings({HOSTS: {"machines": [a, b]}})
     assert unlike == "b is unlike a: cores 4 instead of 8"
     (same,) = hosts.warnings({HOSTS: {"machines": [a, {**a, "name": "c"}]}})
@@ -332,7 +418,9 @@ def test_unlike_machines_are_said_to_be_unlike_and_equal_ones_to_be_one() -> Non
 def test_a_report_of_a_launch_has_its_machines(form: Callable[[Report], str]) -> None:
     machines = [{"name": name, "machine": name * 9, "facts": facts()} for name in "ab"]
     trials = [alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))]
-    found = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={HOSTS: {"machines": machines}})
+    found = Report.of(
+        trials, run_id="a" * 32, started_s=0.0, provenance={HOSTS: {"machines": machines}}
+    )
     text = form(found)
     assert "Hosts<" in text
     assert re.search(r"mlp: 1\.50× \([^)]*\) the time of a", text)
@@ -351,7 +439,10 @@ def test_trials_of_unlike_machines_are_said_to_compare_machines() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(OSError(errno.ENOSPC, "no space left"), Status.KILLED), (LookupError("a bug"), Status.FAILED)],
+    [
+        (OSError(errno.ENOSPC, "no space left"), Status.KILLED),
+        (LookupError("a bug"), Status.FAILED),
+    ],
 )
 def test_a_rank_without_a_place_for_its_files_says_so_and_the_case_has_not_failed(
     error: Exception, status: Status

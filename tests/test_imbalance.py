@@ -20,17 +20,29 @@ SINGLE = replace(DDP, strategy="single", devices=1)
 
 
 def trial(case: Case, busy: list[list[float]], *, number: int = 0, **changed: Any) -> Trial:
-    """Return a trial whose first step is warm-up; `busy` has a row a timed step, a column a device."""
+    """Return a trial whose first step is warm-up.
+
+    `busy` has a row a timed step, a column a device.
+    """
     steps = tuple(Step(1.0, k == 0, 100.0 + k) for k in range(len(busy) + 1))
     rows = [[99.0] * len(busy[0]), *busy]
     samples = tuple(
-        Sample(step.end_s, d, "busy_s", v) for step, row in zip(steps, rows, strict=True) for d, v in enumerate(row)
+        Sample(step.end_s, d, "busy_s", v)
+        for step, row in zip(steps, rows, strict=True)
+        for d, v in enumerate(row)
     )
-    values = {"verified": Verified.BITWISE, "steps": steps, "samples": samples, "round": number} | changed
+    values = {
+        "verified": Verified.BITWISE,
+        "steps": steps,
+        "samples": samples,
+        "round": number,
+    } | changed
     return Trial(case=case, **values)
 
 
-def index(trials: list[Trial], quantity: str = "busy time", case: Case = DP) -> imbalance.Index | None:
+def index(
+    trials: list[Trial], quantity: str = "busy time", case: Case = DP
+) -> imbalance.Index | None:
     found = [i for i in imbalance.indexes(trials) if i.quantity == quantity and i.case == case]
     assert len(found) < 2
     return found[0] if found else None
@@ -46,7 +58,9 @@ def rounds(case: Case, busy: list[list[float]], count: int = 3, **changed: Any) 
 def test_device_0_over_the_mean_of_the_others_and_the_fullest_over_the_mean_of_all() -> None:
     found = index(rounds(DP, [[1.5, 0.8, 1.2]] * 10))
     assert found is not None
-    assert (found.first.value, found.first.low, found.first.high, found.first.n) == pytest.approx((1.5, 1.5, 1.5, 3))
+    assert (found.first.value, found.first.low, found.first.high, found.first.n) == pytest.approx(
+        (1.5, 1.5, 1.5, 3)
+    )
     assert found.most.value == pytest.approx(1.5 / (3.5 / 3))
     assert found.devices == {0: 1.5, 1: 0.8, 2: 1.2}
     assert (found.basis, found.unit) == ("thread CPU time", "s")
@@ -60,7 +74,9 @@ def test_the_fullest_need_not_be_device_0() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.integers(2, 5), st.integers(1, 3))
+@given(
+    st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.integers(2, 5), st.integers(1, 3)
+)
 def test_equal_devices_have_the_index_1(amounts: list[float], devices: int, count: int) -> None:
     case = replace(DP, devices=devices)
     found = index(rounds(case, [[amount] * devices for amount in amounts], count), case=case)
@@ -88,7 +104,11 @@ def test_scaling_all_devices_changes_nothing(busy: list[tuple[float, ...]], fact
 def test_an_interval_covers_what_rounds_and_steps_differ_by() -> None:
     generator = np.random.default_rng(3)
     noisy = [
-        trial(DP, (np.array([2.0, 1.0, 1.0]) * generator.normal(1, 0.05, (40, 3))).tolist(), number=number)
+        trial(
+            DP,
+            (np.array([2.0, 1.0, 1.0]) * generator.normal(1, 0.05, (40, 3))).tolist(),
+            number=number,
+        )
         for number in range(5)
     ]
     found = index(noisy)
@@ -195,23 +215,34 @@ def test_single_figures_of_one_round_decide_nothing() -> None:
 
 def test_every_quantity_comes_from_what_a_trial_holds() -> None:
     shapes = Shapes(
-        parameter_tensors=2, parameter_bytes=1000, trainable_bytes=1000, buffer_bytes=0, input_bytes=4.0,
-        target_bytes=8.0, output_bytes=0.0,
-    )  # fmt: skip
+        parameter_tensors=2,
+        parameter_bytes=1000,
+        trainable_bytes=1000,
+        buffer_bytes=0,
+        input_bytes=4.0,
+        target_bytes=8.0,
+        output_bytes=0.0,
+    )
     case = replace(DP, batch_size=3, device_kind="cuda")
     base = trial(case, [[1.0] * 3] * 4)
     readings = tuple(
         Sample(t, d, metric, value)
         for d in range(3)
         for t, metric, value in [
-            (101.0, "memory_used_bytes", 10.0), (102.0, "memory_used_bytes", 20.0 * (d == 0) + 20),
-            (101.0, "energy_j", 5000.0), (104.0, "energy_j", 5000.0 + 8 * (1 + (d == 0))),
+            (101.0, "memory_used_bytes", 10.0),
+            (102.0, "memory_used_bytes", 20.0 * (d == 0) + 20),
+            (101.0, "energy_j", 5000.0),
+            (104.0, "energy_j", 5000.0 + 8 * (1 + (d == 0))),
         ]
-    )  # fmt: skip
+    )
     memory = tuple(
         Memory(d, size * (1 + (d == 0)), "allocator", phase, kind)
         for d in range(3)
-        for size, phase, kind in [(100, "", "allocated"), (900, "backward", "allocated"), (150, "", "reserved")]
+        for size, phase, kind in [
+            (100, "", "allocated"),
+            (900, "backward", "allocated"),
+            (150, "", "reserved"),
+        ]
     )
     spans = tuple(
         Span(k, Phase.FORWARD, d, "cuda_event", step.start_s, step.end_s - (0.5 if d else 0.0))
@@ -219,7 +250,11 @@ def test_every_quantity_comes_from_what_a_trial_holds() -> None:
         for d in range(3)
     )
     given = replace(
-        base, samples=(*base.samples, *readings), memory=memory, spans=spans, provenance={"model": vars(shapes)}
+        base,
+        samples=(*base.samples, *readings),
+        memory=memory,
+        spans=spans,
+        provenance={"model": vars(shapes)},
     )
     found = {i.quantity: i.devices for i in imbalance.indexes([given])}
     assert found == {
@@ -229,7 +264,8 @@ def test_every_quantity_comes_from_what_a_trial_holds() -> None:
         "memory, reserved": {0: 300, 1: 150, 2: 150},
         "memory, in use": {0: 40.0, 1: 20.0, 2: 20.0},
         "energy": {0: 4.0, 1: 2.0, 2: 2.0},
-        # 0 sends 2 x 1000 weights, takes 2 x 1000 gradients, its row and three targets; others 1000 each way, their row
+        # 0 sends 2 x 1000 weights, takes 2 x 1000 gradients, its row and three targets; others 1000
+        # each way, their row
         "bytes moved": {0: 4000 + 4 + 24, 1: 2000 + 4, 2: 2000 + 4},
     }
 

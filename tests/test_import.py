@@ -1,4 +1,6 @@
-"""dpbench import: steps, phases, devices and clocks of traces, what the store keeps, and files that are none."""
+"""dpbench import: steps, phases, devices and clocks of traces, what the store keeps, and files that
+are none.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,14 @@ def loop_of(*paths):
 
 
 def phases_ms(path, step=0):
-    """Return the milliseconds of the phases of one step on the critical path, without those that do not occur."""
+    """Return the milliseconds of the phases of one step on the critical path, without those that do
+    not occur.
+    """
     trial = loop_of(path).trial
-    return {name: pytest.approx(1e3 * seconds, abs=1e-3) for name, seconds in trial.ledger.phases[step].items()}
+    return {
+        name: pytest.approx(1e3 * seconds, abs=1e-3)
+        for name, seconds in trial.ledger.phases[step].items()
+    }
 
 
 # -- intervals and busy times
@@ -46,31 +53,48 @@ def test_intervals_are_added_up_once() -> None:
     assert length(difference(one, other)) == length(one) - length(intersection(one, other))
 
 
-def test_communication_is_exposed_where_no_kernel_computes_and_copies_between_gpus_are_communication() -> None:
+def test_communication_is_exposed_where_no_kernel_computes_and_copies_between_gpus_are_communication() -> (
+    None
+):
     found = busy(
         [
-            Activity(0, "sgemm", 0.0, 4.0), Activity(0, "relu", 3.0, 5.0),
+            Activity(0, "sgemm", 0.0, 4.0),
+            Activity(0, "relu", 3.0, 5.0),
             Activity(0, "Memcpy HtoD (Pinned -> Device)", 4.5, 6.0),
-            Activity(0, "ncclDevKernel_AllReduce_Sum", 4.0, 8.0), Activity(0, "Memset (Device)", 9.0, 10.0),
+            Activity(0, "ncclDevKernel_AllReduce_Sum", 4.0, 8.0),
+            Activity(0, "Memset (Device)", 9.0, 10.0),
             Activity(1, "Memcpy PtoP (Device -> Device)", 2.0, 3.0),
             Activity(1, "Memcpy DtoD (Device -> Device)", 5.0, 6.0),
         ]
-    )  # fmt: skip
+    )
     assert found[0] == Busy(
-        span_s=10.0, compute_s=5.0, copies_s=2.5, exposed_copies_s=2.0, communication_s=4.0,
-        exposed_communication_s=3.0, kernels_s=7.0, idle_s=1.0,
-    )  # fmt: skip
+        span_s=10.0,
+        compute_s=5.0,
+        copies_s=2.5,
+        exposed_copies_s=2.0,
+        communication_s=4.0,
+        exposed_communication_s=3.0,
+        kernels_s=7.0,
+        idle_s=1.0,
+    )
     assert found[1] == Busy(
-        span_s=4.0, copies_s=1.0, exposed_copies_s=1.0, communication_s=1.0, exposed_communication_s=1.0,
-        kernels_s=1.0, idle_s=2.0,
-    )  # fmt: skip
+        span_s=4.0,
+        copies_s=1.0,
+        exposed_copies_s=1.0,
+        communication_s=1.0,
+        exposed_communication_s=1.0,
+        kernels_s=1.0,
+        idle_s=2.0,
+    )
 
 
 # -- phases of a step that is written by hand
 
 
 def step_of(trace: Writer, at_ms: float = 0.0, *, profiler: bool = True, number: int = 1) -> None:
-    """Write one step of 100 ms with all phases of one device, and with backward in a thread of autograd."""
+    """Write one step of 100 ms with all phases of one device, and with backward in a thread of
+    autograd.
+    """
     if profiler:
         trace.note(f"ProfilerStep#{number}", at_ms, at_ms + 100)
     trace.op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at_ms, at_ms + 20)
@@ -85,8 +109,16 @@ def step_of(trace: Writer, at_ms: float = 0.0, *, profiler: bool = True, number:
     trace.op("aten::cross_entropy_loss", at_ms + 30, at_ms + 32, **{"Sequence number": 3})
     trace.kernel("nll_loss", at_ms + 31, at_ms + 45, at_ms + 46)
     for name, began in (("NllLossBackward0", 33), ("AddmmBackward0", 35)):
-        trace.op(name, at_ms + began, at_ms + began + 2, tid=2, **{"Fwd thread id": 1, "Sequence number": 1})
-        trace.kernel("sgemm_backward", at_ms + began + 1, at_ms + began + 13, at_ms + began + 25, tid=2)
+        trace.op(
+            name,
+            at_ms + began,
+            at_ms + began + 2,
+            tid=2,
+            **{"Fwd thread id": 1, "Sequence number": 1},
+        )
+        trace.kernel(
+            "sgemm_backward", at_ms + began + 1, at_ms + began + 13, at_ms + began + 25, tid=2
+        )
     trace.op("aten::linalg_vector_norm", at_ms + 38, at_ms + 39)
     trace.kernel("norm", at_ms + 38.5, at_ms + 60, at_ms + 62)
     trace.op("aten::mul_", at_ms + 39, at_ms + 40)
@@ -105,13 +137,27 @@ def test_each_phase_of_a_step_is_found_without_annotations_of_the_user(tmp_path)
     for step in (1, 2):  # the first step begins with its first copy
         # the device is behind the host: it finishes backward while the host waits for the loss
         assert phases_ms(path, step) == {
-            "data": 20.0, "scatter": 5.0, "forward": 20.0, "loss": 1.0, "backward": 14.0, "clip": 2.0, "optimizer": 8.0,
-            "read": 10.0, "unattributed": 20.0,
-        }  # fmt: skip
+            "data": 20.0,
+            "scatter": 5.0,
+            "forward": 20.0,
+            "loss": 1.0,
+            "backward": 14.0,
+            "clip": 2.0,
+            "optimizer": 8.0,
+            "read": 10.0,
+            "unattributed": 20.0,
+        }
     host = attribute(kineto.read(path)).host[1]
     assert {name: round(1e3 * seconds, 3) for name, seconds in host.items()} == {
-        "data": 20, "scatter": 5, "forward": 5, "loss": 2, "backward": 4, "clip": 2, "optimizer": 4, "read": 34,
-    }  # fmt: skip
+        "data": 20,
+        "scatter": 5,
+        "forward": 5,
+        "loss": 2,
+        "backward": 4,
+        "clip": 2,
+        "optimizer": 4,
+        "read": 34,
+    }
 
 
 def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
@@ -129,7 +175,9 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     assert "intervals of the host" in second
 
 
-def test_without_a_profiler_step_the_optimizers_steps_end_the_steps_and_the_first_is_warm_up(tmp_path) -> None:
+def test_without_a_profiler_step_the_optimizers_steps_end_the_steps_and_the_first_is_warm_up(
+    tmp_path,
+) -> None:
     trace = Writer()
     for number in range(3):
         step_of(trace, 100.0 * number, profiler=False)
@@ -140,7 +188,9 @@ def test_without_a_profiler_step_the_optimizers_steps_end_the_steps_and_the_firs
     assert found.trial.case.optimizer == "adam"
 
 
-def test_the_last_of_several_optimizers_ends_a_step_and_one_within_another_does_not(tmp_path) -> None:
+def test_the_last_of_several_optimizers_ends_a_step_and_one_within_another_does_not(
+    tmp_path,
+) -> None:
     trace = Writer()
     for at in (0.0, 100.0, 200.0):
         trace.note("Optimizer.step#Shampoo.step", at + 50, at + 60)
@@ -158,12 +208,16 @@ def test_the_closure_of_an_optimizer_is_no_optimizer(tmp_path) -> None:
     trace.op("aten::linear", 20, 30, **{"Sequence number": 1})
     trace.op("autograd::engine::evaluate_function: AddmmBackward0", 30, 50, **{"Fwd thread id": 1})
     assert phases_ms(trace.write(tmp_path / "a.json")) == {
-        "forward": 10.0, "backward": 20.0, "unattributed": 70.0,
-    }  # fmt: skip
+        "forward": 10.0,
+        "backward": 20.0,
+        "unattributed": 70.0,
+    }
 
 
 def test_after_a_loss_an_operator_without_gradients_is_not_clipping(tmp_path) -> None:
-    """A loop evaluates after a backward: its loss, under `no_grad`, ends the time in which gradients are clipped."""
+    """A loop evaluates after a backward: its loss, under `no_grad`, ends the time in which
+    gradients are clipped.
+    """
     trace = Writer()
     trace.note("ProfilerStep#1", 0, 100)
     trace.op("aten::linear", 0, 10, **{"Sequence number": 1})
@@ -172,20 +226,33 @@ def test_after_a_loss_an_operator_without_gradients_is_not_clipping(tmp_path) ->
     trace.op("aten::norm", 30, 40)
     trace.op("aten::linear", 40, 60)
     assert phases_ms(trace.write(tmp_path / "a.json")) == {
-        "forward": 40.0, "loss": 10.0, "backward": 10.0, "unattributed": 40.0,
-    }  # fmt: skip
+        "forward": 40.0,
+        "loss": 10.0,
+        "backward": 10.0,
+        "unattributed": 40.0,
+    }
 
 
 def test_annotations_of_the_user_come_before_operators(tmp_path) -> None:
     trace = Writer()
     trace.note("ProfilerStep#1", 0, 100)
-    for name, begin, end in (("## data_load ##", 0, 10), ("## forward ##", 10, 40), ("## backward ##", 40, 80),
-                             ("clip_gradients", 80, 85), ("## optimizer ##", 85, 95)):  # fmt: skip
+    for name, begin, end in (
+        ("## data_load ##", 0, 10),
+        ("## forward ##", 10, 40),
+        ("## backward ##", 40, 80),
+        ("clip_gradients", 80, 85),
+        ("## optimizer ##", 85, 95),
+    ):
         trace.note(name, begin, end)
         trace.op("aten::mul", begin + 1, begin + 2)
     assert phases_ms(trace.write(tmp_path / "a.json")) == {
-        "data": 10.0, "forward": 30.0, "backward": 40.0, "clip": 5.0, "optimizer": 10.0, "unattributed": 5.0,
-    }  # fmt: skip
+        "data": 10.0,
+        "forward": 30.0,
+        "backward": 40.0,
+        "clip": 5.0,
+        "optimizer": 10.0,
+        "unattributed": 5.0,
+    }
 
 
 def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path) -> None:
@@ -193,7 +260,9 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
     trace.note("ProfilerStep#1", 0, 100)
     trace.note("DistributedDataParallel.forward", 10, 20)
     trace.kernel("sgemm", 11, 12, 30)
-    trace.op("autograd::engine::evaluate_function: AddmmBackward0", 20, 29, tid=2, **{"Fwd thread id": 1})
+    trace.op(
+        "autograd::engine::evaluate_function: AddmmBackward0", 20, 29, tid=2, **{"Fwd thread id": 1}
+    )
     trace.kernel("sgemm", 21, 30, 50, tid=2)
     trace.kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 22, 40, 60, tid=2, stream=20)
     trace.note("Optimizer.step#SGD.step", 30, 35)
@@ -201,13 +270,20 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
     path = trace.write(tmp_path / "a.json")
     found = phases_ms(path)
     assert {name: found[name] for name in ("forward", "backward", "reduce", "optimizer")} == {
-        "forward": 18.0, "backward": 20.0, "reduce": 10.0, "optimizer": 10.0,
-    }  # fmt: skip
+        "forward": 18.0,
+        "backward": 20.0,
+        "reduce": 10.0,
+        "optimizer": 10.0,
+    }
     trial = loop_of(path).trial
-    assert {m: trial.readings(m)[0] for m in ("collective_busy_s", "exposed_communication_s", "kernel_busy_s")} == {
-        "collective_busy_s": [pytest.approx(0.02)], "exposed_communication_s": [pytest.approx(0.01)],
+    assert {
+        m: trial.readings(m)[0]
+        for m in ("collective_busy_s", "exposed_communication_s", "kernel_busy_s")
+    } == {
+        "collective_busy_s": [pytest.approx(0.02)],
+        "exposed_communication_s": [pytest.approx(0.01)],
         "kernel_busy_s": [pytest.approx(0.048)],
-    }  # fmt: skip
+    }
     assert trial.case.traits.parallelism is Parallelism.RANKS
     facts = observed(trial)
     assert facts is not None
@@ -224,20 +300,35 @@ def test_data_parallel_has_its_phases_on_every_device(tmp_path) -> None:
     for device in range(2):
         trace.op("aten::linear", 16, 18, tid=10 + device, **{"Sequence number": 1})
         trace.kernel("sgemm", 17, 17, 30 + 10 * device, tid=10 + device, device=device)
-    trace.op("autograd::engine::evaluate_function: AddmmBackward0", 50, 60, tid=2, **{"Fwd thread id": 1})
+    trace.op(
+        "autograd::engine::evaluate_function: AddmmBackward0", 50, 60, tid=2, **{"Fwd thread id": 1}
+    )
     trace.kernel("sgemm", 51, 51, 70, tid=2, device=1)
-    trace.op("autograd::engine::evaluate_function: BroadcastBackward", 60, 70, tid=2, **{"Fwd thread id": 1})
+    trace.op(
+        "autograd::engine::evaluate_function: BroadcastBackward",
+        60,
+        70,
+        tid=2,
+        **{"Fwd thread id": 1},
+    )
     trace.kernel("Memcpy PtoP (Device -> Device)", 61, 70, 80, tid=2)
     trial = loop_of(trace.write(tmp_path / "a.json")).trial
     assert trial.case.devices == 2
     assert trial.case.traits.parallelism is Parallelism.THREADS
-    spans = {(span.phase, span.device): span.end_s - span.start_s for span in trial.spans if span.device != HOST}
+    spans = {
+        (span.phase, span.device): span.end_s - span.start_s
+        for span in trial.spans
+        if span.device != HOST
+    }
     assert spans == {
-        (Phase.SCATTER, 0): pytest.approx(0.004), (Phase.REPLICATE, 0): pytest.approx(0.009),
-        (Phase.FORWARD, 0): pytest.approx(0.013), (Phase.FORWARD, 1): pytest.approx(0.023),
-        (Phase.GATHER, 0): pytest.approx(0.004), (Phase.BACKWARD, 1): pytest.approx(0.019),
+        (Phase.SCATTER, 0): pytest.approx(0.004),
+        (Phase.REPLICATE, 0): pytest.approx(0.009),
+        (Phase.FORWARD, 0): pytest.approx(0.013),
+        (Phase.FORWARD, 1): pytest.approx(0.023),
+        (Phase.GATHER, 0): pytest.approx(0.004),
+        (Phase.BACKWARD, 1): pytest.approx(0.019),
         (Phase.REDUCE, 0): pytest.approx(0.010),
-    }  # fmt: skip
+    }
     assert trial.readings("kernel_busy_s") == {0: [pytest.approx(0.013)], 1: [pytest.approx(0.042)]}
     facts = observed(trial)
     assert facts is not None
@@ -257,14 +348,30 @@ def test_a_host_without_devices_computes_itself(tmp_path) -> None:
 
 
 def rank_of(tmp_path, rank, *, late_ms=0.0, skew_ms=0.0, world=2):
-    """Write the trace of a rank that is late to each all-reduce, and whose clock differs by `skew_ms`."""
+    """Write the trace of a rank that is late to each all-reduce, and whose clock differs by
+    `skew_ms`.
+    """
     trace = Writer(distributedInfo={"backend": "nccl", "rank": rank, "world_size": world})
     for number in range(4):
         at = skew_ms + 100.0 * number
         trace.note(f"ProfilerStep#{number}", at, at + 100)
-        trace.op("autograd::engine::evaluate_function: AddmmBackward0", at + 1, at + 40, tid=2, **{"Fwd thread id": 1})
+        trace.op(
+            "autograd::engine::evaluate_function: AddmmBackward0",
+            at + 1,
+            at + 40,
+            tid=2,
+            **{"Fwd thread id": 1},
+        )
         trace.kernel("sgemm", at + 2, at + 3, at + 40 + late_ms, tid=2, device=rank)
-        trace.kernel("ncclDevKernel_AllReduce_Sum", at + 5, at + 40 + late_ms, at + 60, tid=2, device=rank, stream=20)
+        trace.kernel(
+            "ncclDevKernel_AllReduce_Sum",
+            at + 5,
+            at + 40 + late_ms,
+            at + 60,
+            tid=2,
+            device=rank,
+            stream=20,
+        )
     return trace.write(tmp_path / f"rank{rank}.json")
 
 
@@ -283,13 +390,15 @@ def test_clocks_of_ranks_are_aligned_by_the_ends_of_collectives(tmp_path, skew_m
     assert found.trial.steps[0].end_s == pytest.approx(0.06, abs=1e-5)
     # the reduction begins when the last rank arrives, and the time before is its backward
     assert found.trial.ledger.phases[1] == {
-        "backward": pytest.approx(0.054, abs=2e-3), "reduce": pytest.approx(0.005, abs=1e-5),
+        "backward": pytest.approx(0.054, abs=2e-3),
+        "reduce": pytest.approx(0.005, abs=1e-5),
         "unattributed": pytest.approx(0.041, abs=2e-3),
-    }  # fmt: skip
+    }
     busy_s = found.trial.readings("kernel_busy_s")
     assert {device: statistics.median(values) for device, values in busy_s.items()} == {
-        0: pytest.approx(0.037, abs=1e-5), 1: pytest.approx(0.052, abs=1e-5),
-    }  # fmt: skip
+        0: pytest.approx(0.037, abs=1e-5),
+        1: pytest.approx(0.052, abs=1e-5),
+    }
 
 
 def test_clocks_that_collectives_do_not_align_are_named() -> None:
@@ -318,7 +427,9 @@ def test_two_traces_of_one_rank_are_refused(tmp_path) -> None:
 
 
 def waits_of(found):
-    """Return the seconds that the device waits for data in each timed step, and that the host waits in each step."""
+    """Return the seconds that the device waits for data in each timed step, and that the host waits
+    in each step.
+    """
     rows = zip(found.trial.steps, found.trial.ledger.phases, strict=True)
     return (
         [phases.get("data", 0.0) for step, phases in rows if not step.warmup],
@@ -370,7 +481,9 @@ KEYS = {"span_s", "compute_s", "copies_s", "communication_s", "exposed_communica
 
 def test_the_json_has_devices_and_steps_and_the_store_has_the_rounds(tmp_path, capsys) -> None:
     path, store = EXCERPTS / "a100-x2-ddp-rank0.json.gz", tmp_path / "dpbench.db"
-    code, out, err = run("import", path, "--output", store, "--name", "a100", "--json", capsys=capsys)
+    code, out, err = run(
+        "import", path, "--output", store, "--name", "a100", "--json", capsys=capsys
+    )
     assert (code, err) == (0, "")
     found = json.loads(out)
     (file,) = found["files"]
@@ -402,7 +515,9 @@ def test_the_json_has_devices_and_steps_and_the_store_has_the_rounds(tmp_path, c
 
 def test_the_text_names_devices_the_median_step_and_the_run(tmp_path, capsys) -> None:
     store = tmp_path / "dpbench.db"
-    code, out, err = run("import", EXCERPTS / "v100-loader-workers-0.json.gz", "--output", store, capsys=capsys)
+    code, out, err = run(
+        "import", EXCERPTS / "v100-loader-workers-0.json.gz", "--output", store, capsys=capsys
+    )
     assert code == 0
     assert "2 steps on 1 device" in out
     assert "device 0 Tesla V100-DGXS-32GB" in out
@@ -431,7 +546,15 @@ def test_more_steps_make_up_to_five_rounds(tmp_path) -> None:
 
 # -- files that are no traces, or are damaged
 
-WHOLE_EVENT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+WHOLE_EVENT = {
+    "ph": "X",
+    "cat": "cpu_op",
+    "name": "aten::mm",
+    "pid": 1,
+    "tid": 1,
+    "ts": 1,
+    "dur": 2,
+}
 
 
 def with_events(*events):
@@ -456,7 +579,7 @@ def with_events(*events):
         (with_events(WHOLE_EVENT | {"dur": -1}), "event 0, 'aten::mm' (ts 1.0, dur -1.0)"),
         (with_events({k: v for k, v in WHOLE_EVENT.items() if k != "ts"}), "(ts None, dur 2.0)"),
     ],
-)  # fmt: skip
+)
 def test_a_file_that_is_no_trace_is_named_with_the_place(tmp_path, capsys, content, said) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
@@ -504,13 +627,24 @@ def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path, compress) -> None:
 
 
 def test_missing_files_and_folders_are_named(tmp_path, capsys) -> None:
-    assert "No such file" in run("import", tmp_path / "no.json", "--output", tmp_path / "db", capsys=capsys)[2]
+    assert (
+        "No such file"
+        in run("import", tmp_path / "no.json", "--output", tmp_path / "db", capsys=capsys)[2]
+    )
     assert "is a folder" in run("import", tmp_path, "--output", tmp_path / "db", capsys=capsys)[2]
 
 
-def test_numbers_that_json_does_not_know_and_broken_events_are_left_out_with_a_note(tmp_path) -> None:
-    bad = [WHOLE_EVENT | {"dur": None}, WHOLE_EVENT | {"ts": 1e308, "dur": 1e308}, WHOLE_EVENT | {"cat": "overhead"}]
-    text = with_events(WHOLE_EVENT, *bad).replace(b'"dur": 2}', b'"dur": 2, "args": {"rate": inf, "other": NaN}}', 1)
+def test_numbers_that_json_does_not_know_and_broken_events_are_left_out_with_a_note(
+    tmp_path,
+) -> None:
+    bad = [
+        WHOLE_EVENT | {"dur": None},
+        WHOLE_EVENT | {"ts": 1e308, "dur": 1e308},
+        WHOLE_EVENT | {"cat": "overhead"},
+    ]
+    text = with_events(WHOLE_EVENT, *bad).replace(
+        b'"dur": 2}', b'"dur": 2, "args": {"rate": inf, "other": NaN}}', 1
+    )
     path = tmp_path / "odd.json"
     path.write_bytes(text)
     found = kineto.read(path)

@@ -1,8 +1,10 @@
-"""Busy times of imported traces are those of Holistic Trace Analysis, under its rules, to the microsecond.
+"""Busy times of imported traces are those of Holistic Trace Analysis, under its rules, to the
+microsecond.
 
-The figures were computed by HolisticTraceAnalysis 0.5.0 (`get_temporal_breakdown` and `get_comm_comp_overlap`) from the
-same files. Its rules: it leaves out the work launched after the last `ProfilerStep` has begun; it rounds the fractions
-of microseconds inwards; and it counts fills of memory apart from compute.
+The figures were computed by HolisticTraceAnalysis 0.5.0 (`get_temporal_breakdown` and
+`get_comm_comp_overlap`) from the same files. Its rules: it leaves out the work launched after the
+last `ProfilerStep` has begun; it rounds the fractions of microseconds inwards; and it counts fills
+of memory apart from compute.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from tests.kineto_files import EXCERPTS, WHOLE, needs_whole_traces
 
 
 class Figures(NamedTuple):
-    """The figures of one trace in whole microseconds, and the share of communication that overlaps in percent."""
+    """The figures of one trace in whole microseconds, and the share of communication that overlaps
+    in percent.
+    """
 
     idle: int
     compute: int
@@ -51,14 +55,26 @@ OF_WHOLE_TRACES = {
 
 
 def ours(profile: TraceEvents) -> Figures:
-    """Return the figures of a trace under the rules of HTA, by dpbench's arithmetic of intervals."""
-    last = max(math.ceil(event.start_us) for event in profile.host if event.name.startswith("ProfilerStep"))
-    launched = {number for number, one in profile.launches.items() if math.ceil(one.start_us) < last}
+    """Return the figures of a trace under the rules of HTA, by dpbench's arithmetic of
+    intervals.
+    """
+    last = max(
+        math.ceil(event.start_us) for event in profile.host if event.name.startswith("ProfilerStep")
+    )
+    launched = {
+        number for number, one in profile.launches.items() if math.ceil(one.start_us) < last
+    }
     kinds: dict[str, list[tuple[float, float]]] = {"communication": [], "memory": [], "compute": []}
     for event in profile.device:
         if event.correlation in launched:
             of_memory = re.match("Memcpy|Memset|dma", event.name)
-            kind = "communication" if re.match("nccl.*Kernel", event.name) else "memory" if of_memory else "compute"
+            kind = (
+                "communication"
+                if re.match("nccl.*Kernel", event.name)
+                else "memory"
+                if of_memory
+                else "compute"
+            )
             kinds[kind].append((math.ceil(event.start_us), math.floor(event.end_us)))
     every = union(one for found in kinds.values() for one in found)
     compute, communication = union(kinds["compute"]), union(kinds["communication"])
@@ -66,7 +82,9 @@ def ours(profile: TraceEvents) -> Figures:
     idle = total - length(every)
     overlap = length(intersection(compute, communication))
     share = round(100 * overlap / length(communication), 2) if communication else None
-    return Figures(int(idle), int(length(compute)), int(total - idle - length(compute)), int(total), share)
+    return Figures(
+        int(idle), int(length(compute)), int(total - idle - length(compute)), int(total), share
+    )
 
 
 @pytest.mark.parametrize("name", OF_EXCERPTS)
@@ -89,16 +107,24 @@ analysis = TraceAnalysis(trace_files={0: sys.argv[1]})
 names = ("idle_time(us)", "compute_time(us)", "non_compute_time(us)", "kernel_time(us)")
 print(json.dumps([*(times[name] for name in names), overlap["comp_comm_overlap_pctg"]], default=float))
 """
-OPENED = [*(EXCERPTS / name for name in OF_EXCERPTS), *(WHOLE / name for name in OF_WHOLE_TRACES if WHOLE.is_dir())]
+OPENED = [
+    *(EXCERPTS / name for name in OF_EXCERPTS),
+    *(WHOLE / name for name in OF_WHOLE_TRACES if WHOLE.is_dir()),
+]
 
 
 @pytest.mark.skipif(
-    not importlib.util.find_spec("hta"), reason="HolisticTraceAnalysis is not installed: pip install '.[hta]'"
+    not importlib.util.find_spec("hta"),
+    reason="HolisticTraceAnalysis is not installed: pip install '.[hta]'",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("path", OPENED, ids=lambda path: path.name)
 def test_hta_itself_gives_these_figures(path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", ANALYSE, path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", ANALYSE, path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     *times, overlap = json.loads(done.stdout.splitlines()[-1])
-    assert ours(kineto.read(path)) == Figures(*map(int, times), None if math.isnan(overlap) else overlap)
+    assert ours(kineto.read(path)) == Figures(
+        *map(int, times), None if math.isnan(overlap) else overlap
+    )

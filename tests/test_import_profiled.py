@@ -1,4 +1,6 @@
-"""The profiled step of dpbench's own runs on GPUs, with the activities of real traces: busy times and reductions."""
+"""The profiled step of dpbench's own runs on GPUs, with the activities of real traces: busy times
+and reductions.
+"""
 
 from __future__ import annotations
 
@@ -29,27 +31,41 @@ def profile():
 
 
 def events(profile, **changes):
-    """Return the device events of a trace as torch.profiler's `events()` gives them, in microseconds."""
+    """Return the device events of a trace as torch.profiler's `events()` gives them, in
+    microseconds.
+    """
     zero_us = profile.zero_us  # it is searched for at each call
     return [
-        SimpleNamespace(**{
-            "device_type": DeviceType.CUDA, "device_index": one.device, "name": one.name,
-            "time_range": SimpleNamespace(start=one.start_us - zero_us, end=one.end_us - zero_us),
-        } | changes)
+        SimpleNamespace(
+            **{
+                "device_type": DeviceType.CUDA,
+                "device_index": one.device,
+                "name": one.name,
+                "time_range": SimpleNamespace(
+                    start=one.start_us - zero_us, end=one.end_us - zero_us
+                ),
+            }
+            | changes
+        )
         for one in profile.device
-    ]  # fmt: skip
+    ]
 
 
 def test_events_of_a_profiler_are_the_activities_of_the_trace(profile) -> None:
     found = bench.activities_of(events(profile), {0: 1})
     times = busy(found)[1]
     assert len(found) == len(profile.device)
-    # the whole span has two steps of 222 and 220 ms; the figures are those of HTA, which leaves out the second step
+    # the whole span has two steps of 222 and 220 ms; the figures are those of HTA, which leaves out
+    # the second step
     assert times.compute_s == pytest.approx(2 * 0.037625, rel=0.04)
-    assert times.exposed_communication_s == pytest.approx(times.communication_s * (1 - 0.15), rel=0.01)
+    assert times.exposed_communication_s == pytest.approx(
+        times.communication_s * (1 - 0.15), rel=0.01
+    )
     assert [one.metric for one in bench._busy_samples([found])] == [
-        "kernel_busy_s", "collective_busy_s", "exposed_communication_s",
-    ]  # fmt: skip
+        "kernel_busy_s",
+        "collective_busy_s",
+        "exposed_communication_s",
+    ]
 
 
 COMMUNICATION, MOVED = re.compile("nccl|Memcpy PtoP"), re.compile("Memcpy|Memset")
@@ -57,19 +73,38 @@ COMMUNICATION, MOVED = re.compile("nccl|Memcpy PtoP"), re.compile("Memcpy|Memset
 
 @pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.json.gz")), ids=lambda path: path.name)
 def test_busy_times_of_real_traces_are_the_counted_microseconds(path: Path) -> None:
-    """The path of a run's profiled step, compared with counts of the tenths of a microsecond in which a GPU works."""
+    """The path of a run's profiled step, compared with counts of the tenths of a microsecond in
+    which a GPU works.
+    """
     trace = kineto.read(path)
     (device,) = {one.device for one in trace.device}
     found = busy(bench.activities_of(events(trace), {device: 0}))[0]
-    start_us, end_us = min(one.start_us for one in trace.device), max(one.end_us for one in trace.device)
-    works = {kind: np.zeros(round((end_us - start_us) * 10) + 1, dtype=bool) for kind in ("sent", "copied", "computed")}
+    start_us, end_us = (
+        min(one.start_us for one in trace.device),
+        max(one.end_us for one in trace.device),
+    )
+    works = {
+        kind: np.zeros(round((end_us - start_us) * 10) + 1, dtype=bool)
+        for kind in ("sent", "copied", "computed")
+    }
     for one in trace.device:
-        kind = "sent" if COMMUNICATION.match(one.name) else "copied" if MOVED.match(one.name) else "computed"
-        works[kind][round((one.start_us - start_us) * 10) : round((one.end_us - start_us) * 10)] = True
+        kind = (
+            "sent"
+            if COMMUNICATION.match(one.name)
+            else "copied"
+            if MOVED.match(one.name)
+            else "computed"
+        )
+        works[kind][round((one.start_us - start_us) * 10) : round((one.end_us - start_us) * 10)] = (
+            True
+        )
     counted_s = {
-        "compute_s": works["computed"], "communication_s": works["sent"], "copies_s": works["copied"],
-        "exposed_communication_s": works["sent"] & ~works["computed"], "kernels_s": works["computed"] | works["copied"],
-    }  # fmt: skip
+        "compute_s": works["computed"],
+        "communication_s": works["sent"],
+        "copies_s": works["copied"],
+        "exposed_communication_s": works["sent"] & ~works["computed"],
+        "kernels_s": works["computed"] | works["copied"],
+    }
     for name, counted in counted_s.items():
         assert getattr(found, name) == pytest.approx(counted.sum() / 1e7, rel=0.01, abs=1e-5), name
 
@@ -81,7 +116,9 @@ def test_annotations_hosts_and_gpus_of_others_are_no_activities(profile) -> None
 
 
 BACKWARD = tuple(
-    Span(step, Phase.BACKWARD, 0, "cuda_event", at, at + 0.05) for step in range(2) for at in (step + 0.1, step + 0.2)
+    Span(step, Phase.BACKWARD, 0, "cuda_event", at, at + 0.05)
+    for step in range(2)
+    for at in (step + 0.1, step + 0.2)
 )
 
 
@@ -90,9 +127,11 @@ def activities(*named: tuple[str, float, float]) -> list[Activity]:
 
 
 REDUCING = activities(
-    ("ncclDevKernel_Broadcast_RING_LL", 0.00, 0.01), ("volta_sgemm", 0.10, 0.12), ("volta_sgemm", 0.12, 0.14),
+    ("ncclDevKernel_Broadcast_RING_LL", 0.00, 0.01),
+    ("volta_sgemm", 0.10, 0.12),
+    ("volta_sgemm", 0.12, 0.14),
     ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 0.13, 0.15),
-)  # fmt: skip
+)
 
 
 def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backward() -> None:
@@ -101,9 +140,14 @@ def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backwa
         (n, Phase.REDUCE, merging.PROFILED) for n in range(2)
     ]
     assert [(one.start_s, one.end_s) for one in found] == [
-        (pytest.approx(0.24), 0.25), (pytest.approx(1.24), 1.25),
-    ]  # fmt: skip
-    trial = Trial(case=DDP, steps=tuple(Step(1.0, False, n + 1.0) for n in range(2)), spans=(*BACKWARD, *found))
+        (pytest.approx(0.24), 0.25),
+        (pytest.approx(1.24), 1.25),
+    ]
+    trial = Trial(
+        case=DDP,
+        steps=tuple(Step(1.0, False, n + 1.0) for n in range(2)),
+        spans=(*BACKWARD, *found),
+    )
     for phases in trial.ledger.phases:
         assert phases["reduce"] == pytest.approx(0.01)
         assert phases["backward"] == pytest.approx(0.09)
@@ -111,7 +155,10 @@ def test_the_exposed_reduction_of_a_profiled_step_is_the_end_of_each_last_backwa
 
 def test_a_reduction_is_never_longer_than_its_backward() -> None:
     long = activities(("ncclDevKernel_AllReduce_Sum_f32", 0.0, 9.0))
-    assert {(one.start_s, one.end_s) for one in merging.reductions(DDP, BACKWARD, [long])} == {(0.2, 0.25), (1.2, 1.25)}
+    assert {(one.start_s, one.end_s) for one in merging.reductions(DDP, BACKWARD, [long])} == {
+        (0.2, 0.25),
+        (1.2, 1.25),
+    }
 
 
 @pytest.mark.parametrize("strategy", ["dp", "fsdp", "single"])
@@ -128,7 +175,9 @@ def test_a_recorded_reduction_stays() -> None:
 def test_a_profile_of_several_steps_is_cut_at_their_beginnings() -> None:
     def host(name: str, start_s: float) -> SimpleNamespace:
         return SimpleNamespace(
-            device_type=DeviceType.CPU, name=name, time_range=SimpleNamespace(start=start_s * 1e6, end=start_s * 1e6)
+            device_type=DeviceType.CPU,
+            name=name,
+            time_range=SimpleNamespace(start=start_s * 1e6, end=start_s * 1e6),
         )
 
     kernels = activities(("first", 0.11, 0.15), ("second", 0.21, 0.22), ("last", 0.31, 0.35))
@@ -147,10 +196,16 @@ def test_a_device_that_is_idle_in_a_profiled_step_has_a_reading_of_0() -> None:
 
 
 def test_the_reduction_of_a_step_is_the_median_of_the_profiled_steps() -> None:
-    profile = [activities(("ncclDevKernel_AllReduce_Sum_f32", 0.0, seconds)) for seconds in (0.03, 0.01, 0.02)]
-    assert {(round(one.start_s, 6), one.end_s) for one in merging.reductions(DDP, BACKWARD, profile)} == {
-        (0.23, 0.25), (1.23, 1.25),
-    }  # fmt: skip
+    profile = [
+        activities(("ncclDevKernel_AllReduce_Sum_f32", 0.0, seconds))
+        for seconds in (0.03, 0.01, 0.02)
+    ]
+    assert {
+        (round(one.start_s, 6), one.end_s) for one in merging.reductions(DDP, BACKWARD, profile)
+    } == {
+        (0.23, 0.25),
+        (1.23, 1.25),
+    }
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -1,4 +1,5 @@
-"""Steps of imported traces: they are the distances of their ends on the devices, whatever the host does meanwhile.
+"""Steps of imported traces: they are the distances of their ends on the devices, whatever the host
+does meanwhile.
 
 The ends are found here by a second reader of the files, which shares no code with dpbench.
 """
@@ -50,7 +51,9 @@ def end_of(event: dict[str, Any]) -> float:
 
 
 def work_of(path: Path) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the activities of devices that each step launched, and those whose launch is not in the file."""
+    """Return the activities of devices that each step launched, and those whose launch is not in
+    the file.
+    """
     events = events_of(path)
     calls = {
         int(event["args"]["correlation"]): event["ts"]
@@ -69,11 +72,16 @@ def work_of(path: Path) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]
     if not marked:  # one step, which ends with the optimizer's
         marked = [(0.0, end_of(event)) for event in events if "Optimizer.step#" in event["name"]]
     launched = [(calls.get(int(event["args"]["correlation"])), event) for event in work]
-    steps = [[event for at, event in launched if at is not None and start <= at < end] for start, end in sorted(marked)]
+    steps = [
+        [event for at, event in launched if at is not None and start <= at < end]
+        for start, end in sorted(marked)
+    ]
     return steps, [event for at, event in launched if at is None]
 
 
-@pytest.mark.parametrize("path", [*sorted(EXCERPTS.glob("*.json.gz")), *EVERY_WHOLE], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*sorted(EXCERPTS.glob("*.json.gz")), *EVERY_WHOLE], ids=lambda path: path.name
+)
 def test_a_step_lasts_from_one_last_activity_of_the_devices_to_the_next(path: Path) -> None:
     steps, unlaunched = work_of(path)
     ends = [max(map(end_of, step)) for step in steps]
@@ -116,7 +124,10 @@ def test_whole_traces_have_the_steps_of_their_excerpts() -> None:
         ("mi300x-x8-resnet-ddp-rank0", "mi300x-x8-ddp-rank0"),
         ("h100-x1-vgg13-train", "h100-x1-vgg13"),
     ):
-        steps = [loop_of(path).trial for path in (WHOLE / f"{whole}.json.gz", EXCERPTS / f"{excerpt}.json.gz")]
+        steps = [
+            loop_of(path).trial
+            for path in (WHOLE / f"{whole}.json.gz", EXCERPTS / f"{excerpt}.json.gz")
+        ]
         one, other = ([step.seconds for step in trial.steps] for trial in steps)
         assert one == pytest.approx(other, abs=1e-9)
 
@@ -125,7 +136,9 @@ def test_whole_traces_have_the_steps_of_their_excerpts() -> None:
 
 
 def lagging(tmp_path: Path, *, numbers: tuple[int, ...] = (1, 2, 3), **facts: Any) -> Path:
-    """Write steps of 10 ms on the host and 30 ms on the device: forward 12 ms, backward 15 ms, optimizer 3 ms."""
+    """Write steps of 10 ms on the host and 30 ms on the device: forward 12 ms, backward 15 ms,
+    optimizer 3 ms.
+    """
     trace = Writer(**facts)
     for place, number in enumerate(numbers):
         at, device_at = 10.0 * place, 5 + 30.0 * place
@@ -145,9 +158,11 @@ def test_work_counts_for_the_step_and_the_phase_that_launched_it(tmp_path) -> No
     assert [step.end_s for step in found.trial.steps] == pytest.approx([0.035, 0.065, 0.095])
     for phases in found.trial.ledger.phases:
         assert phases == {
-            "forward": pytest.approx(0.012), "backward": pytest.approx(0.015), "optimizer": pytest.approx(0.003),
+            "forward": pytest.approx(0.012),
+            "backward": pytest.approx(0.015),
+            "optimizer": pytest.approx(0.003),
             "unattributed": pytest.approx(0, abs=1e-9),
-        }  # fmt: skip
+        }
     (trace,) = found.traces
     assert trace.attributed.ahead_s == pytest.approx((0.025, 0.045, 0.065))
     # what the host did in each step is its own time
@@ -178,16 +193,29 @@ def test_the_devices_wait_for_data_only_where_they_do_no_work(tmp_path) -> None:
         trace.kernel("sgemm", at + 65, at + 65, at + 120)
     found = loop_of(trace.write(tmp_path / "a.json"))
     for phases in found.trial.ledger.phases[1:]:
-        assert phases["data"] == pytest.approx(0.04)  # 20 of the 60 ms pass beside the work of the step before
+        assert phases["data"] == pytest.approx(
+            0.04
+        )  # 20 of the 60 ms pass beside the work of the step before
         assert phases["forward"] == pytest.approx(0.06)
     assert found.traces[0].attributed.host[1]["data"] == pytest.approx(0.06)
-    assert {span.phase for span in found.trial.spans if span.device == HOST} == {Phase.DATA, Phase.FORWARD}
+    assert {span.phase for span in found.trial.spans if span.device == HOST} == {
+        Phase.DATA,
+        Phase.FORWARD,
+    }
 
 
 def test_the_first_step_is_whole_if_the_devices_still_did_the_work_before_it(tmp_path) -> None:
     path = lagging(tmp_path)
     trace = json.loads(path.read_text())
-    before = {"ph": "X", "cat": "kernel", "name": "earlier", "pid": 0, "tid": 7, "ts": 100, "dur": 4400}
+    before = {
+        "ph": "X",
+        "cat": "kernel",
+        "name": "earlier",
+        "pid": 0,
+        "tid": 7,
+        "ts": 100,
+        "dur": 4400,
+    }
     trace["traceEvents"].append(before | {"args": {"device": 0, "stream": 7, "correlation": 999}})
     path.write_text(json.dumps(trace))
     found = loop_of(path)
@@ -217,7 +245,11 @@ def test_a_step_that_launched_no_work_is_left_out_and_named(tmp_path) -> None:
     trace["traceEvents"].append(empty | {"ts": 30000, "dur": 20})
     path.write_text(json.dumps(trace))
     found = loop_of(path)
-    assert found.traces[0].attributed.names == ("ProfilerStep#1", "ProfilerStep#2", "ProfilerStep#3")
+    assert found.traces[0].attributed.names == (
+        "ProfilerStep#1",
+        "ProfilerStep#2",
+        "ProfilerStep#3",
+    )
     assert "ProfilerStep#4" in notes_of(found)[1]
 
 
@@ -243,7 +275,9 @@ def with_a_late_copy(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         (with_a_late_copy, "the work of ProfilerStep#1 after that of ProfilerStep#2"),
     ],
 )
-def test_a_trace_that_does_not_show_the_ends_of_its_steps_keeps_those_of_the_host(tmp_path, change, said) -> None:
+def test_a_trace_that_does_not_show_the_ends_of_its_steps_keeps_those_of_the_host(
+    tmp_path, change, said
+) -> None:
     path = lagging(tmp_path)
     trace = json.loads(path.read_text())
     path.write_text(json.dumps(trace | {"traceEvents": change(trace["traceEvents"])}))

@@ -1,4 +1,6 @@
-"""The forward alone: its outputs are verified, its latency has percentiles, and strategies without it are skipped."""
+"""The forward alone: its outputs are verified, its latency has percentiles, and strategies without
+it are skipped.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,38 @@ from dpbench.records.work import Shapes
 from dpbench.report import devices, markdown
 from dpbench.strategies.single import Single
 
-TINY = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
+TINY = Effort(
+    budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
+)
 CASE = Case(model="mlp", strategy="single", batch_size=8, mode="no_grad")
 SHAPES = Shapes(
-    parameter_tensors=2, parameter_bytes=100, trainable_bytes=100, buffer_bytes=0, input_bytes=40.0, target_bytes=8.0,
+    parameter_tensors=2,
+    parameter_bytes=100,
+    trainable_bytes=100,
+    buffer_bytes=0,
+    input_bytes=40.0,
+    target_bytes=8.0,
     output_bytes=4.0,
-)  # fmt: skip
+)
 FORWARD = {Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER}
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind", "schedule", "mode"),
     [
-        ("single", "cpu", "", "forward"), ("dp", "cpu", "cached", "inference"), ("dp", "cpu", "reference", "forward"),
-        ("dp", "cpu", "fastest", "no_grad"), ("torch_dp", "emulated", "", "inference"),
+        ("single", "cpu", "", "forward"),
+        ("dp", "cpu", "cached", "inference"),
+        ("dp", "cpu", "reference", "forward"),
+        ("dp", "cpu", "fastest", "no_grad"),
+        ("torch_dp", "emulated", "", "inference"),
     ],
-)  # fmt: skip
+)
 def test_the_outputs_of_one_process_are_verified_and_only_the_forward_runs(
     strategy: str, kind: str, schedule: str, mode: str, tmp_path: Path
 ) -> None:
-    case = plan.normalise(replace(CASE, strategy=strategy, device_kind=kind, schedule=schedule, mode=mode, devices=2))
+    case = plan.normalise(
+        replace(CASE, strategy=strategy, device_kind=kind, schedule=schedule, mode=mode, devices=2)
+    )
     done = trial.run(case, TINY, tmp_path)
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
     assert {span.phase for span in done.spans} <= FORWARD
@@ -84,7 +98,9 @@ FAULTS: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_forward_is_not_timed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_faulty_forward_is_not_timed(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "strategy", lambda name: Faulty(FAULTS[fault]))
     done = trial.run(CASE, TINY, tmp_path)
     assert (done.status, done.verified, done.steps) == (Status.FAILED, Verified.NO, ())
@@ -125,7 +141,9 @@ def test_every_strategy_has_a_forward_or_a_reason() -> None:
         strategy = strategies.load(name)
         has = type(strategy).infer is not strategies.Strategy.infer
         assert has or "whole training steps only" in strategies.refusal(strategy, case)
-        assert strategies.refusal(strategy, replace(case, mode="train")) == strategy.skip(replace(case, mode="train"))
+        assert strategies.refusal(strategy, replace(case, mode="train")) == strategy.skip(
+            replace(case, mode="train")
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,9 +151,12 @@ def test_every_strategy_has_a_forward_or_a_reason() -> None:
     [
         ({"mode": ("test",)}, "unknown mode 'test'"),
         ({"mode": ("no_grad",), "read_loss": (1,)}, "--read-loss has no effect on a forward alone"),
-        ({"mode": ("train", "inference"), "zero_grad": ("zero",)}, "--zero-grad has no effect on a forward alone"),
+        (
+            {"mode": ("train", "inference"), "zero_grad": ("zero",)},
+            "--zero-grad has no effect on a forward alone",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_habit_without_effect_on_a_forward_is_refused(axes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan.sweep(models=["mlp"], strategies=["single"], devices=[1], batch_sizes=[8], **axes)
@@ -154,7 +175,10 @@ def trials(case: Case, step_s: float, steps: int, *, rounds: int = 3) -> list[Tr
     found = []
     for number in range(rounds):
         series = step_s * (1 + np.random.default_rng(number).exponential(0.1, steps))
-        made = tuple(Step(float(one), False, float(end)) for one, end in zip(series, series.cumsum(), strict=True))
+        made = tuple(
+            Step(float(one), False, float(end))
+            for one, end in zip(series, series.cumsum(), strict=True)
+        )
         found.append(Trial(case=case, verified=Verified.BITWISE, steps=made, round=number))
     return found
 
@@ -179,7 +203,11 @@ def test_a_percentile_of_too_few_steps_is_withheld(share: float, enough: int) ->
     assert share**enough < 0.025 < share ** (enough - 1)
     for steps, doubt in ((enough - 1, "too few steps"), (enough, "")):
         found = stats.percentile({0: np.random.default_rng(0).random(steps)}, share)
-        assert (found.doubt, found.low is None, found.high is None) == (doubt, bool(doubt), bool(doubt))
+        assert (found.doubt, found.low is None, found.high is None) == (
+            doubt,
+            bool(doubt),
+            bool(doubt),
+        )
 
 
 def test_the_interval_of_a_percentile_contains_it_in_95_of_100_samples() -> None:
@@ -194,16 +222,22 @@ def test_the_interval_of_a_percentile_contains_it_in_95_of_100_samples() -> None
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """Return the report of a run with enough steps for the 95th percentile, and too few for the 99th."""
+    """Return the report of a run with enough steps for the 95th percentile, and too few for the
+    99th.
+    """
     on_two = replace(CASE, strategy="dp", schedule="reference", devices=2)
     made = [
-        *trials(CASE, 0.010, 100), *trials(replace(CASE, mode="forward"), 0.012, 100), *trials(on_two, 0.020, 100),
+        *trials(CASE, 0.010, 100),
+        *trials(replace(CASE, mode="forward"), 0.012, 100),
+        *trials(on_two, 0.020, 100),
         *trials(replace(CASE, mode="train"), 0.03, 100),
-    ]  # fmt: skip
+    ]
     return Report.of(made, run_id="r", started_s=0.0, provenance={})
 
 
-def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(report: Report) -> None:
+def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(
+    report: Report,
+) -> None:
     lines = tables.latencies(report.rows).splitlines()
     assert len(lines) == 2 + 3, "training has no latency"
     for line in lines[2:]:
@@ -223,7 +257,9 @@ def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(rep
 
 def test_the_forward_is_verified_by_its_outputs_and_says_so(report: Report) -> None:
     lines = tables.table(report.rows).splitlines()[2:]
-    assert [("bitwise (outputs)" in line) for line in lines] == ["forward" in line for line in lines]
+    assert [("bitwise (outputs)" in line) for line in lines] == [
+        "forward" in line for line in lines
+    ]
     assert sum("forward" in line for line in lines) == 3
 
 
@@ -233,15 +269,18 @@ def test_modes_are_compared_with_the_forward_that_autograd_records(report: Repor
     assert "in mlp single x1 batch 8 forward with autograd" in said
     assert "forward with autograd: " not in said, "training is other work"
     alike = next(row for row in report.rows if row.case.devices > 1 and not row.case.trains)
-    assert alike.speedup.value == pytest.approx(0.5, rel=0.01), "the baseline is the same forward on one device"
+    assert alike.speedup.value == pytest.approx(0.5, rel=0.01), (
+        "the baseline is the same forward on one device"
+    )
 
 
 def test_remedies_and_predictions_are_about_training(report: Report) -> None:
     assert not report.diagnoses
     assert "no training step" in text.render(report.diagnoses)
-    assert [stored._usable(one) for one in (*trials(CASE, 1.0, 2), *trials(replace(CASE, mode="train"), 1.0, 2))] == [
-        False
-    ] * 3 + [True] * 3
+    assert [
+        stored._usable(one)
+        for one in (*trials(CASE, 1.0, 2), *trials(replace(CASE, mode="train"), 1.0, 2))
+    ] == [False] * 3 + [True] * 3
 
 
 def test_the_forward_moves_no_target_and_no_gradients() -> None:

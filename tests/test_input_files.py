@@ -1,4 +1,5 @@
-"""Files that a command reads: one rule for those that are missing or of another kind, and for byte order marks.
+"""Files that a command reads: one rule for those that are missing or of another kind, and for byte
+order marks.
 
 Such a file ends every command with exit code 2, and a wrong argument ends it with 64.
 """
@@ -20,15 +21,29 @@ from tests.exported import is_error, made
 from tests.test_predict_bus import printed
 
 STORE_READERS = (
-    "report", "explain", "compare a b", "list runs", "show", "rm x --yes", "export csv", "run --models mlp --dry-run",
-)  # fmt: skip
+    "report",
+    "explain",
+    "compare a b",
+    "list runs",
+    "show",
+    "rm x --yes",
+    "export csv",
+    "run --models mlp --dry-run",
+)
 READERS = (
     *(f"{command} --store {{}}" for command in STORE_READERS),
-    "merge {}", "import {}", "watch {}",
-    "check --model {}.py:net", "run --model {}.py:net", "run --strategy {}.py:way", "loaders --dataset {}.py:data",
-    "loaders --dataset x.py:data --model {}.py:net", "predict --machine {}.toml --models mlp",
-    "predict --machine dgx-a100 --from {}", "predict --machine dgx-a100 --models mlp --bus {}",
-)  # fmt: skip
+    "merge {}",
+    "import {}",
+    "watch {}",
+    "check --model {}.py:net",
+    "run --model {}.py:net",
+    "run --strategy {}.py:way",
+    "loaders --dataset {}.py:data",
+    "loaders --dataset x.py:data --model {}.py:net",
+    "predict --machine {}.toml --models mlp",
+    "predict --machine dgx-a100 --from {}",
+    "predict --machine dgx-a100 --models mlp --bus {}",
+)
 """Commands that read a file, whose name goes in place of {}."""
 READ_NOTHING = {"init", "probe"}
 
@@ -43,14 +58,18 @@ def test_every_command_that_reads_a_file_is_among_them() -> None:
 
 
 @pytest.mark.parametrize("reader", [one for one in READERS if "--dry-run" not in one])
-def test_a_file_that_does_not_exist_is_named_with_the_code_of_files(dpbench, tmp_path, reader) -> None:
+def test_a_file_that_does_not_exist_is_named_with_the_code_of_files(
+    dpbench, tmp_path, reader
+) -> None:
     (tmp_path / "x.py").touch()
     said = is_error(*dpbench(*reader.format("missing").split()), expected=2)
     assert "missing" in said
     assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
 
 
-@pytest.mark.parametrize("reader", [one for one in READERS if ".py:" not in one and "watch" not in one])
+@pytest.mark.parametrize(
+    "reader", [one for one in READERS if ".py:" not in one and "watch" not in one]
+)
 def test_a_file_of_another_kind_is_named_with_the_code_of_files(dpbench, tmp_path, reader) -> None:
     name = "other.toml" if ".toml" in reader else "other"
     (tmp_path / name).write_text("neither a store, nor a trace, nor a table\n" * 50)
@@ -69,7 +88,9 @@ def test_defaults_that_are_not_toml_are_named_with_the_code_of_files(dpbench, tm
 def test_a_wrong_argument_has_another_code(dpbench) -> None:
     is_error(*dpbench("predict", "--machine", "no-such-machine", "--models", "mlp"), expected=64)
     is_error(*dpbench("check", "--model", "no_such_module:net"), expected=64)
-    is_error(*dpbench("predict", "--machine", "dgx-a100", "--models", "mlp", "--bus", "-1"), expected=64)
+    is_error(
+        *dpbench("predict", "--machine", "dgx-a100", "--models", "mlp", "--bus", "-1"), expected=64
+    )
 
 
 # -- byte order marks; tests/test_import.py has that of a trace

@@ -19,11 +19,21 @@ from dpbench.report import figures, markdown, page
 from tests.report_rows import badges, part
 
 GAINS = {
-    "reference": 1.0, "pool": 0.85, "cached": 0.6, "flat_storage": 0.6, "persistent": 0.55, "local_loss": 0.55,
-    "local_backward": 0.35, "overlap": 0.33, "allreduce": 0.45, "flat_optimizer": 0.42, "zero1": 0.4,
-}  # fmt: skip
-"""Each rung's step over the reference's: cached gives most by seconds and local_backward by ratio, allreduce costs,
-and flat_storage gives nothing."""
+    "reference": 1.0,
+    "pool": 0.85,
+    "cached": 0.6,
+    "flat_storage": 0.6,
+    "persistent": 0.55,
+    "local_loss": 0.55,
+    "local_backward": 0.35,
+    "overlap": 0.33,
+    "allreduce": 0.45,
+    "flat_optimizer": 0.42,
+    "zero1": 0.4,
+}
+"""Each rung's step over the reference's: cached gives most by seconds and local_backward by ratio,
+allreduce costs, and flat_storage gives nothing.
+"""
 SWITCH = {"workers": 1.5, "backward": 1.2, "reduce": 1.0, "update": 0.9, "optimizer": 1.1}
 """The best's step without a switch, over the best's: update costs, reduce gives nothing."""
 CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
@@ -31,7 +41,12 @@ CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
 
 def factor(case: Case) -> float:
     """Return a case's step in units of the reference's."""
-    rivals = {"single": 0.5 * case.batch_size / 64, "single_all_cores": 0.4, "ddp": 0.75, "torch_dp": 1.0}
+    rivals = {
+        "single": 0.5 * case.batch_size / 64,
+        "single_all_cores": 0.4,
+        "ddp": 0.75,
+        "torch_dp": 1.0,
+    }
     if case.strategy != "dp":
         return rivals[case.strategy]
     if case.schedule in GAINS:
@@ -42,7 +57,10 @@ def factor(case: Case) -> float:
 
 
 def trial(case: Case, number: int, seconds: float, noise: float) -> Trial:
-    """Return a trial whose step is half forward; what is beyond 0.3 of the reference's is replicate."""
+    """Return a trial whose step is half forward.
+
+    What is beyond 0.3 of the reference's is replicate.
+    """
     draw = random.Random(f"{case.fingerprint} {number}")
     steps, spans, at = [], [], 100.0 * number
     for k in range(20):
@@ -51,7 +69,9 @@ def trial(case: Case, number: int, seconds: float, noise: float) -> Trial:
         steps.append(Step(one, k < 2, at))
         spans.append(Span(k, Phase.FORWARD, 0, "host", at - one, at - one + min(one, 0.003)))
         spans.append(Span(k, Phase.REPLICATE, 0, "host", at - one + min(one, 0.003), at))
-    return Trial(case=case, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans), round=number)
+    return Trial(
+        case=case, verified=Verified.BITWISE, steps=tuple(steps), spans=tuple(spans), round=number
+    )
 
 
 def trials(
@@ -85,8 +105,12 @@ def test_each_rung_is_compared_with_the_one_before_it_and_the_gains_sum_to_the_w
     assert names == [*schedule.RUNGS]
     assert [change.over for change in changes(found).values()] == names[:-1]
     for change in changes(found).values():
-        assert change.ratio.value == pytest.approx(GAINS[change.over] / GAINS[change.name], rel=0.01)
-        assert change.gain_s.value == pytest.approx(0.01 * (GAINS[change.over] - GAINS[change.name]), abs=5e-5)
+        assert change.ratio.value == pytest.approx(
+            GAINS[change.over] / GAINS[change.name], rel=0.01
+        )
+        assert change.gain_s.value == pytest.approx(
+            0.01 * (GAINS[change.over] - GAINS[change.name]), abs=5e-5
+        )
         assert change.ratio.low <= change.ratio.value <= change.ratio.high
         assert change.gain_s.low <= change.gain_s.value <= change.gain_s.high
     fallen = sum(change.gain_s.value for change in changes(found).values())
@@ -96,10 +120,17 @@ def test_each_rung_is_compared_with_the_one_before_it_and_the_gains_sum_to_the_w
 def test_the_verdict_is_what_the_interval_says() -> None:
     verdicts = {name: change.verdict for name, change in changes(plain()).items()}
     assert verdicts == {
-        "pool": "faster", "cached": "faster", "flat_storage": "same", "persistent": "faster", "local_loss": "same",
-        "local_backward": "faster", "overlap": "faster", "allreduce": "slower", "flat_optimizer": "faster",
+        "pool": "faster",
+        "cached": "faster",
+        "flat_storage": "same",
+        "persistent": "faster",
+        "local_loss": "same",
+        "local_backward": "faster",
+        "overlap": "faster",
+        "allreduce": "slower",
+        "flat_optimizer": "faster",
         "zero1": "faster",
-    }  # fmt: skip
+    }
     assert changes(plain())["allreduce"].ratio.high < 1
     assert changes(plain())["allreduce"].gain_s.high < 0
     assert changes(climbed(trials(noise=0.3)))["zero1"].verdict == "undecided"
@@ -166,8 +197,9 @@ def test_measured_and_predicted_rungs_are_two_ladders() -> None:
     foreseen = [Trial.from_dict(t.to_dict() | {"source": "predicted"}) for t in trials()]
     found = ladder.ladders(summary.rows([*trials(), *foreseen]))
     assert [{rung.row.source for rung in one.rungs} for one in found] in (
-        [{Source.MEASURED}, {Source.PREDICTED}], [{Source.PREDICTED}, {Source.MEASURED}],
-    )  # fmt: skip
+        [{Source.MEASURED}, {Source.PREDICTED}],
+        [{Source.PREDICTED}, {Source.MEASURED}],
+    )
 
 
 # ---------------------------------------------------------------- ablations
@@ -181,7 +213,11 @@ def test_a_switch_that_is_set_back_tells_what_it_gives() -> None:
     for switch, change in given.items():
         assert change.ratio.value == pytest.approx(SWITCH[switch], rel=0.01)
         assert change.gain_s.value == pytest.approx(0.004 * (SWITCH[switch] - 1), abs=3e-5)
-    assert [given[s].verdict for s in ("workers", "reduce", "update")] == ["faster", "same", "slower"]
+    assert [given[s].verdict for s in ("workers", "reduce", "update")] == [
+        "faster",
+        "same",
+        "slower",
+    ]
 
 
 def test_a_switch_that_cannot_be_set_back_alone_says_why() -> None:
@@ -217,13 +253,19 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert "no speed-up" in section.panels[0].caption
 
 
-# ---------------------------------------------------------------- what stays in other sections, and names
+# ---------------------------------------------------------------- what stays in other sections, and
+# names
 
 
 def test_other_sections_keep_the_ends_of_a_ladder_and_never_the_limit() -> None:
-    rows = summary.rows([*trials(), *trials([Case(model="lstm", strategy="single", batch_size=64)])])
+    rows = summary.rows(
+        [*trials(), *trials([Case(model="lstm", strategy="single", batch_size=64)])]
+    )
     kept = ladder.notable(rows, ladder.ladders(rows))
-    assert [row.case.schedule for row in kept if row.case.strategy == "dp"] == ["reference", "overlap"]
+    assert [row.case.schedule for row in kept if row.case.strategy == "dp"] == [
+        "reference",
+        "overlap",
+    ]
     assert {row.case.strategy for row in kept} == {"single", "single_all_cores", "dp", "ddp"}
     assert all(row.case.options != plan.LIMIT for row in kept)
     assert len(ladder.notable(rows, [])) == len(rows) - 1
@@ -263,7 +305,11 @@ def test_schedules_stand_in_the_order_of_the_ladder() -> None:
 @cache
 def content() -> Report:
     found = trials()
-    return replace(Report.of(found, run_id="7f" * 16, started_s=1.7e9, provenance={}), warnings=[], diagnoses=[])
+    return replace(
+        Report.of(found, run_id="7f" * 16, started_s=1.7e9, provenance={}),
+        warnings=[],
+        diagnoses=[],
+    )
 
 
 def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
@@ -272,7 +318,9 @@ def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() 
     assert "the rung with the largest gain is local_backward, 1.5" in note
     assert "over local_loss" in note
     lines = tables.table(content().rows, content().ladders).splitlines()
-    assert [line.split()[1:4] for line in lines if "best rung" in line] == [["dp[overlap]", "(best", "rung)"]]
+    assert [line.split()[1:4] for line in lines if "best rung" in line] == [
+        ["dp[overlap]", "(best", "rung)"]
+    ]
     assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]
     assert max(map(len, lines)) < 190
 
@@ -313,7 +361,9 @@ def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
 
 def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
     found = climbed(trials(drift={0: 1.0, 1: 9.0, 2: 0.1}, noise=1.5))
-    assert any(rung.change and rung.change.gain_s.high > found.rungs[0].step.value for rung in found.rungs)
+    assert any(
+        rung.change and rung.change.gain_s.high > found.rungs[0].step.value for rung in found.rungs
+    )
     places = [float(x) for x in re.findall(r"[MLH] ?(-?[\d.]+)", drawn(found))]
     assert min(places) >= 0
     assert max(places) <= 420
@@ -322,7 +372,9 @@ def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
 def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
     slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
     rows = summary.rows(slow)
-    (panel,) = part(replace(content(), rows=rows, trials=[], ladders=ladder.ladders(rows)), "ladder").panels
+    (panel,) = part(
+        replace(content(), rows=rows, trials=[], ladders=ladder.ladders(rows)), "ladder"
+    ).panels
     assert ">ddp: " not in panel.svg
     assert "ddp takes 100 ms" in panel.caption
 
@@ -330,7 +382,9 @@ def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
 @pytest.mark.slow
 def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
     text = page.render(content())
-    places = [text.index(f'<section id="{name}"') for name in ("lanes", "imbalance", "ladder", "steps")]
+    places = [
+        text.index(f'<section id="{name}"') for name in ("lanes", "imbalance", "ladder", "steps")
+    ]
     assert places == sorted(places)
     assert len(text.encode()) < 400 * 1024
     heading = re.search(r'<section id="ladder".*?<figure', text, re.DOTALL)[0]
@@ -346,7 +400,9 @@ def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> 
 
 def test_other_sections_stay_readable_beside_a_ladder() -> None:
     sections = {s.id: s for s in figures.sections(content())}
-    assert [len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")] == [1, 1, 1, 1]
+    assert [
+        len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")
+    ] == [1, 1, 1, 1]
     assert sections["throughput"].panels[0].svg.count(">dp[") == 2 + 2  # names and texts of marks
     assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in [*schedule.RUNGS])
     assert "the table below has the other schedules" in sections["speedup"].note

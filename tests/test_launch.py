@@ -1,4 +1,7 @@
-"""Launches by torchrun and srun: ranks on several machines measure one plan; each fault is a trial that names it."""
+"""Launches by torchrun and srun: ranks on several machines measure one plan.
+
+Each fault is a trial that names it.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +41,30 @@ def every(folder: Folder) -> list[Trial]:
 
 def trials(folder: Folder) -> dict[str, Trial]:
     """Return the stored trials by a short name of their cases."""
-    return {f"{one.case.model.partition(':')[2]} {one.case.strategy} {one.case.devices}": one for one in every(folder)}
+    return {
+        f"{one.case.model.partition(':')[2]} {one.case.strategy} {one.case.devices}": one
+        for one in every(folder)
+    }
 
 
-def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(folder: Folder) -> None:
-    models = [part for name in ("good", "broken", "dead", "late") for part in ("--model", f"nets:{name}")]
+def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(
+    folder: Folder,
+) -> None:
+    models = [
+        part for name in ("good", "broken", "dead", "late") for part in ("--model", f"nets:{name}")
+    ]
     run = launch(
-        folder, *models, "--strategies", "single,ddp", "--devices", "3", "--limit", "9", *RUN, nodes=3, slow={2: 0.01}
+        folder,
+        *models,
+        "--strategies",
+        "single,ddp",
+        "--devices",
+        "3",
+        "--limit",
+        "9",
+        *RUN,
+        nodes=3,
+        slow={2: 0.01},
     )
     assert run.codes() == [2, 0, 0], run.err()
     found = trials(folder)
@@ -55,11 +75,15 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(fo
     assert {span.device for span in good.spans} == {0, 1, 2}, "every rank's phases arrive"
     names = [host.name for host in good.hosts]
     for model, rank, reason in (
-        ("broken", 1, "a planted error"), ("dead", 2, "killed by SIGABRT"), ("late", 2, "exceeded the limit"),
-    ):  # fmt: skip
+        ("broken", 1, "a planted error"),
+        ("dead", 2, "killed by SIGABRT"),
+        ("late", 2, "exceeded the limit"),
+    ):
         failed = found[f"{model} ddp 3"]
         assert failed.status.value == ("timeout" if model == "late" else "failed")
-        assert failed.reason.startswith(f"rank {rank} on {names[rank]}".partition("#")[0]), failed.reason
+        assert failed.reason.startswith(f"rank {rank} on {names[rank]}".partition("#")[0]), (
+            failed.reason
+        )
         assert reason in failed.reason
     alone = found["good single 1"]
     assert set(alone.readings("step_alone_s")) == {-1, -2, -3}, "every machine runs the baseline"
@@ -67,7 +91,9 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(fo
     assert folder.mark.settles() == ""
 
 
-def test_a_killed_rank_fails_its_case_by_name_and_the_same_command_measures_the_rest(folder: Folder) -> None:
+def test_a_killed_rank_fails_its_case_by_name_and_the_same_command_measures_the_rest(
+    folder: Folder,
+) -> None:
     axes = ("--model", "nets:good", "--strategies", "ddp,fsdp", "--devices", "2", "--limit", "20")
     command = (*axes, "--rounds", "2", "--patience", "0", "--batch-sizes", "12,18")
     run = launch(folder, *command)
@@ -147,20 +173,26 @@ with Group(of_environment()) as group:
 
 
 @pytest.mark.parametrize("fault", ["early", "dead", "silent"])
-def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(folder: Folder, fault: str) -> None:
+def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(
+    folder: Folder, fault: str
+) -> None:
     run = launch(folder, program=("-c", GROUP, fault), nodes=3)
     assert run.codes(60)[0] == 0, run.err()
     slow, lost, ranks, reason = json.loads(run.out())
     assert slow == [None, None, None], "a slow task is no failure"
     expected = None if fault == "early" else [None, False, True]
-    assert lost == expected, "no case has failed before the work; afterwards, the failure of rank 2 is secondary"
+    assert lost == expected, (
+        "no case has failed before the work; afterwards, the failure of rank 2 is secondary"
+    )
     assert ranks == [1]
     assert reason.startswith(f"rank 1 on {socket.gethostname()} ")
     assert "rank 0" in run.err(2)
 
 
 EACH = int(os.environ.get("DPBENCH_TEST_RANKS", "1"))
-"""The number of ranks of each torchrun agent; 8 makes the launch of 16 ranks, which takes a minute on two cores."""
+"""The number of ranks of each torchrun agent; 8 makes the launch of 16 ranks, which takes a minute
+on two cores.
+"""
 
 
 def test_two_torchrun_agents_measure_together_and_end_without_a_traceback(folder: Folder) -> None:
@@ -180,9 +212,15 @@ def test_two_torchrun_agents_measure_together_and_end_without_a_traceback(folder
     agents = []
     for node in range(2):
         launcher = (
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-            f"--nproc-per-node={EACH}", "--master-addr=127.0.0.1", f"--master-port={port}",
-        )  # fmt: skip
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            f"--node-rank={node}",
+            f"--nproc-per-node={EACH}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+        )
         with (folder.path / f"{node}.err").open("w") as err:
             agents.append(
                 subprocess.Popen(

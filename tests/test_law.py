@@ -1,6 +1,7 @@
 """Whatever a loop does between two steps has the same effect on every schedule as in a plain loop.
 
-DPBENCH_LAW_STEPS=100000 asks for a long run: at least that many rule steps, whose number is printed.
+DPBENCH_LAW_STEPS=100000 asks for a long run: at least that many rule steps, whose number is
+printed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from tests import law_changes, law_nets
 from tests.law import Loop, Pair
 from tests.law_changes import CHANGES, Change
 
-# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch warns of it once
-pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
+# warns of it once
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract"
+)
 
 SCHEDULES = [*RUNGS, *SELECTED]
 LONG = int(os.environ.get("DPBENCH_LAW_STEPS", "0"))
@@ -51,9 +55,20 @@ class Training(RuleBasedStateMachine):
         watch=st.booleans(),
     )
     def begin(
-        self, schedule: str, devices: int, module: str, criterion: str, optimizer: str, dtype: torch.dtype, **more: Any
+        self,
+        schedule: str,
+        devices: int,
+        module: str,
+        criterion: str,
+        optimizer: str,
+        dtype: torch.dtype,
+        **more: Any,
     ) -> None:
-        if criterion == "regularised" and schedule not in SELECTED and RUNGS[schedule].loss == "local":
+        if (
+            criterion == "regularised"
+            and schedule not in SELECTED
+            and RUNGS[schedule].loss == "local"
+        ):
             criterion = "mse"  # a local loss is a sum over rows
         self.number, self.failed, self.dtype, self.devices = 0, False, dtype, devices
         self.fused = optimizer == "fused"
@@ -69,12 +84,16 @@ class Training(RuleBasedStateMachine):
         self.pair.do(law_changes.save, 0)
 
     def exact(self, schedule: str) -> str:
-        """Return another schedule where fused kernels would step a flat buffer, which rounds otherwise."""
+        """Return another schedule where fused kernels would step a flat buffer, which rounds
+        otherwise.
+        """
         flat = schedule not in SELECTED and RUNGS[schedule].optimizer == "flat"
         return "allreduce" if self.fused and flat else schedule
 
     def batch(self, size: int) -> law_nets.Batch:
-        """Return the next batch: an even one, an uneven one, or one with fewer chunks than devices."""
+        """Return the next batch: an even one, an uneven one, or one with fewer chunks than
+        devices.
+        """
         self.number += 1
         rows = (4 * self.devices, 3 * self.devices - 1, 4)[size % 3]
         return law_nets.batch(self.number, rows, self.pair.plain.criterion, self.dtype)
@@ -102,7 +121,11 @@ class Training(RuleBasedStateMachine):
         if not (self.failed and change is law_changes.assign_resized):
             self.pair.do(change, k)
 
-    @rule(row=SMALL, backward=st.booleans(), error=st.sampled_from([KeyboardInterrupt, law_nets.Trapped]))
+    @rule(
+        row=SMALL,
+        backward=st.booleans(),
+        error=st.sampled_from([KeyboardInterrupt, law_nets.Trapped]),
+    )
     def fail(self, row: int, backward: bool, error: type[BaseException]) -> None:
         Training.rules += 1
         inputs, target = self.batch(0)
@@ -112,7 +135,8 @@ class Training(RuleBasedStateMachine):
             loop.module.trap.backward, loop.module.trap.error = backward, error
 
         self.pair.fail(inputs, target, trap, error)
-        self.failed = True  # torch may keep the graph of a failed backward, and with it the shapes of parameters
+        # torch may keep the graph of a failed backward, and with it the shapes of parameters
+        self.failed = True
 
     @rule(schedule=st.sampled_from(SCHEDULES), same_optimizer=st.booleans())
     def move(self, schedule: str, same_optimizer: bool) -> None:
@@ -137,7 +161,8 @@ class Training(RuleBasedStateMachine):
 def run(sequences: int, rules: int, number: int | None = None) -> None:
     """Run sequences of rules, the same ones in every run with the same number.
 
-    Nothing shrinks what fails: that takes minutes, and a short sequence that fails comes before the long ones.
+    Nothing shrinks what fails: that takes minutes, and a short sequence that fails comes before the
+    long ones.
     """
     run_state_machine_as_test(
         Training if number is None else seed(number)(Training),

@@ -1,4 +1,6 @@
-"""The switches that `fastest` avoids to stay exact, and the refusals of a named schedule before anything changes."""
+"""The switches that `fastest` avoids to stay exact, and the refusals of a named schedule before
+anything changes.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ from tests.law import Pair, must_refuse, pair, refusing, rungs
 from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS, Net, Regularised, Table, batch
 
-# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch warns of it once
-pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
+# warns of it once
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract"
+)
 
 # ---------------------------------------------------------------- k, l: what fastest must avoid
 
@@ -103,7 +108,9 @@ def ctc(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
     """Divide each row by its own length before the mean, as CTC does."""
     logs = output.view(len(output), -1, 1).expand(-1, 3, 4).transpose(0, 1).log_softmax(2)
     lengths = torch.full((len(output),), 3), target.ne(0).sum(1)
-    return F.ctc_loss(logs * torch.arange(1, 5), target, *lengths, reduction=reduction, zero_infinity=True)
+    return F.ctc_loss(
+        logs * torch.arange(1, 5), target, *lengths, reduction=reduction, zero_infinity=True
+    )
 
 
 def own_mean(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
@@ -113,7 +120,10 @@ def own_mean(output: Tensor, target: Tensor, reduction: str = "mean") -> Tensor:
 
 
 LOSSES: dict[str, tuple[Any, Callable[[Tensor], Any]]] = {
-    "weighted partial": (partial(F.cross_entropy, weight=torch.tensor([1.7, 0.3, 2.9])), lambda t: t.argmax(1)),
+    "weighted partial": (
+        partial(F.cross_entropy, weight=torch.tensor([1.7, 0.3, 2.9])),
+        lambda t: t.argmax(1),
+    ),
     "dict": (of_a_dict, lambda t: {"y": t}),
     "none": (without_target, lambda t: None),
     "ctc": (ctc, lambda t: torch.tensor([[1, 2], [3, 0]]).repeat(len(t), 1)[: len(t)]),
@@ -147,7 +157,10 @@ def test_a_loss_that_couples_rows_is_refused_before_anything_changed(rung: str) 
     module = Net()
     before = copy.deepcopy(module.state_dict())
     made = lambda p: OPTIMIZERS["sgd"](list(p))  # noqa: E731
-    with refusing(rung, "contrastive"), TrainStep(module, contrastive, made, ["cpu"] * 2, rung) as step:
+    with (
+        refusing(rung, "contrastive"),
+        TrainStep(module, contrastive, made, ["cpu"] * 2, rung) as step,
+    ):
         step(inputs, target)
     if must_refuse(rung, "contrastive"):
         assert_same(dict(module.state_dict()), dict(before), "module")
@@ -169,7 +182,9 @@ class SparseTable(nn.Module):
         self.weight, self.last = nn.Parameter(torch.randn(6, 4)), nn.Linear(4, 3)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        out: Tensor = self.last(F.embedding((x[:, :2] * 9).long() % 6, self.weight, sparse=True).mean(1))
+        out: Tensor = self.last(
+            F.embedding((x[:, :2] * 9).long() % 6, self.weight, sparse=True).mean(1)
+        )
         return out
 
 
@@ -194,7 +209,9 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.O
 
 @rungs("reference")
 def test_parameters_with_holes_train_as_on_reference(rung: str) -> None:
-    """They differ from a plain loop in the last bits: the copies in other replicas have no holes, as in torch."""
+    """They differ from a plain loop in the last bits: the copies in other replicas have no holes,
+    as in torch.
+    """
 
     def train(schedule: str) -> dict[str, Tensor]:
         torch.manual_seed(0)
@@ -226,7 +243,8 @@ def test_a_schedule_by_name_trains_it_too_or_refuses_it(rung: str, name: str) ->
             both.step(*batch(number, 8))
 
 
-# ---------------------------------------------------------------- m, n: lazy parameters, regularisers
+# ---------------------------------------------------------------- m, n: lazy parameters,
+# regularisers
 
 
 @pytest.mark.parametrize("schedule", ["reference", "pool", "cached", "flat_storage", FASTEST])
@@ -252,9 +270,17 @@ GATHERED = [
 @pytest.mark.parametrize("schedule", GATHERED)
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_penalty_on_the_parameters_reaches_their_gradients_once(schedule: str, devices: int, accumulate: int) -> None:
+def test_a_penalty_on_the_parameters_reaches_their_gradients_once(
+    schedule: str, devices: int, accumulate: int
+) -> None:
     with Pair(
-        Net, Regularised, watch=False, schedule=schedule, devices=devices, accumulate=accumulate, between=False
+        Net,
+        Regularised,
+        watch=False,
+        schedule=schedule,
+        devices=devices,
+        accumulate=accumulate,
+        between=False,
     ) as both:
         for number in range(4):
             both.step(*batch(number, 8))

@@ -1,4 +1,6 @@
-"""Rarer things that a loop does between two steps: each acts as in a plain loop, or a named schedule refuses it."""
+"""Rarer things that a loop does between two steps: each acts as in a plain loop, or a named
+schedule refuses it.
+"""
 
 from __future__ import annotations
 
@@ -27,19 +29,30 @@ EXACT = [*RUNGS]
 
 
 def every_rung(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on every exact schedule; those that `REFUSALS` names for the test or its parameters must refuse."""
+    """Run a test on every exact schedule.
+
+    Those that `REFUSALS` names for the test or its parameters must refuse.
+    """
 
     @functools.wraps(test)
     def run(rung: str, **more: Any) -> None:
-        with refusing(rung, test.__name__, *(getattr(value, "__name__", str(value)) for value in more.values())):
+        with refusing(
+            rung,
+            test.__name__,
+            *(getattr(value, "__name__", str(value)) for value in more.values()),
+        ):
             test(rung=rung, **more)
 
     return pytest.mark.parametrize("rung", [*EXACT, *SELECTED])(run)
 
 
-def trained(rung: str, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any) -> Pair:
+def trained(
+    rung: str, module: Callable[[], nn.Module] = Net, criterion: Any = nn.MSELoss, **more: Any
+) -> Pair:
     """Return both sides."""
-    return Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, "between": False, **more})
+    return Pair(
+        module, lambda _: criterion(), schedule=rung, **{"watch": False, "between": False, **more}
+    )
 
 
 class Deep(Table):
@@ -50,7 +63,9 @@ class Deep(Table):
         self.mid = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        out: Tensor = self.last(self.mid(torch.tanh(self.first(self.table((x[:, :2] * 9).long() % 6).mean(1)))))
+        out: Tensor = self.last(
+            self.mid(torch.tanh(self.first(self.table((x[:, :2] * 9).long() % 6).mean(1))))
+        )
         return out
 
 
@@ -166,10 +181,26 @@ def train_by_hand(loop: Loop) -> None:
 
 
 CHANGES = [
-    tie, share_data, assign_parameters, replace_layer, add_layer, remove_layer, parametrize, prune_layer, change_class,
-    write_frozen_data, set_storage, leave_group, split_group, replace_state, skip_every_other_step, keep_gradients,
-    step_in_backward, step_by_hand, train_by_hand,
-]  # fmt: skip
+    tie,
+    share_data,
+    assign_parameters,
+    replace_layer,
+    add_layer,
+    remove_layer,
+    parametrize,
+    prune_layer,
+    change_class,
+    write_frozen_data,
+    set_storage,
+    leave_group,
+    split_group,
+    replace_state,
+    skip_every_other_step,
+    keep_gradients,
+    step_in_backward,
+    step_by_hand,
+    train_by_hand,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -199,7 +230,9 @@ def add_gradients(loop: Loop) -> None:
 
 @pytest.mark.parametrize("change", [scale_gradients, zero_gradients, add_gradients])
 @every_rung
-def test_a_change_of_the_gradients_between_the_calls_of_one_update(rung: str, change: Callable[[Loop], None]) -> None:
+def test_a_change_of_the_gradients_between_the_calls_of_one_update(
+    rung: str, change: Callable[[Loop], None]
+) -> None:
     with trained(rung, accumulate=2) as both:
         for number in range(6):
             both.step(*batch(number, 8))
@@ -221,7 +254,9 @@ def test_close_between_the_calls_of_one_update_leaves_the_gradients(rung: str) -
 @every_rung
 def test_data_that_the_loop_has_put_aside_stays_as_it_is(rung: str) -> None:
     def swap(loop: Loop) -> None:
-        aside = loop.copies.setdefault("aside", [torch.full_like(p, 0.1).detach() for p in loop.module.parameters()])
+        aside = loop.copies.setdefault(
+            "aside", [torch.full_like(p, 0.1).detach() for p in loop.module.parameters()]
+        )
         for i, p in enumerate(loop.module.parameters()):
             p.data, aside[i] = aside[i], p.data
         loop.sync()
@@ -257,7 +292,9 @@ def test_a_gradient_that_the_loop_keeps_is_not_written_again(rung: str, hooked: 
     kept: dict[Loop, list[Any]] = {}
 
     def hook(loop: Loop) -> None:
-        loop.module.first.weight.register_hook(lambda gradient: kept.setdefault(loop, [gradient]) and None)
+        loop.module.first.weight.register_hook(
+            lambda gradient: kept.setdefault(loop, [gradient]) and None
+        )
 
     def keep(loop: Loop) -> None:
         kept[loop] = [p.grad for p in loop.module.parameters() if p.grad is not None]
@@ -282,7 +319,8 @@ def test_one_device_runs_the_module_itself(rung: str, module: Callable[[], nn.Mo
             both.step(*batch(number, 8))
 
 
-# ---------------------------------------------------------------- attributes that forward changes in some steps
+# ---------------------------------------------------------------- attributes that forward changes
+# in some steps
 
 
 class Deleting(Table):
@@ -291,7 +329,9 @@ class Deleting(Table):
         self.once = 2.0
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return super().forward(x, ids) * (self.__dict__.pop("once", 1.0) if int(ids[0]) // 100 % 2 else 1.0)
+        return super().forward(x, ids) * (
+            self.__dict__.pop("once", 1.0) if int(ids[0]) // 100 % 2 else 1.0
+        )
 
 
 class Activating(Table):
@@ -311,7 +351,9 @@ class Evaluating(Net):
 
 @every_rung
 @pytest.mark.parametrize("module", [Deleting, Activating, Evaluating])
-def test_a_replica_forgets_any_change_of_its_own_tree(rung: str, module: Callable[[], nn.Module]) -> None:
+def test_a_replica_forgets_any_change_of_its_own_tree(
+    rung: str, module: Callable[[], nn.Module]
+) -> None:
     with trained(rung, module) as both:
         for number in (2, 4, 3, 6, 5, 8):
             both.step(*batch(number, 8))
@@ -338,7 +380,11 @@ class Coupling(nn.MSELoss):
     couples = False
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return (output @ output.T).square().sum() / len(output) if self.couples else super().forward(output, target)
+        return (
+            (output @ output.T).square().sum() / len(output)
+            if self.couples
+            else super().forward(output, target)
+        )
 
 
 def couple(loop: Loop) -> None:
@@ -351,9 +397,12 @@ def halve_by_a_hook(loop: Loop) -> None:
 
 @every_rung
 @pytest.mark.parametrize(
-    ("criterion", "change"), [(Counting, lambda loop: None), (Coupling, couple), (nn.MSELoss, halve_by_a_hook)]
+    ("criterion", "change"),
+    [(Counting, lambda loop: None), (Coupling, couple), (nn.MSELoss, halve_by_a_hook)],
 )
-def test_a_criterion_is_called_once_a_step_with_all_rows(rung: str, criterion: Any, change: Any) -> None:
+def test_a_criterion_is_called_once_a_step_with_all_rows(
+    rung: str, criterion: Any, change: Any
+) -> None:
     with trained(rung, Net, criterion) as both:
         both.step(*batch(1, 8))
         both.do(change)
@@ -364,7 +413,10 @@ def test_a_criterion_is_called_once_a_step_with_all_rows(rung: str, criterion: A
 @every_rung
 def test_a_target_that_wants_gradients_gets_them(rung: str) -> None:
     with trained(rung) as both:
-        (inputs, target), factors = batch(1, 8), [torch.ones(3, requires_grad=True) for _ in range(2)]
+        (inputs, target), factors = (
+            batch(1, 8),
+            [torch.ones(3, requires_grad=True) for _ in range(2)],
+        )
         both.ours.step(inputs, target * factors[0])
         both.plain.step(inputs, target * factors[1])
         both.check()
@@ -373,7 +425,9 @@ def test_a_target_that_wants_gradients_gets_them(rung: str) -> None:
 
 @every_rung
 @pytest.mark.parametrize("name", ["loss_fn", "optimizer"])
-def test_an_attribute_of_the_step_that_is_replaced_counts_or_cannot_be_replaced(rung: str, name: str) -> None:
+def test_an_attribute_of_the_step_that_is_replaced_counts_or_cannot_be_replaced(
+    rung: str, name: str
+) -> None:
     with trained(rung) as both:
         both.step(*batch(1, 8))
         try:
@@ -436,7 +490,9 @@ def test_autocast_gives_the_bits_of_reference(rung: str) -> None:
 
 
 class Interrupting(Table):
-    """Sends the main thread an interrupt from the forward of another one, which goes on until `done` is set."""
+    """Sends the main thread an interrupt from the forward of another one, which goes on until
+    `done` is set.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -453,7 +509,9 @@ class Interrupting(Table):
 
     def _interrupt(self) -> None:
         self.running[0] += 1
-        self.done.wait(0.05)  # most likely the main thread has ended its own replica by then, and waits
+        self.done.wait(
+            0.05
+        )  # most likely the main thread has ended its own replica by then, and waits
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         self.done.wait(0.3)
         self.running[0] -= 1

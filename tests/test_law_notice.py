@@ -29,7 +29,9 @@ EXACT = [*RUNGS]
 FLAT = {name for name in EXACT if RUNGS[name].storage == "flat"}
 OWN_UPDATES = {name for name in EXACT if RUNGS[name].update != "root"} | {"fastest"}
 every_schedule = pytest.mark.parametrize("rung", [*EXACT, *SELECTED])
-cached = pytest.mark.parametrize("schedule", ["reference", "pool", "cached", "flat_storage", "copying"])
+cached = pytest.mark.parametrize(
+    "schedule", ["reference", "pool", "cached", "flat_storage", "copying"]
+)
 
 
 class Plain(nn.Module):
@@ -44,7 +46,9 @@ class Plain(nn.Module):
         return out
 
 
-def steps(rung: str, module: Callable[[], nn.Module], change: Callable[[Loop], Any], **more: Any) -> None:
+def steps(
+    rung: str, module: Callable[[], nn.Module], change: Callable[[Loop], Any], **more: Any
+) -> None:
     """Take steps on both sides, with `change` before the third."""
     with pair(rung, module, **more) as both:
         for number in range(5):
@@ -57,7 +61,10 @@ def steps(rung: str, module: Callable[[], nn.Module], change: Callable[[Loop], A
 
 
 def adversaries(*schedule: str, debug: bool = False) -> list[float]:
-    """Train a generator and a critic by turns, each by its own step, with fused optimizers; return the losses."""
+    """Train a generator and a critic by turns, each by its own step, with fused optimizers.
+
+    Return the losses.
+    """
     torch.manual_seed(0)
     generator, critic = nn.Linear(4, 4), nn.Linear(4, 2)
     both = nn.Sequential(generator, critic)
@@ -151,7 +158,9 @@ def trained(module: Callable[[], nn.Module], schedule: str, **options: Any) -> d
     """Train for six calls under a schedule; return the state of the module."""
     torch.manual_seed(0)
     net = module()
-    with TrainStep(net, nn.MSELoss(), OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule, **options) as step:
+    with TrainStep(
+        net, nn.MSELoss(), OPTIMIZERS["sgd"], ["cpu", "cpu"], schedule, **options
+    ) as step:
         for number in range(6):
             step(*batch(number, 8, nn.MSELoss()))
     return net.state_dict()
@@ -223,14 +232,18 @@ class Aliased(Plain):
     def read(self) -> Tensor:
         """Return the alias."""
         alias: Tensor = (
-            self.alias if "alias" in self._buffers else getattr(self, "others", [self.__dict__.get("other")])[0]
+            self.alias
+            if "alias" in self._buffers
+            else getattr(self, "others", [self.__dict__.get("other")])[0]
         )
         return alias
 
 
 @every_schedule
 @pytest.mark.parametrize("where", ["buffer", "list", "attribute"])
-def test_memory_that_the_module_itself_shares_stays_shared_or_is_refused(rung: str, where: str) -> None:
+def test_memory_that_the_module_itself_shares_stays_shared_or_is_refused(
+    rung: str, where: str
+) -> None:
     torch.manual_seed(0)
     net = Aliased(where)
     with (
@@ -390,7 +403,9 @@ def fill_other_tensor(loop: Loop) -> None:
 
 @every_schedule
 @pytest.mark.parametrize("change", [deeper_tensor, negative_zero])
-def test_an_equal_attribute_is_still_another_object(rung: str, change: Callable[[Loop], None]) -> None:
+def test_an_equal_attribute_is_still_another_object(
+    rung: str, change: Callable[[Loop], None]
+) -> None:
     steps(rung, Attributed, change)
 
 
@@ -438,7 +453,9 @@ def test_a_list_that_is_replaced_before_each_step_is_filled(rung: str) -> None:
 
 
 class Storing(Plain):
-    """A forward that stores its rows, and reads them after another thread may have stored others."""
+    """A forward that stores its rows, and reads them after another thread may have stored
+    others.
+    """
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         self.h = ids

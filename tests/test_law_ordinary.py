@@ -1,4 +1,6 @@
-"""Ordinary training code trains as in a plain loop on every schedule, or is refused before anything changes."""
+"""Ordinary training code trains as in a plain loop on every schedule, or is refused before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,11 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[
     "flattened target": (Tokens, nn.CrossEntropyLoss, flattened_batch),
     "fewer rows": (Selecting, nn.CrossEntropyLoss, selected_batch),
     "as many rows as devices": (Selecting, nn.CrossEntropyLoss, lambda: selected_batch(2)),
-    "probabilities of one row": (Single, nn.CrossEntropyLoss, lambda: ((drawn(8, 4),), torch.rand(8).softmax(0))),
+    "probabilities of one row": (
+        Single,
+        nn.CrossEntropyLoss,
+        lambda: ((drawn(8, 4),), torch.rand(8).softmax(0)),
+    ),
     "a number as target": (
         lambda: nn.Linear(4, 3),
         nn.MSELoss,
@@ -120,11 +126,14 @@ ORDINARY: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Callable[[
         lambda: ((drawn(800, 4).half(),), torch.full((800, 3), 20.0).half()),
     ),
 }
-needs_grad_dtype = pytest.mark.skipif(not hasattr(Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype")
+needs_grad_dtype = pytest.mark.skipif(
+    not hasattr(Tensor, "grad_dtype"), reason="this torch has no Tensor.grad_dtype"
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=needs_grad_dtype if one == "grad_dtype" else ()) for one in ORDINARY]
+    "name",
+    [pytest.param(one, marks=needs_grad_dtype if one == "grad_dtype" else ()) for one in ORDINARY],
 )
 @pytest.mark.filterwarnings("ignore:Using a target size")  # as without the engine
 @rungs("reference")
@@ -150,7 +159,10 @@ def test_a_grad_dtype_that_is_set_between_steps_is_seen(rung: str) -> None:
             parameter.grad = None
             parameter.grad_dtype = torch.float64
 
-    with refusing(rung, "grad_dtype"), pair(rung, lambda: nn.Linear(4, 3), nn.CrossEntropyLoss) as both:
+    with (
+        refusing(rung, "grad_dtype"),
+        pair(rung, lambda: nn.Linear(4, 3), nn.CrossEntropyLoss) as both,
+    ):
         for number in range(STEPS):
             torch.manual_seed(number)
             both.step(*class_batch())
@@ -160,8 +172,12 @@ def test_a_grad_dtype_that_is_set_between_steps_is_seen(rung: str) -> None:
 # ---------------------------------------------------------------- refused on every schedule
 
 
-def made(rung: str | Schedule, module: nn.Module, devices: int = 2, optimizer: Any = OPTIMIZERS["sgd"]) -> TrainStep:
-    return TrainStep(module, nn.CrossEntropyLoss(), lambda p: optimizer(list(p)), ["cpu"] * devices, rung)
+def made(
+    rung: str | Schedule, module: nn.Module, devices: int = 2, optimizer: Any = OPTIMIZERS["sgd"]
+) -> TrainStep:
+    return TrainStep(
+        module, nn.CrossEntropyLoss(), lambda p: optimizer(list(p)), ["cpu"] * devices, rung
+    )
 
 
 class SharpnessAware(torch.optim.SGD):
@@ -175,7 +191,9 @@ class SharpnessAware(torch.optim.SGD):
 @pytest.mark.parametrize("optimizer", [torch.optim.LBFGS, SharpnessAware])
 @pytest.mark.parametrize("devices", [1, 2])
 @rungs("reference")
-def test_an_optimizer_that_needs_a_closure_is_refused_at_once(rung: str, devices: int, optimizer: Any) -> None:
+def test_an_optimizer_that_needs_a_closure_is_refused_at_once(
+    rung: str, devices: int, optimizer: Any
+) -> None:
     with pytest.raises(Refused, match=f"{optimizer.__name__} evaluates the loss several times"):
         made(rung, nn.Linear(4, 3), devices, lambda p: optimizer(p, lr=0.1))
 
@@ -183,7 +201,9 @@ def test_an_optimizer_that_needs_a_closure_is_refused_at_once(rung: str, devices
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("devices", [1, 2])
 @rungs("reference")
-def test_a_step_without_gradients_is_refused_and_the_next_one_trains(rung: str, devices: int, mode: Any) -> None:
+def test_a_step_without_gradients_is_refused_and_the_next_one_trains(
+    rung: str, devices: int, mode: Any
+) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     (x,), target = class_batch()
@@ -259,11 +279,17 @@ def test_one_device_trains_with_cached_parametrizations_and_a_wrapper_of_two_ref
 
 
 class Dropping(nn.Module):
-    """Dropout inside a checkpoint, if there is one; 64 rows and columns, so that other masks change every gradient."""
+    """Dropout inside a checkpoint, if there is one; 64 rows and columns, so that other masks change
+    every gradient.
+    """
 
     def __init__(self, *, use_reentrant: bool | None) -> None:
         super().__init__()
-        self.first, self.last, self.use_reentrant = nn.Linear(4, 64), nn.Linear(64, 3), use_reentrant
+        self.first, self.last, self.use_reentrant = (
+            nn.Linear(4, 64),
+            nn.Linear(64, 3),
+            use_reentrant,
+        )
 
     def _block(self, x: Tensor) -> Tensor:
         return F.dropout(torch.tanh(self.first(x)), training=self.training)
@@ -290,7 +316,9 @@ def dropped(rung: str | Schedule, *, use_reentrant: bool | None) -> dict[str, Te
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @rungs("reference")
-def test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused(rung: str, use_reentrant: bool) -> None:
+def test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused(
+    rung: str, use_reentrant: bool
+) -> None:
     with pytest.raises(Refused, match="workers=serial"):
         dropped(rung, use_reentrant=use_reentrant)
     assert torch.get_rng_state.__module__ == "torch.random"
@@ -303,7 +331,9 @@ def test_dropout_inside_a_checkpoint_draws_the_same_numbers_again_on_serial_work
 ) -> None:
     schedule = replace(RUNGS[rung], workers="serial")
     plain = dropped("workers=serial", use_reentrant=None)
-    torch.testing.assert_close(dropped(schedule, use_reentrant=use_reentrant), plain, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        dropped(schedule, use_reentrant=use_reentrant), plain, rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -323,7 +353,9 @@ def test_a_wrapper_refuses_dropout_inside_a_checkpoint(schedule: str, use_reentr
 
 
 @rungs("reference")
-def test_checkpoints_without_random_numbers_and_dropout_without_checkpoints_train(rung: str) -> None:
+def test_checkpoints_without_random_numbers_and_dropout_without_checkpoints_train(
+    rung: str,
+) -> None:
     torch.manual_seed(0)
     dropped(rung, use_reentrant=None)
     module = Dropping(use_reentrant=False).eval()
@@ -332,7 +364,9 @@ def test_checkpoints_without_random_numbers_and_dropout_without_checkpoints_trai
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True, None])
-def test_replicas_that_draw_numbers_one_after_the_other_are_not_refused(use_reentrant: bool | None) -> None:
+def test_replicas_that_draw_numbers_one_after_the_other_are_not_refused(
+    use_reentrant: bool | None,
+) -> None:
     """The verification of a strategy runs one forward at a time, from a seed."""
     module = Dropping(use_reentrant=use_reentrant)
     assert verification.replay(module)
@@ -358,7 +392,9 @@ class Tiny(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot flush denormal numbers")
+@pytest.mark.skipif(
+    not torch.set_flush_denormal(False), reason="this processor cannot flush denormal numbers"
+)
 @rungs("reference")
 def test_denormal_numbers_are_flushed_in_all_replicas_or_in_none(rung: str) -> None:
     module = Tiny()

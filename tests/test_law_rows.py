@@ -1,4 +1,6 @@
-"""The changes between two steps that the engine once took no notice of, or took wrongly, each under its name."""
+"""The changes between two steps that the engine once took no notice of, or took wrongly, each under
+its name.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,11 @@ from tests.law import Loop, pair, rungs
 from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
 
-# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch warns of it once
-pytestmark = pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+# a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
+# warns of it once
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:grad and param do not obey the gradient layout contract"
+)
 
 # ---------------------------------------------------------------- a, b: the criterion
 
@@ -74,9 +79,13 @@ def test_a_partial_that_ignores_padding_divides_by_what_is_left(rung: str, paddi
 
 
 @rungs("persistent")
-@pytest.mark.parametrize("freeze", [law_changes.freeze_layer, law_changes.freeze_all_but_one, law_changes.freeze_one])
+@pytest.mark.parametrize(
+    "freeze", [law_changes.freeze_layer, law_changes.freeze_all_but_one, law_changes.freeze_one]
+)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_freezing_and_unfreezing_are_seen(rung: str, freeze: law_changes.Change, optimizer: str) -> None:
+def test_freezing_and_unfreezing_are_seen(
+    rung: str, freeze: law_changes.Change, optimizer: str
+) -> None:
     with pair(rung, optimizer=OPTIMIZERS[optimizer]) as both:
         both.step(*batch(1, 8))
         both.do(freeze, 0)
@@ -89,8 +98,12 @@ def test_freezing_and_unfreezing_are_seen(rung: str, freeze: law_changes.Change,
 
 @rungs("persistent")
 @pytest.mark.parametrize("sync", [False, True])
-@pytest.mark.parametrize("change", [law_changes.assign_data, law_changes.assign_transposed, law_changes.assign_resized])
-def test_data_that_is_assigned_is_seen_with_and_without_sync(rung: str, sync: bool, change: law_changes.Change) -> None:
+@pytest.mark.parametrize(
+    "change", [law_changes.assign_data, law_changes.assign_transposed, law_changes.assign_resized]
+)
+def test_data_that_is_assigned_is_seen_with_and_without_sync(
+    rung: str, sync: bool, change: law_changes.Change
+) -> None:
     with pair(rung, Table) as both:
         for number in range(3):
             both.step(*batch(number, 8))
@@ -102,7 +115,9 @@ def test_data_that_is_assigned_is_seen_with_and_without_sync(rung: str, sync: bo
 
 @rungs("persistent")
 @pytest.mark.parametrize("change", [law_changes.clamp_data, law_changes.write_numpy])
-def test_writes_past_torch_are_seen_after_sync_or_where_the_root_steps(rung: str, change: law_changes.Change) -> None:
+def test_writes_past_torch_are_seen_after_sync_or_where_the_root_steps(
+    rung: str, change: law_changes.Change
+) -> None:
     with pair(rung) as both:
         for number in range(3):
             both.step(*batch(number, 8))
@@ -114,7 +129,9 @@ def test_writes_past_torch_are_seen_after_sync_or_where_the_root_steps(rung: str
 def test_debug_refuses_replicas_that_differ_from_the_module(rung: str) -> None:
     inputs, target = batch(1, 8)
     module = Net()
-    with TrainStep(module, nn.MSELoss(), lambda p: OPTIMIZERS["sgd"](list(p)), ["cpu"] * 2, rung, debug=True) as step:
+    with TrainStep(
+        module, nn.MSELoss(), lambda p: OPTIMIZERS["sgd"](list(p)), ["cpu"] * 2, rung, debug=True
+    ) as step:
         step(inputs, target)
         module.first.weight.data.clamp_(-0.1, 0.1)
         before = copy.deepcopy(module.state_dict())
@@ -130,10 +147,14 @@ def test_debug_refuses_replicas_that_differ_from_the_module(rung: str) -> None:
 
 
 HOOKED = [
-    (1, law_changes.hook_parameter, 0), (1, law_changes.hook_accumulation, 1),
-    (2, law_changes.hook_parameter, 1), (2, law_changes.hook_accumulation, 0),
-]  # fmt: skip
-"""Every two values meet: calls of an update, the hook, and the parameter, whose number also makes the hook write."""
+    (1, law_changes.hook_parameter, 0),
+    (1, law_changes.hook_accumulation, 1),
+    (2, law_changes.hook_parameter, 1),
+    (2, law_changes.hook_accumulation, 0),
+]
+"""Every two values meet: calls of an update, the hook, and the parameter, whose number also makes
+the hook write.
+"""
 
 
 @rungs("persistent")
@@ -168,9 +189,16 @@ def test_hooks_of_the_optimizers_step_run_once(rung: str, k: int) -> None:
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize(
     "change",
-    [law_changes.clear_state, law_changes.write_state, law_changes.replace_state, law_changes.read_state],
+    [
+        law_changes.clear_state,
+        law_changes.write_state,
+        law_changes.replace_state,
+        law_changes.read_state,
+    ],
 )
-def test_the_optimizers_state_is_cleared_edited_and_read(rung: str, optimizer: str, change: law_changes.Change) -> None:
+def test_the_optimizers_state_is_cleared_edited_and_read(
+    rung: str, optimizer: str, change: law_changes.Change
+) -> None:
     with pair(rung, optimizer=OPTIMIZERS[optimizer]) as both:
         for number in range(2):
             both.step(*batch(number, 8))
@@ -194,7 +222,9 @@ def test_a_group_that_is_added_is_stepped(rung: str) -> None:
 def test_a_step_after_close_is_refused(rung: str, devices: int) -> None:
     inputs, target = batch(1, 8)
     module = Writer()
-    step = TrainStep(module, nn.MSELoss(), lambda p: OPTIMIZERS["sgd"](list(p)), ["cpu"] * devices, rung)
+    step = TrainStep(
+        module, nn.MSELoss(), lambda p: OPTIMIZERS["sgd"](list(p)), ["cpu"] * devices, rung
+    )
     step(inputs, target)
     step.close()
     before = copy.deepcopy(module.state_dict())
@@ -215,7 +245,11 @@ def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
     rung: str, accumulate: int, row: int, error: type[BaseException]
 ) -> None:
     def trap(loop: Loop) -> None:
-        loop.module.trap.row, loop.module.trap.backward, loop.module.trap.error = 100 * number + row, True, error
+        loop.module.trap.row, loop.module.trap.backward, loop.module.trap.error = (
+            100 * number + row,
+            True,
+            error,
+        )
 
     with pair(rung, accumulate=accumulate, between=False) as both:
         for number in (1, 2, 3):  # with two calls an update, the first and the second of them fail
@@ -226,7 +260,9 @@ def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
 
 
 @rungs("reference")
-@pytest.mark.parametrize("hook", [law_changes.hook_parameter, law_changes.hook_accumulation, law_changes.hook_node])
+@pytest.mark.parametrize(
+    "hook", [law_changes.hook_parameter, law_changes.hook_accumulation, law_changes.hook_node]
+)
 def test_hooks_are_back_after_a_step_that_failed(rung: str, hook: law_changes.Change) -> None:
     def trap(loop: Loop) -> None:
         loop.module.trap.row, loop.module.trap.error = 100, Trapped
@@ -252,10 +288,14 @@ def test_gradients_can_be_read_between_the_calls_of_one_update(rung: str) -> Non
 
 @rungs("reference")
 @pytest.mark.parametrize("devices", [2, 3])
-def test_a_parameter_frozen_between_the_calls_of_one_update_is_stepped_once_more(rung: str, devices: int) -> None:
+def test_a_parameter_frozen_between_the_calls_of_one_update_is_stepped_once_more(
+    rung: str, devices: int
+) -> None:
     with pair(rung, accumulate=2, devices=devices) as both:
         both.step(*batch(1, 8))
-        both.do(lambda loop: loop.module.first.bias.requires_grad_(False))  # its gradient of the first call stays
+        both.do(
+            lambda loop: loop.module.first.bias.requires_grad_(False)
+        )  # its gradient of the first call stays
         for number in range(2, 8):
             both.step(*batch(number, 8))
 
@@ -283,7 +323,11 @@ def test_every_step_begins_with_replica_0s_buffers_on_every_replica(rung: str) -
 # ---------------------------------------------------------------- h: attributes that forward writes
 
 
-BATCHES = {"from step 2 on": [2, 3, 5, 7], "from step 3 on": [2, 4, 3, 5, 7], "in some steps": [2, 3, 4, 6, 5, 8, 7]}
+BATCHES = {
+    "from step 2 on": [2, 3, 5, 7],
+    "from step 3 on": [2, 4, 3, 5, 7],
+    "in some steps": [2, 3, 4, 6, 5, 8, 7],
+}
 """Numbers of batches: a Writer writes attributes in the odd ones."""
 
 
@@ -308,7 +352,8 @@ def test_a_wrapper_forgets_what_forward_writes_in_some_calls(schedule: str, when
         assert_same(wrapped(*batch(number, 8)[0]), expected, "output")
 
 
-# ---------------------------------------------------------------- i: checkpoints inside a wrapped module
+# ---------------------------------------------------------------- i: checkpoints inside a wrapped
+# module
 
 
 class Checkpointed(nn.Module):
@@ -322,25 +367,37 @@ class Checkpointed(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # as without any wrapper
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad"
+)  # as without any wrapper
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["reference", "cached", "flat_storage", FASTEST])
-def test_a_forward_without_gradients_may_come_between_forward_and_backward(schedule: str, use_reentrant: bool) -> None:
+def test_a_forward_without_gradients_may_come_between_forward_and_backward(
+    schedule: str, use_reentrant: bool
+) -> None:
     torch.manual_seed(0)
     module, x = Checkpointed(use_reentrant), torch.randn(8, 4, requires_grad=True)
-    copies, pieces = [copy.deepcopy(module) for _ in range(2)], [p.detach().requires_grad_() for p in x.chunk(2)]
-    torch.cat([one(piece) for one, piece in zip(copies, pieces, strict=True)]).square().sum().backward()
+    copies, pieces = (
+        [copy.deepcopy(module) for _ in range(2)],
+        [p.detach().requires_grad_() for p in x.chunk(2)],
+    )
+    torch.cat(
+        [one(piece) for one, piece in zip(copies, pieces, strict=True)]
+    ).square().sum().backward()
     wrapped = DataParallel(module, ["cpu", "cpu"], schedule=schedule)
     loss = wrapped(x).square().sum()
     with torch.no_grad():
         wrapped(torch.ones(8, 4))
     loss.backward()
-    for p, first, second in zip(module.parameters(), copies[0].parameters(), copies[1].parameters(), strict=True):
+    for p, first, second in zip(
+        module.parameters(), copies[0].parameters(), copies[1].parameters(), strict=True
+    ):
         assert_same(p.grad, first.grad + second.grad, "gradient")
     assert_same(x.grad, torch.cat([piece.grad for piece in pieces]), "gradient of the inputs")
 
 
-# ---------------------------------------------------------------- j: other dtypes and shapes on flat storage
+# ---------------------------------------------------------------- j: other dtypes and shapes on
+# flat storage
 
 
 def widen(module: Table) -> Table:
@@ -389,6 +446,8 @@ def test_a_wrapped_module_that_is_converted_stays_converted(name: str) -> None:
     wrapped(x, ids)
     convert(module)
     plain = copy.deepcopy(module)
-    expected = torch.cat([plain(*piece) for piece in zip(x.to(dtype).chunk(2), ids.chunk(2), strict=True)])
+    expected = torch.cat(
+        [plain(*piece) for piece in zip(x.to(dtype).chunk(2), ids.chunk(2), strict=True)]
+    )
     assert_same(wrapped(x.to(dtype), ids), expected, "output")
     assert_same(dict(module.named_parameters()), dict(plain.named_parameters()), "parameters")

@@ -1,4 +1,6 @@
-"""Bytes that a step must move, held against the copies that torch really makes between emulated devices."""
+"""Bytes that a step must move, held against the copies that torch really makes between emulated
+devices.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,17 @@ from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verifi
 from dpbench.records.work import FACT, Move, Shapes, received, sent
 
 SHAPES = Shapes(
-    parameter_tensors=6, parameter_bytes=1200, trainable_bytes=1000, buffer_bytes=40, input_bytes=10, target_bytes=8,
+    parameter_tensors=6,
+    parameter_bytes=1200,
+    trainable_bytes=1000,
+    buffer_bytes=40,
+    input_bytes=10,
+    target_bytes=8,
     output_bytes=6,
-)  # fmt: skip
-DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=10, devices=2, device_kind="cuda")
+)
+DP = Case(
+    model="mlp", strategy="dp", schedule="reference", batch_size=10, devices=2, device_kind="cuda"
+)
 Key = tuple[str, int, int]
 
 
@@ -40,7 +49,9 @@ def by_way(found: list[Move]) -> dict[Key, float]:
 
 
 class Copies:
-    """Counts what torch copies between emulated devices, and from the host, by the phase that is open."""
+    """Counts what torch copies between emulated devices, and from the host, by the phase that is
+    open.
+    """
 
     def __init__(self) -> None:
         self.bytes: Counter[Key] = Counter()
@@ -74,7 +85,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     def watched(func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._to_copy.default and kwargs.get("device") is not None:
             target = torch.device(kwargs["device"])
-            size = torch.empty((), dtype=kwargs.get("dtype") or args[0].dtype).itemsize * args[0].numel()
+            size = (
+                torch.empty((), dtype=kwargs.get("dtype") or args[0].dtype).itemsize
+                * args[0].numel()
+            )
             seen.add(args[0].device, target, size)
         elif func is aten.copy_.default:
             seen.add(args[1].device, args[0].device, args[1].nbytes)
@@ -120,7 +134,12 @@ def test_computed_bytes_are_those_that_torch_copies(
     if strategy == "single" and devices > 1:
         devices = 1
     case = Case(
-        model=model, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch, device_kind="emulated"
+        model=model,
+        strategy=strategy,
+        schedule=schedule,
+        devices=devices,
+        batch_size=batch,
+        device_kind="emulated",
     )
     real, shapes = really_moved(case, copies)
     assert by_way(transfers.moves(case, shapes)) == real
@@ -128,11 +147,20 @@ def test_computed_bytes_are_those_that_torch_copies(
 
 def test_local_losses_move_targets_instead_of_outputs_and_a_few_scalars(copies: Copies) -> None:
     case = Case(
-        model="mlp", strategy="dp", schedule="loss=local", devices=3, batch_size=12, device_kind="emulated"
-    )  # fmt: skip
+        model="mlp",
+        strategy="dp",
+        schedule="loss=local",
+        devices=3,
+        batch_size=12,
+        device_kind="emulated",
+    )
     real, shapes = really_moved(case, copies)
-    scalars = {key: size for key, size in real.items() if key not in by_way(transfers.moves(case, shapes))}
-    assert {key: size for key, size in real.items() if key not in scalars} == by_way(transfers.moves(case, shapes))
+    scalars = {
+        key: size for key, size in real.items() if key not in by_way(transfers.moves(case, shapes))
+    }
+    assert {key: size for key, size in real.items() if key not in scalars} == by_way(
+        transfers.moves(case, shapes)
+    )
     assert {phase for phase, _, _ in scalars} <= {"loss", "backward", "none"}
     assert max(scalars.values(), default=0) <= 16
 
@@ -140,31 +168,49 @@ def test_local_losses_move_targets_instead_of_outputs_and_a_few_scalars(copies: 
 def test_sharded_updates_move_a_share_each(copies: Copies) -> None:
     """Shares are equal only as far as whole parameters allow; all together they are exact."""
     case = Case(
-        model="resnet18", strategy="dp", schedule="replicas=persistent,update=sharded", devices=3, batch_size=12,
+        model="resnet18",
+        strategy="dp",
+        schedule="replicas=persistent,update=sharded",
+        devices=3,
+        batch_size=12,
         device_kind="emulated",
-    )  # fmt: skip
+    )
     real, shapes = really_moved(case, copies)
     computed = by_way(transfers.moves(case, shapes))
     assert set(computed) == set(real)
     for phase in ("reduce", "replicate"):
-        both = [sum(size for (name, _, _), size in moved.items() if name == phase) for moved in (real, computed)]
+        both = [
+            sum(size for (name, _, _), size in moved.items() if name == phase)
+            for moved in (real, computed)
+        ]
         assert both[0] == pytest.approx(both[1], abs=1)
     for key, size in computed.items():
         assert real[key] == pytest.approx(size, rel=0.4)
 
 
 @pytest.mark.parametrize("update", ["root", "each", "sharded"])
-def test_devices_without_rows_receive_the_gradients_that_they_need(copies: Copies, update: str) -> None:
+def test_devices_without_rows_receive_the_gradients_that_they_need(
+    copies: Copies, update: str
+) -> None:
     case = Case(
-        model="resnet18", strategy="dp", schedule=f"replicas=persistent,update={update}", devices=4, batch_size=3,
+        model="resnet18",
+        strategy="dp",
+        schedule=f"replicas=persistent,update={update}",
+        devices=4,
+        batch_size=3,
         device_kind="emulated",
-    )  # fmt: skip
+    )
     real, shapes = really_moved(case, copies)
     computed = by_way(transfers.moves(case, shapes))
     assert set(computed) == set(real)
     for phase in {phase for phase, _, _ in real}:
-        both = [sum(size for (name, _, _), size in moved.items() if name == phase) for moved in (real, computed)]
-        assert both[0] == pytest.approx(both[1], rel=0.01 if update == "sharded" and phase == "reduce" else 1e-6)
+        both = [
+            sum(size for (name, _, _), size in moved.items() if name == phase)
+            for moved in (real, computed)
+        ]
+        assert both[0] == pytest.approx(
+            both[1], rel=0.01 if update == "sharded" and phase == "reduce" else 1e-6
+        )
 
 
 # ---------------------------------------------------------------- on paper
@@ -179,9 +225,13 @@ def test_gpus_that_all_update_are_a_ring() -> None:
 
 def test_reference_on_gpus() -> None:
     assert by_way(transfers.moves(DP, SHAPES)) == {
-        ("scatter", HOST, 0): 5 * 10 + 10 * 8, ("scatter", HOST, 1): 50, ("replicate", 0, 1): 1240,
-        ("gather", 1, 0): 30, ("backward", 0, 1): 30, ("reduce", 1, 0): 1000,
-    }  # fmt: skip
+        ("scatter", HOST, 0): 5 * 10 + 10 * 8,
+        ("scatter", HOST, 1): 50,
+        ("replicate", 0, 1): 1240,
+        ("gather", 1, 0): 30,
+        ("backward", 0, 1): 30,
+        ("reduce", 1, 0): 1000,
+    }
 
 
 def test_logical_cpu_devices_read_the_hosts_target() -> None:
@@ -196,7 +246,9 @@ def test_torch_reduces_inside_backward() -> None:
 
 
 def test_ddp_is_a_ring_and_rank_0s_buffers() -> None:
-    found = by_way(transfers.moves(replace(DP, strategy="ddp", schedule="", devices=4, batch_size=8), SHAPES))
+    found = by_way(
+        transfers.moves(replace(DP, strategy="ddp", schedule="", devices=4, batch_size=8), SHAPES)
+    )
     assert {key: size for key, size in found.items() if key[0] == "reduce"} == {
         ("reduce", rank, (rank + 1) % 4): 1500.0 for rank in range(4)
     }
@@ -209,11 +261,18 @@ def test_ddp_is_a_ring_and_rank_0s_buffers() -> None:
 @settings(deadline=None)
 @given(st.integers(2, 8), st.integers(1, 64))
 def test_what_is_sent_is_received(devices: int, batch: int) -> None:
-    for strategy, schedule in [("dp", "reference"), ("dp", "zero1"), ("dp", "allreduce"), ("ddp", "")]:
+    for strategy, schedule in [
+        ("dp", "reference"),
+        ("dp", "zero1"),
+        ("dp", "allreduce"),
+        ("ddp", ""),
+    ]:
         case = replace(DP, strategy=strategy, schedule=schedule, devices=devices, batch_size=batch)
         found = transfers.moves(case, SHAPES)
         used = [HOST, *range(devices if schedule in ("zero1", "allreduce") else len(case.rows))]
-        assert sum(sent(found, d) for d in used) == pytest.approx(sum(received(found, d) for d in used))
+        assert sum(sent(found, d) for d in used) == pytest.approx(
+            sum(received(found, d) for d in used)
+        )
         assert {move.source for move in found} | {move.target for move in found} <= set(used)
 
 
@@ -234,14 +293,20 @@ def trial(case: Case = DP, *, number: int = 0, **changed: Any) -> Trial:
         Span(k, phase, d, "cuda_event", s.start_s + a, s.start_s + b)
         for k, s in enumerate(steps)
         for phase, d, a, b in [
-            (Phase.SCATTER, 0, 0.0, 0.1), (Phase.SCATTER, 1, 0.1, 0.3), (Phase.REPLICATE, 1, 0.3, 0.5),
-            (Phase.BACKWARD, 0, 0.5, 0.75), (Phase.REDUCE, 0, 0.75, 1.0),
+            (Phase.SCATTER, 0, 0.0, 0.1),
+            (Phase.SCATTER, 1, 0.1, 0.3),
+            (Phase.REPLICATE, 1, 0.3, 0.5),
+            (Phase.BACKWARD, 0, 0.5, 0.75),
+            (Phase.REDUCE, 0, 0.75, 1.0),
         ]
-    )  # fmt: skip
+    )
     values = {
-        "verified": Verified.BITWISE, "steps": steps, "spans": spans, "round": number,
+        "verified": Verified.BITWISE,
+        "steps": steps,
+        "spans": spans,
+        "round": number,
         "provenance": {"model": vars(SHAPES)},
-    } | changed  # fmt: skip
+    } | changed
     return Trial(case=case, **values)
 
 
@@ -272,11 +337,17 @@ def test_only_what_may_be_shown_has_flows() -> None:
 
 def test_counters_count_the_bytes_of_the_median_step_of_all_rounds() -> None:
     def of_round(number: int, seconds: list[float]) -> Trial:
-        steps = tuple(Step(one, k == 0, 10.0 + sum(seconds[: k + 1])) for k, one in enumerate(seconds))
-        samples = tuple(Sample(100.0, 0, f"pcie_{way}_bytes_per_s", 50.0 * (number + 1)) for way in ("rx", "tx"))
+        steps = tuple(
+            Step(one, k == 0, 10.0 + sum(seconds[: k + 1])) for k, one in enumerate(seconds)
+        )
+        samples = tuple(
+            Sample(100.0, 0, f"pcie_{way}_bytes_per_s", 50.0 * (number + 1)) for way in ("rx", "tx")
+        )
         return trial(steps=steps, spans=(), samples=samples, number=number)
 
-    (found,) = transfers.counted([of_round(0, [9.0, 1.0, 2.0, 5.0]), of_round(1, [9.0, 1.0, 3.0, 4.0])])
+    (found,) = transfers.counted(
+        [of_round(0, [9.0, 1.0, 2.0, 5.0]), of_round(1, [9.0, 1.0, 3.0, 4.0])]
+    )
     # 50 and 100 bytes per second; without warm-up, the steps take 1, 1, 2, 3, 4 and 5 s
     assert (found.received, found.sent) == (75.0 * 2.5, 75.0 * 2.5)
 

@@ -1,4 +1,6 @@
-"""DataLoaders: the knee on tables, what a sweep prints and stores, and datasets that fail in the worker that loads."""
+"""DataLoaders: the knee on tables, what a sweep prints and stores, and datasets that fail in the
+worker that loads.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,34 @@ MLP = Case(model="mlp", strategy="single", batch_size=10)
 
 
 def trial(case: Case, number: int, seconds: float, **changes: object) -> Trial:
-    steps = (Step(5.0, True, 5.0), *(Step(seconds, False, 5.0 + seconds * (k + 1)) for k in range(4)))
-    made = Trial(case=case, round=number, steps=steps, setup={"first_batch_s": 5.0, NEXT_EPOCH: 0.5})
+    steps = (
+        Step(5.0, True, 5.0),
+        *(Step(seconds, False, 5.0 + seconds * (k + 1)) for k in range(4)),
+    )
+    made = Trial(
+        case=case, round=number, steps=steps, setup={"first_batch_s": 5.0, NEXT_EPOCH: 0.5}
+    )
     return replace(made, **changes)
 
 
 def trials(
-    seconds: dict[int, float], factors: Sequence[float] = STILL, step_s: float = 0.0, **changes: object
+    seconds: dict[int, float],
+    factors: Sequence[float] = STILL,
+    step_s: float = 0.0,
+    **changes: object,
 ) -> list[Trial]:
-    """Return trials with these batch times; the noise of a number of workers is a rotation of the factors."""
+    """Return trials with these batch times.
+
+    The noise of a number of workers is a rotation of the factors.
+    """
     loading = Loading(examples=40, step_s=step_s)
     return [
-        trial(loading.case("data.py:train", workers, 10), n, batch_s * factors[(n + workers) % len(factors)], **changes)
+        trial(
+            loading.case("data.py:train", workers, 10),
+            n,
+            batch_s * factors[(n + workers) % len(factors)],
+            **changes,
+        )
         for workers, batch_s in seconds.items()
         for n in range(len(factors))
     ]
@@ -67,11 +85,15 @@ def test_a_measurement_has_the_examples_that_were_asked_for_in_whole_turns() -> 
 
 
 def test_the_settings_are_in_the_case_and_come_back(tmp_path: Path) -> None:
-    loading = Loading(examples=7, pin_memory=True, prefetch_factor=4, persistent_workers=True, step_s=0.5)
+    loading = Loading(
+        examples=7, pin_memory=True, prefetch_factor=4, persistent_workers=True, step_s=0.5
+    )
     case = loading.case("a.py:b", 3, 8)
     assert Loading.of(Case.from_dict(json.loads(json.dumps(case.to_dict())))) == loading
     assert case.traits.loads
-    request = Request(job=WorkKind.MEASURE, cases=(case,), effort=Effort(), folder=tmp_path, round=0)
+    request = Request(
+        job=WorkKind.MEASURE, cases=(case,), effort=Effort(), folder=tmp_path, round=0
+    )
     assert Request.from_json(request.to_json()) == request
 
 
@@ -129,7 +151,14 @@ def test_noisy_rounds_decide_nothing() -> None:
 def test_the_slower_one_is_named_at_each_number_of_workers() -> None:
     found = curve(trials(KNEE, step_s=0.06))
     bounds = {point.workers: point.bound for point in found.points}
-    assert bounds == {0: Bound.LOADER, 1: Bound.LOADER, 2: Bound.STEP, 4: Bound.STEP, 6: Bound.STEP, 8: Bound.STEP}
+    assert bounds == {
+        0: Bound.LOADER,
+        1: Bound.LOADER,
+        2: Bound.STEP,
+        4: Bound.STEP,
+        6: Bound.STEP,
+        8: Bound.STEP,
+    }
     assert found.step == Estimate(0.06, 0.06, 0.06, 0)
     assert found.advised == 2
 
@@ -150,7 +179,9 @@ def test_a_measured_step_is_compared_within_rounds() -> None:
     drift = (1.0, 2.0, 3.0, 4.0, 5.0)  # of the machine: the ratio of both sides stays 1.25
     case = Loading().case("data.py:train", 1, 10)
     made = [trial(case, number, 0.1 * factor) for number, factor in enumerate(drift)]
-    found = curve([*made, *(trial(MLP, number, 0.125 * factor) for number, factor in enumerate(drift))])
+    found = curve(
+        [*made, *(trial(MLP, number, 0.125 * factor) for number, factor in enumerate(drift))]
+    )
     assert found.points[0].demand is not None
     assert found.points[0].demand.low == pytest.approx(1.25)
     assert found.points[0].bound is Bound.STEP
@@ -248,12 +279,16 @@ def load(server: Server, here: Path, name: str, workers: int = 2, limit_s: float
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_measurement_records_the_share_of_each_batch(workers: int, server: Server, here: Path) -> None:
+def test_a_measurement_records_the_share_of_each_batch(
+    workers: int, server: Server, here: Path
+) -> None:
     found = load(server, here, "late", workers)
     assert found.status is Status.OK, found.reason
     fill = 1 if workers == 0 else 2 + 4
     assert [step.warmup for step in found.steps] == [True] * fill + [False] * 2
-    assert found.setup["first_batch_s"] == found.steps[0].seconds >= 0.1, "the start takes 0.1 s here"
+    assert found.setup["first_batch_s"] == found.steps[0].seconds >= 0.1, (
+        "the start takes 0.1 s here"
+    )
     assert found.setup[NEXT_EPOCH] > 0
     assert workers == 0 or len({step.seconds for step in found.steps[fill:]}) == 1, "one turn"
     whole = found.steps[-1].end_s - found.steps[0].end_s + found.steps[0].seconds
@@ -285,7 +320,9 @@ def test_a_batch_that_cannot_be_collated_is_named(server: Server, here: Path) ->
     assert "RuntimeError: " in found.reason
 
 
-def test_an_example_that_hangs_is_shown_with_the_stack_of_its_worker(server: Server, here: Path) -> None:
+def test_an_example_that_hangs_is_shown_with_the_stack_of_its_worker(
+    server: Server, here: Path
+) -> None:
     found = load(server, here, "hanging", limit_s=2.0)
     assert found.status is Status.TIMEOUT
     assert "stacks-worker-" in found.reason
@@ -329,9 +366,13 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_a_dataset_that_cannot_be_measured_is_checked_once(name: str, here: Path, dpbench: Command) -> None:
+def test_a_dataset_that_cannot_be_measured_is_checked_once(
+    name: str, here: Path, dpbench: Command
+) -> None:
     # the server's folder is that of its start, so files are named by their paths
-    code, out, err = dpbench("loaders", "--dataset", f"{here}/{name}", "--workers", "0,2", "--rounds", "1")
+    code, out, err = dpbench(
+        "loaders", "--dataset", f"{here}/{name}", "--workers", "0,2", "--rounds", "1"
+    )
     assert code == 2
     assert UNFIT[name] in err
     assert "Cannot tell" in out
@@ -351,9 +392,25 @@ def test_pinning_without_an_accelerator_is_refused(here: Path) -> None:
 
 def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: Command) -> None:
     code, out, err = dpbench(
-        "loaders", "--dataset", f"{here}/data.py:slow", "--workers", "0,2", "--batch-size", 4, "--examples", 24,
-        "--rounds", 3, "--step-ms", 0.01, "--report", "out/page.html", "--store", "x.db", "--json",
-    )  # fmt: skip
+        "loaders",
+        "--dataset",
+        f"{here}/data.py:slow",
+        "--workers",
+        "0,2",
+        "--batch-size",
+        4,
+        "--examples",
+        24,
+        "--rounds",
+        3,
+        "--step-ms",
+        0.01,
+        "--report",
+        "out/page.html",
+        "--store",
+        "x.db",
+        "--json",
+    )
     assert code == 0, err
     found = json.loads(out)["loading"]
     assert set(found) == {"shape", "knee", "possible", "bounds", "advised"}
@@ -370,9 +427,22 @@ def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: C
 
 def test_a_sweep_of_which_all_fails_has_a_page(here: Path, dpbench: Command) -> None:
     code, out, _ = dpbench(
-        "loaders", "--dataset", f"{here}/data.py:raising", "--workers", "1,2", "--batch-size", 4, "--examples", 8,
-        "--rounds", 1, "--step-ms", 5, "--report", "page.html",
-    )  # fmt: skip
+        "loaders",
+        "--dataset",
+        f"{here}/data.py:raising",
+        "--workers",
+        "1,2",
+        "--batch-size",
+        4,
+        "--examples",
+        8,
+        "--rounds",
+        1,
+        "--step-ms",
+        5,
+        "--report",
+        "page.html",
+    )
     assert code == 2
     assert "Use num_workers" not in out
     assert '<section id="loaders"' in Path("page.html").read_text()
@@ -386,9 +456,21 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
     monkeypatch.setattr(foreign_load, "LIMIT", 9.0)
     monkeypatch.setattr(foreign_load, "SPARE_CORES", 99.0)
     code, out, err = dpbench(
-        "loaders", "--dataset", f"{here}/data.py:slow", "--workers", "1", "--batch-size", 20, "--examples", 40,
-        "--rounds", 3, "--model", "mlp", "--json",
-    )  # fmt: skip
+        "loaders",
+        "--dataset",
+        f"{here}/data.py:slow",
+        "--workers",
+        "1",
+        "--batch-size",
+        20,
+        "--examples",
+        40,
+        "--rounds",
+        3,
+        "--model",
+        "mlp",
+        "--json",
+    )
     assert code == 0, err
     found = json.loads(out)
     assert found["loading"]["bounds"] == {"1": "loader-bound"}  # 100 ms against about 1 ms
@@ -407,7 +489,9 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
         ["--model", "nowhere:net"],
     ],
 )
-def test_options_that_cannot_be_measured_are_refused(arguments: list[str], here: Path, dpbench: Command) -> None:
+def test_options_that_cannot_be_measured_are_refused(
+    arguments: list[str], here: Path, dpbench: Command
+) -> None:
     dataset = [] if "--dataset" in arguments else ["--dataset", f"{here}/data.py:good"]
     is_error(*dpbench("loaders", *dataset, *arguments), expected=2 if "a.py:b" in arguments else 64)
 

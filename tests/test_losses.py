@@ -35,7 +35,10 @@ LOSSES: dict[str, tuple[str, Callable[[torch.dtype], nn.Module]]] = {
     "cross entropy": ("classes", lambda d: nn.CrossEntropyLoss()),
     "ignore": ("classes", lambda d: nn.CrossEntropyLoss(ignore_index=0)),
     "smoothed": ("classes", lambda d: nn.CrossEntropyLoss(label_smoothing=0.1)),
-    "weighted": ("classes", lambda d: nn.CrossEntropyLoss(weight=torch.arange(1, CLASSES + 1, dtype=d))),
+    "weighted": (
+        "classes",
+        lambda d: nn.CrossEntropyLoss(weight=torch.arange(1, CLASSES + 1, dtype=d)),
+    ),
     "probabilities": ("probabilities", lambda d: nn.CrossEntropyLoss()),
     "nll": ("logs", lambda d: nn.NLLLoss()),
     "mse": ("values", lambda d: nn.MSELoss()),
@@ -44,7 +47,10 @@ LOSSES: dict[str, tuple[str, Callable[[torch.dtype], nn.Module]]] = {
     "huber": ("values", lambda d: nn.HuberLoss(delta=0.3)),
     "bce": ("shares", lambda d: nn.BCELoss()),
     "bce with logits": ("values", lambda d: nn.BCEWithLogitsLoss()),
-    "pos_weight": ("values", lambda d: nn.BCEWithLogitsLoss(pos_weight=torch.arange(1, CLASSES + 1, dtype=d))),
+    "pos_weight": (
+        "values",
+        lambda d: nn.BCEWithLogitsLoss(pos_weight=torch.arange(1, CLASSES + 1, dtype=d)),
+    ),
     "sum": ("values", lambda d: nn.MSELoss(reduction="sum")),
 }
 
@@ -61,7 +67,9 @@ def by_parts(loss: Loss, output: Tensor, target: Tensor, parts: int = 3) -> Tens
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_parts_make_the_loss_and_the_gradients_keep_the_bits_that_are_promised(name: str, dtype: torch.dtype) -> None:
+def test_parts_make_the_loss_and_the_gradients_keep_the_bits_that_are_promised(
+    name: str, dtype: torch.dtype
+) -> None:
     kind, make = LOSSES[name]
     module = make(dtype)
     summed = Loss(module).summed()
@@ -138,7 +146,16 @@ def with_reduction(output: Tensor, target: Tensor, reduction: str = "mean") -> T
         functools.partial(F.ctc_loss, blank=1),
         functools.partial(F.mse_loss, torch.zeros(2)),
     ],
-    ids=["subclass", "hooked", "patched", "ctc", "none", "own function", "partial of another", "partial of positions"],
+    ids=[
+        "subclass",
+        "hooked",
+        "patched",
+        "ctc",
+        "none",
+        "own function",
+        "partial of another",
+        "partial of positions",
+    ],
 )
 def test_what_has_no_known_divisor_is_not_taken_by_parts(loss: Any) -> None:
     assert Loss(loss).summed() is None
@@ -161,7 +178,9 @@ def test_rows_that_broadcasting_couples_do_not_split() -> None:
 
 @pytest.mark.parametrize("shape", [(6, 5), (6, 5, 3), (6, 5, 3, 2)], ids=str)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_soft_targets_are_counted_once_per_place_whatever_their_weights(shape: tuple[int, ...], weighted: bool) -> None:
+def test_soft_targets_are_counted_once_per_place_whatever_their_weights(
+    shape: tuple[int, ...], weighted: bool
+) -> None:
     output, target = torch.randn(shape), torch.rand(shape).softmax(1)
     loss = Loss(nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0) if weighted else None))
     summed = loss.summed()

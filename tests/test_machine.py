@@ -57,17 +57,26 @@ def test_names_stand_for_several_nodes() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"peer_access": None}, r"machine pair: `peer_access` is missing.*not guessed.*nvidia-smi topo -p2p r"),
+        (
+            {"peer_access": None},
+            r"machine pair: `peer_access` is missing.*not guessed.*nvidia-smi topo -p2p r",
+        ),
         ({"link": None}, r"`link` is missing.*nvidia-smi topo -m"),
         ({"gpu": None}, r"`gpu` is missing"),
         ({"links": []}, r"unknown key 'links'; known: .*link.*did you mean 'link'"),
-        ({"gpu": {"name": "any", "count": 2, "tflops": 3}}, r"\[gpu\].*unknown key 'tflops'; known: .*flop_per_s"),
+        (
+            {"gpu": {"name": "any", "count": 2, "tflops": 3}},
+            r"\[gpu\].*unknown key 'tflops'; known: .*flop_per_s",
+        ),
         ({"gpu": {"name": "any"}}, r"\[gpu\].*count"),
         ({"gpu": {"name": "any", "count": 3}}, r"no link leads to gpu2"),
         ({"gpu": {"name": "any", "count": 0}}, r"\[gpu\].*Expected `int` >= 1.*`count` is 0"),
         ({"peer_access": "false"}, r"Expected `bool`, got `str`.*`peer_access` is 'false'"),
         ({"nodes": "two"}, r"Expected `int`, got `str`.*nodes"),
-        ({"gpu": {"name": "any", "count": 2, "memory_bytes": "24GB"}}, r"\[gpu\].*Expected `float`, got `str`"),
+        (
+            {"gpu": {"name": "any", "count": 2, "memory_bytes": "24GB"}},
+            r"\[gpu\].*Expected `float`, got `str`",
+        ),
         ({"link": [{"between": ["gpu0-1"], "kind": "pcie", "bytes_per_s": 1}]}, r"length 2"),
         (
             {"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie", "bytes_per_s": 0}]},
@@ -88,15 +97,24 @@ def test_names_stand_for_several_nodes() -> None:
             {"link": [{"between": ["gpu0-99999999999", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]},
             r"'gpu0-99999999999'; a range such as gpu0-3 must ascend and end below 256",
         ),
-        ({"link": [{"between": ["gpu1-0", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]}, r"the range 'gpu1-0'"),
+        (
+            {"link": [{"between": ["gpu1-0", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]},
+            r"the range 'gpu1-0'",
+        ),
         (
             {"link": [{"between": ["gpu0-2", "cpu0"], "kind": "pcie", "bytes_per_s": 1}]},
             r"leads to gpu2, but .*`count` 2",
         ),
         ({"nodes": 2}, r"2 nodes and no link of kind 'network'"),
         ({"host": {"speed": 2}}, r"\[host\].*unknown key 'speed'"),
-        ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pci", "bytes_per_s": 1}]}, r"kind of link 'pci'.*pcie"),
-        ({"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie"}]}, r"missing required field `bytes_per_s`"),
+        (
+            {"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pci", "bytes_per_s": 1}]},
+            r"kind of link 'pci'.*pcie",
+        ),
+        (
+            {"link": [{"between": ["gpu0-1", "cpu0"], "kind": "pcie"}]},
+            r"missing required field `bytes_per_s`",
+        ),
     ],
 )
 def test_what_is_missing_or_unknown_is_refused(values: dict[str, Any], message: str) -> None:
@@ -105,14 +123,18 @@ def test_what_is_missing_or_unknown_is_refused(values: dict[str, Any], message: 
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(LookupError, match=r"unknown machine 'dgx-a10'; known: .*did you mean 'dgx-a100'.*\.toml"):
+    with pytest.raises(
+        LookupError, match=r"unknown machine 'dgx-a10'; known: .*did you mean 'dgx-a100'.*\.toml"
+    ):
         machine.load("dgx-a10")
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text('peer_access = true\n[gpu]\nname = "x"\ncount = 1\n[[link]]\nbetween = ["gpu0", "cpu0"]\n'
-                    'kind = "pcie"\nbytes_per_s = 1e9\n')  # fmt: skip
+    path.write_text(
+        'peer_access = true\n[gpu]\nname = "x"\ncount = 1\n[[link]]\nbetween = ["gpu0", "cpu0"]\n'
+        'kind = "pcie"\nbytes_per_s = 1e9\n'
+    )
     assert machine.load(str(path)).name == "mine"
     path.write_text("peer_access = ")
     with pytest.raises(UnreadableFile, match=r"mine\.toml is not valid TOML"):
@@ -122,7 +144,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         with pytest.raises(UnreadableFile, match=r"mine\.toml is not valid TOML"):
             machine.load(str(path))
     path.write_text('peer_access = "false"\n[gpu]\nname = "x"\ncount = 1\n[[link]]\n')
-    with pytest.raises(UnknownMachine, match=r"mine\.toml: machine mine: .*`peer_access` is 'false'"):
+    with pytest.raises(
+        UnknownMachine, match=r"mine\.toml: machine mine: .*`peer_access` is 'false'"
+    ):
         machine.load(str(path))
 
 
@@ -136,21 +160,22 @@ def test_the_same_description_is_the_same_machine() -> None:
 
 def test_predicting_loads_no_torch() -> None:
     code = (
-        "import sys; from dpbench.records import machine; from dpbench.predict import cases;"
-        "p = cases.Predictor(machine.load('dgx-a100'));"
-        "found = [p.predict(case) for case in cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'),"
-        " devices=(1, 2, 8), batch_per_device=(32,), schedules=('reference', 'zero1'))];"
-        "assert len(found) > 8 and all(one.seconds > 0 for one in found);"
-        "print(*sorted({'torch', 'matplotlib', 'pandas'} & set(sys.modules)))"
+        "import sys; from dpbench.records import machine; from dpbench.predict import cases;p ="
+        " cases.Predictor(machine.load('dgx-a100'));found = [p.predict(case) for case in"
+        " cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'), devices=(1, 2,"
+        " 8), batch_per_device=(32,), schedules=('reference', 'zero1'))];assert len(found) > 8 and"
+        " all(one.seconds > 0 for one in found);print(*sorted({'torch', 'matplotlib', 'pandas'} &"
+        " set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
 PROBED = {
-    "peer_access": False, "gpu": {"name": "x", "count": 1},
+    "peer_access": False,
+    "gpu": {"name": "x", "count": 1},
     "link": [{"between": ["gpu0", "cpu0"], "kind": "pcie", "bytes_per_s": 1e10}],
-}  # fmt: skip
+}
 
 
 def test_figures_of_the_probe_are_read_by_name() -> None:
@@ -166,6 +191,8 @@ def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
 
 def test_logical_cpu_devices_are_refused_with_a_way_out() -> None:
     """An earlier probe wrote such files on machines without GPUs."""
-    logical = PROBED | {"link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}]}
+    logical = PROBED | {
+        "link": [{"between": ["gpu0", "cpu0"], "kind": "memory", "bytes_per_s": 1e10}]
+    }
     with pytest.raises(UnknownMachine, match="dpbench run"):
         machine.read(logical, "here")

@@ -1,4 +1,6 @@
-"""Runs are manageable: they have names and tags, are listed, shown, removed, and merged from other stores."""
+"""Runs are manageable: they have names and tags, are listed, shown, removed, and merged from other
+stores.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 Run = Callable[..., str]
 
 
-def add(path: Path, *trials: Trial, plan: str = "", end: str = "finished", naming: Naming | None = None) -> str:
+def add(
+    path: Path, *trials: Trial, plan: str = "", end: str = "finished", naming: Naming | None = None
+) -> str:
     """Store trials as a run of a plan, which is a new plan unless given; return the run's id."""
     with Store.create(path, naming) as store:
         run_id, _ = store.begin_run(
@@ -45,29 +49,44 @@ def rows(path: Path) -> dict[str, list[tuple]]:
     with closing(sqlite3.connect(path)) as db:
         found = {}
         for table in own:
-            names = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})") if name != "trial_id"]
+            names = [
+                name
+                for _, name, *_ in db.execute(f"PRAGMA table_info({table})")
+                if name != "trial_id"
+            ]
             names.remove("id") if table == "trial" else None
-            found[table] = sorted(db.execute(f"SELECT {', '.join(names)} FROM {table}").fetchall(), key=repr)
+            found[table] = sorted(
+                db.execute(f"SELECT {', '.join(names)} FROM {table}").fetchall(), key=repr
+            )
     return found
 
 
 # -- names and tags
 
 
-def test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_the_plain_plan(path):
+def test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_the_plain_plan(
+    path,
+):
     namings = [Naming(), Naming(name="a"), Naming(name="b"), Naming(name="a", tags={"k": "1"})]
     ids = [add(path, made(), plan="p", end="interrupted", naming=one) for one in namings]
     assert len(set(ids)) == 4
-    again = [add(path, made(number=1), plan="p", end="", naming=replace(one, command="c")) for one in namings]
+    again = [
+        add(path, made(number=1), plan="p", end="", naming=replace(one, command="c"))
+        for one in namings
+    ]
     assert again == ids, "the same name and tags resume the run, whatever the command is"
-    assert query(path, "SELECT plan FROM run ORDER BY rowid")[0] == ("p",), "as older versions stored it"
+    assert query(path, "SELECT plan FROM run ORDER BY rowid")[0] == ("p",), (
+        "as older versions stored it"
+    )
     with Store.read(path) as store:
         found = {run.id: run.naming for run in store.runs()}
     assert [found[run_id] for run_id in ids] == namings
 
 
 @pytest.mark.parametrize("word", ["last", "@a", "a b", "-a", "ä", "a/b", "a\n"])
-def test_a_name_that_could_not_be_given_back_is_refused_before_anything_is_made(dpbench, tmp_path, word):
+def test_a_name_that_could_not_be_given_back_is_refused_before_anything_is_made(
+    dpbench, tmp_path, word
+):
     last = is_error(*dpbench("run", "--models", "mlp", f"--name={word}"))
     assert repr(word) in last or "last" in last
     assert list(tmp_path.iterdir()) == []
@@ -76,10 +95,13 @@ def test_a_name_that_could_not_be_given_back_is_refused_before_anything_is_made(
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--tag", "k"], ["'k'", "driver=550"]), (["--tag", "=v"], ["'=v'"]), (["--tag", "k="], ["'k='"]),
-        (["--tag", "k=1", "--tag", "k=2"], ["twice"]), (["--tag", "a b=1"], ["tag", "'a b'"]),
+        (["--tag", "k"], ["'k'", "driver=550"]),
+        (["--tag", "=v"], ["'=v'"]),
+        (["--tag", "k="], ["'k='"]),
+        (["--tag", "k=1", "--tag", "k=2"], ["twice"]),
+        (["--tag", "a b=1"], ["tag", "'a b'"]),
     ],
-)  # fmt: skip
+)
 def test_a_tag_that_is_none_is_an_error_that_names_it(dpbench, tmp_path, given, words):
     last = is_error(*dpbench("run", "--models", "mlp", *given))
     assert all(word in last for word in words), last
@@ -91,14 +113,17 @@ def test_a_tag_that_is_none_is_an_error_that_names_it(dpbench, tmp_path, given, 
 
 @pytest.fixture
 def three(tmp_path):
-    """The ids of three runs in dpbench.db, the oldest first: the second and the third have the same name."""
+    """The ids of three runs in dpbench.db, the oldest first: the second and the third have the same
+    name.
+    """
     path = tmp_path / "dpbench.db"
     named = Naming(name="nightly", tags={"driver": "550"}, command="dpbench run --models mlp")
     failed = made(SINGLE, number=1, status=Status.FAILED)
     return (
-        add(path, made(SINGLE), naming=Naming(name="base")), add(path, made(SINGLE), failed, made(DP), naming=named),
+        add(path, made(SINGLE), naming=Naming(name="base")),
+        add(path, made(SINGLE), failed, made(DP), naming=named),
         add(path, made(), naming=named),
-    )  # fmt: skip
+    )
 
 
 def test_a_run_is_named_by_last_by_name_and_by_the_beginning_of_its_id(dpbench, three):
@@ -109,9 +134,16 @@ def test_a_run_is_named_by_last_by_name_and_by_the_beginning_of_its_id(dpbench, 
         assert (code, err) == (0, "")
         return json.loads(out)["run"]["id"]
 
-    assert [shown(), shown("@last"), shown("@base"), shown(second[:10])] == [third, third, first, second]
+    assert [shown(), shown("@last"), shown("@base"), shown(second[:10])] == [
+        third,
+        third,
+        first,
+        second,
+    ]
     for reader in (("report", "--md"), ("explain",), ("export", "jsonl")):
-        assert dpbench(*reader, "--run", "@base")[1] == dpbench(*reader, "--run", first)[1] != "", reader
+        assert dpbench(*reader, "--run", "@base")[1] == dpbench(*reader, "--run", first)[1] != "", (
+            reader
+        )
     assert dpbench("compare", "@base", second[:8])[1] == dpbench("compare", first, second)[1] != ""
 
 
@@ -120,8 +152,14 @@ def test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out(dpbench, th
     for asked in ("@weekly", "@", "zzz"):
         last = is_error(*dpbench("show", asked))
         assert asked.removeprefix("@") in last
-        assert f"its runs are: {third[:8]} @nightly, {second[:8]} @nightly, {first[:8]} @base" in last
-    for command in (("show", "@nightly"), ("compare", "@base", "@nightly"), ("rm", "@nightly", "--yes")):
+        assert (
+            f"its runs are: {third[:8]} @nightly, {second[:8]} @nightly, {first[:8]} @base" in last
+        )
+    for command in (
+        ("show", "@nightly"),
+        ("compare", "@base", "@nightly"),
+        ("rm", "@nightly", "--yes"),
+    ):
         last = is_error(*dpbench(*command))
         assert "@nightly matches 2 runs" in last
         assert f"{second[:12]} (2" in last
@@ -135,25 +173,38 @@ def test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out(dpbench, th
 def test_list_runs_shows_what_a_run_is(dpbench, three):
     lines = dpbench("list", "runs")[1].splitlines()
     assert [line.split()[0] for line in lines] == [one[:12] for one in reversed(three)]
-    assert re.search(r"no commit  2 cases  finished  @nightly  mlp  secret-host  dpbench run --models mlp$", lines[1])
+    assert re.search(
+        r"no commit  2 cases  finished  @nightly  mlp  secret-host  dpbench run --models mlp$",
+        lines[1],
+    )
     assert lines[2].endswith("@base     mlp  secret-host  -")
     found = json.loads(dpbench("list", "runs", "--json")[1])
     assert found["schema"] == shapes.SCHEMA
     one = found["runs"][1]
     assert (one["id"], one["name"], one["tags"]) == (three[1], "nightly", {"driver": "550"})
-    assert (one["cases"], one["models"], one["host"], one["cpu"]) == (2, ["mlp"], "secret-host", "EPYC")
+    assert (one["cases"], one["models"], one["host"], one["cpu"]) == (
+        2,
+        ["mlp"],
+        "secret-host",
+        "EPYC",
+    )
 
 
 def test_show_has_the_facts_of_a_run_and_the_status_of_each_case(dpbench, three):
     out = dpbench("show", three[1][:8])[1]
-    facts = dict(re.split(r" +", line, maxsplit=1) for line in out.splitlines() if not line.startswith(" "))
+    facts = dict(
+        re.split(r" +", line, maxsplit=1) for line in out.splitlines() if not line.startswith(" ")
+    )
     assert (facts["run"], facts["name"], facts["tags"]) == (three[1], "@nightly", "driver=550")
     assert (facts["command"], facts["host"]) == ("dpbench run --models mlp", "secret-host, EPYC")
-    assert re.search(rf"^  {re.escape(SINGLE.label)} +1 ok, 1 failed  MEASURED CPU-ONLY$", out, re.M)
+    assert re.search(
+        rf"^  {re.escape(SINGLE.label)} +1 ok, 1 failed  MEASURED CPU-ONLY$", out, re.M
+    )
     found = json.loads(dpbench("show", three[1][:8], "--json")[1])
     assert [(one["label"], one["trials"]) for one in found["cases"]] == [
-        (SINGLE.label, {"ok": 1, "failed": 1}), (DP.label, {"ok": 1}),
-    ]  # fmt: skip
+        (SINGLE.label, {"ok": 1, "failed": 1}),
+        (DP.label, {"ok": 1}),
+    ]
     assert found["cases"][1]["case"]["devices"] == 2
 
 
@@ -198,7 +249,10 @@ def test_rm_asks(dpbench, three, monkeypatch, said, code, left):
 def test_a_run_that_is_measured_now_is_neither_removed_nor_merged(dpbench, three, tmp_path):
     busy = add(tmp_path / "dpbench.db", made(), end="")  # by this process
     before = rows(tmp_path / "dpbench.db")
-    for command in (("rm", busy, three[0], "--yes"), ("merge", "dpbench.db", "--store", "other.db")):
+    for command in (
+        ("rm", busy, three[0], "--yes"),
+        ("merge", "dpbench.db", "--store", "other.db"),
+    ):
         last = is_error(*_without_lines(dpbench(*command)), expected=2)
         assert f"process {os.getpid()} is adding trials" in last
         assert busy[:12] in last
@@ -283,7 +337,9 @@ def copies(path, tmp_path):
 
 def test_a_copy_that_was_continued_gives_its_trials_and_its_end(copies):
     path, copy, run_id = copies
-    assert add(copy, made(number=1), made(), plan="p") == run_id  # a new round, and the old one once more
+    assert (
+        add(copy, made(number=1), made(), plan="p") == run_id
+    )  # a new round, and the old one once more
     with Store.create(path) as store:
         assert store.merge(copy) == Merged(0, 2, 1)
         assert store.merge(copy) == Merged(0, 0, 1)
@@ -313,7 +369,10 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
     ("change", "words"),
     [
         ("UPDATE run SET code='other'", "`code` is 'c' in this store and 'other' in the other"),
-        ("UPDATE step SET seconds=9 WHERE step=3", "trial 1 of this store and trial 1 of the other differ"),
+        (
+            "UPDATE step SET seconds=9 WHERE step=3",
+            "trial 1 of this store and trial 1 of the other differ",
+        ),
         ("UPDATE trial SET verified='no'", "differ in their results"),
     ],
 )

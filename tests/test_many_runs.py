@@ -1,4 +1,6 @@
-"""A store of many runs: what a command does depends on the runs that it shows, and not on the others."""
+"""A store of many runs: what a command does depends on the runs that it shows, and not on the
+others.
+"""
 
 from __future__ import annotations
 
@@ -27,22 +29,32 @@ def multiplied(path: Path, run_id: str, times: int) -> None:
         run = db.execute("SELECT * FROM run WHERE id=?", (run_id,)).fetchone()
         trial = db.execute("SELECT * FROM trial WHERE run_id=?", (run_id,)).fetchone()
         names = {
-            table: [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")] for table in ("run", "trial")
+            table: [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]
+            for table in ("run", "trial")
         }
         facts = json.loads(run[names["run"].index("provenance")])
         runs, trials = [], []
         for number in range(times):
             own = {"id": f"{number:032x}", "started": 1e9 + number}
-            own["provenance"] = json.dumps({**facts, "name": f"run{number}", "dpbench": {"commit": f"{number:040x}"}})
-            runs.append([own.get(name, value) for name, value in zip(names["run"], run, strict=True)])
+            own["provenance"] = json.dumps(
+                {**facts, "name": f"run{number}", "dpbench": {"commit": f"{number:040x}"}}
+            )
+            runs.append(
+                [own.get(name, value) for name, value in zip(names["run"], run, strict=True)]
+            )
             mine = {"id": None, "run_id": own["id"]}
-            trials.append([mine.get(name, value) for name, value in zip(names["trial"], trial, strict=True)])
+            trials.append(
+                [mine.get(name, value) for name, value in zip(names["trial"], trial, strict=True)]
+            )
         db.executemany(f"INSERT INTO run VALUES ({','.join('?' * len(run))})", runs)
         db.executemany(f"INSERT INTO trial VALUES ({','.join('?' * len(trial))})", trials)
 
 
 def store(path: Path, times: int, *, case: Case = OTHER) -> str:
-    """Write a store with `times` runs of one trial of `case`, then one of the case ASKED; return the last run's id."""
+    """Write a store with `times` runs of one trial of `case`, then one of the case ASKED.
+
+    Return the last run's id.
+    """
     first = stored(path, made(case, steps=3))
     multiplied(path, first, times)
     facts = {"dpbench": {"commit": COMMIT}, "host": {"cpu": "EPYC", "cores": 2}}
@@ -91,7 +103,9 @@ def counted(monkeypatch):
     ],
     ids=" ".join,
 )
-def test_a_command_does_the_same_work_in_a_store_of_many_runs(dpbench, tmp_path, counted, command) -> None:
+def test_a_command_does_the_same_work_in_a_store_of_many_runs(
+    dpbench, tmp_path, counted, command
+) -> None:
     work = []
     for times in (FEW, MANY):
         path = tmp_path / f"{times}.db"
@@ -102,7 +116,9 @@ def test_a_command_does_the_same_work_in_a_store_of_many_runs(dpbench, tmp_path,
         work.append(dict(counted))
     few, many = work
     assert few["steps"] > 100
-    assert many.pop("steps") < 1.2 * few.pop("steps") + 1000  # a look-up in an index is a little deeper
+    assert (
+        many.pop("steps") < 1.2 * few.pop("steps") + 1000
+    )  # a look-up in an index is a little deeper
     assert many == few
 
 
@@ -113,7 +129,10 @@ def test_a_report_reads_the_last_runs_of_its_cases(tmp_path, counted) -> None:
         past = opened.past(run_id, opened.summaries(run_id))
     assert len(past) == PAST == counted["run"]
     assert past[-1].run.id == run_id
-    assert [one.run.naming.name for one in past[:2]] == [f"run{4 * PAST - PAST + 1}", f"run{4 * PAST - PAST + 2}"]
+    assert [one.run.naming.name for one in past[:2]] == [
+        f"run{4 * PAST - PAST + 1}",
+        f"run{4 * PAST - PAST + 2}",
+    ]
 
 
 def test_a_forecast_reads_the_last_trials_of_its_cases(tmp_path) -> None:
@@ -124,25 +143,40 @@ def test_a_forecast_reads_the_last_trials_of_its_cases(tmp_path) -> None:
         assert opened.durations("h", [ASKED.fingerprint]) == {ASKED.fingerprint: [1.5] * 100}
 
 
-def test_a_store_without_indexes_is_read_and_gets_them_when_it_is_written(dpbench, tmp_path) -> None:
+def test_a_store_without_indexes_is_read_and_gets_them_when_it_is_written(
+    dpbench, tmp_path
+) -> None:
     path = tmp_path / "store.db"
     run_id = store(path, 5)
     with closing(sqlite3.connect(path)) as db, db:
         for name in file.INDEXES:
             db.execute(f"DROP INDEX {name}")
-    shown = [dpbench("show", asked, "--store", path)[:2] for asked in ("@last", "@asked", run_id[:8], "@run3")]
+    shown = [
+        dpbench("show", asked, "--store", path)[:2]
+        for asked in ("@last", "@asked", run_id[:8], "@run3")
+    ]
     assert [code for code, _ in shown] == [0] * 4
     with Store.create(path):
         pass
     with closing(sqlite3.connect(path)) as db:
-        indexes = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+        indexes = {
+            name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")
+        }
         assert indexes >= file.INDEXES.keys()
         assert db.execute("PRAGMA user_version").fetchone() == (len(file.MIGRATIONS),)
-    assert [dpbench("show", asked, "--store", path)[:2] for asked in ("@last", "@asked", run_id[:8], "@run3")] == shown
+    assert [
+        dpbench("show", asked, "--store", path)[:2]
+        for asked in ("@last", "@asked", run_id[:8], "@run3")
+    ] == shown
 
 
-def test_runs_whose_facts_sqlite_cannot_read_are_found_by_name_and_commit(dpbench, tmp_path) -> None:
-    """Python writes NaN into JSON, and SQLite refuses it; a damaged row does not keep a store from being written."""
+def test_runs_whose_facts_sqlite_cannot_read_are_found_by_name_and_commit(
+    dpbench, tmp_path
+) -> None:
+    """Python writes NaN into JSON, and SQLite refuses it.
+
+    A damaged row does not keep a store from being written.
+    """
     path = tmp_path / "store.db"
     facts = {"dpbench": {"commit": COMMIT}, "load": float("nan")}
     run_id = stored(path, made(ASKED), provenance=facts, naming=Naming(name="nan"))
@@ -161,7 +195,9 @@ def test_runs_whose_facts_sqlite_cannot_read_are_found_by_name_and_commit(dpbenc
     code, _, err = dpbench("compare", "cccc", "@nan", "--store", path)
     assert code == 3, err
     with closing(sqlite3.connect(path)) as db:
-        indexes = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+        indexes = {
+            name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")
+        }
         assert indexes >= file.INDEXES.keys()
 
 
@@ -180,6 +216,8 @@ def test_the_last_runs_are_listed(dpbench, tmp_path) -> None:
     code, out, _ = dpbench("list", "runs", "--last", "3", "--store", tmp_path / "store.db")
     assert (code, len(out.splitlines())) == (0, 3)
     assert "@asked" in out.splitlines()[0]
-    code, out, _ = dpbench("list", "runs", "--last", "3", "--json", "--store", tmp_path / "store.db")
+    code, out, _ = dpbench(
+        "list", "runs", "--last", "3", "--json", "--store", tmp_path / "store.db"
+    )
     assert (code, len(json.loads(out)["runs"])) == (0, 3)
     assert dpbench("list", "models", "--last", "3")[0] == 64

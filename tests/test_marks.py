@@ -10,7 +10,10 @@ from dpbench.report import figures, marks, naming, speedup, svg
 from dpbench.report.svg import Panel
 from tests.report_rows import HOSTILE, colocated_cpu_and_weak, made, many
 
-ROWS = [made(Case(model="mlp", strategy="dp", schedule=f"r{i}", batch_size=8), 0.1 / (i + 1)) for i in range(5)]
+ROWS = [
+    made(Case(model="mlp", strategy="dp", schedule=f"r{i}", batch_size=8), 0.1 / (i + 1))
+    for i in range(5)
+]
 
 
 def parsed(panel: Panel) -> ElementTree.Element:
@@ -36,7 +39,8 @@ def test_each_lane_has_its_name_its_value_its_bar_and_its_whisker() -> None:
         (bar,) = (group for group in groups if group.get("data-bar") is not None)
         rate = row.throughput
         assert bar.find("title").text.startswith(
-            f"dp[r{number}] ×1: {words.number(rate.value)} samples per second ({words.interval(rate)})"
+            f"dp[r{number}] ×1: {words.number(rate.value)} samples per second"
+            f" ({words.interval(rate)})"
         )
         assert bar.find("title").text.endswith("3 rounds with 90 steps")
         top, bottom = 4 + 38 * number, 4 + 38 * (number + 1)
@@ -44,29 +48,46 @@ def test_each_lane_has_its_name_its_value_its_bar_and_its_whisker() -> None:
         places = [float(y) for d in drawn for y in re.findall(r"[ML][\d.]+ ([\d.]+)", d)]
         assert places
         assert all(top <= y <= bottom for y in places)
-        assert len(groups) == 5, "a name, a value, a bar, and a whisker, which has a line and two caps"
+        assert len(groups) == 5, (
+            "a name, a value, a bar, and a whisker, which has a line and two caps"
+        )
 
 
 def test_axes_and_legends_belong_to_no_lane() -> None:
     root = throughput()
     free = {text.text for text in root.iter("text")}
-    free -= {text.text for group in root.iter("g") if group.get("data-lane") for text in group.iter("text")}
+    free -= {
+        text.text
+        for group in root.iter("g")
+        if group.get("data-lane")
+        for text in group.iter("text")
+    }
     assert "samples per second" in free
     assert "0" in free
 
 
 def test_a_line_over_several_lanes_belongs_to_none() -> None:
     with svg.theme():
-        figure, axes, tops = svg.lanes(["a", "b"], ["", ""], [30, 30], cases=[ROWS[0].case, ROWS[1].case])
-        axes.vlines([1, 1], [tops[0] + 5, tops[1] + 5], [tops[0] + 25, tops[1] + 25], color="#ff0000")
+        figure, axes, tops = svg.lanes(
+            ["a", "b"], ["", ""], [30, 30], cases=[ROWS[0].case, ROWS[1].case]
+        )
+        axes.vlines(
+            [1, 1], [tops[0] + 5, tops[1] + 5], [tops[0] + 25, tops[1] + 25], color="#ff0000"
+        )
         axes.plot([0, 1], [tops[1] + 10, tops[1] + 20], color="#00ff00")
         root = ElementTree.fromstring(svg.render(figure, key="k", title="t", description="d"))
     red = [path for path in root.iter("path") if "#ff0000" in path.get("style")]
     assert len(red) == 2
-    owned = [path for group in root.iter("g") if group.get("data-lane") for path in group.iter("path")]
+    owned = [
+        path for group in root.iter("g") if group.get("data-lane") for path in group.iter("path")
+    ]
     assert not [path for path in red if path in owned]
-    green = [group.get("data-lane") for group in root.iter("g") for path in group.findall("path")
-             if "#00ff00" in path.get("style")]  # fmt: skip
+    green = [
+        group.get("data-lane")
+        for group in root.iter("g")
+        for path in group.findall("path")
+        if "#00ff00" in path.get("style")
+    ]
     assert green == ["1"]
 
 
@@ -77,9 +98,18 @@ def test_a_line_of_speed_ups_and_its_legend_have_the_cases_of_its_points() -> No
     for panel in panels:
         root = parsed(panel)
         own = {naming.case_id(case) for case in panel.cases}
-        named = [set(group.get("data-cases").split()) for group in root.iter("g") if group.get("data-cases")]
+        named = [
+            set(group.get("data-cases").split())
+            for group in root.iter("g")
+            if group.get("data-cases")
+        ]
         assert set.union(*named) <= own
-        legend = [text.text for group in root.iter("g") if group.get("data-cases") for text in group.iter("text")]
+        legend = [
+            text.text
+            for group in root.iter("g")
+            if group.get("data-cases")
+            for text in group.iter("text")
+        ]
         assert legend == [text.text for text in root.iter("text") if "dp[" in (text.text or "")]
     with svg.theme():
         strong, _ = speedup.section(colocated_cpu_and_weak()).panels
@@ -95,7 +125,10 @@ def test_a_text_on_a_mark_stays_text() -> None:
         marks.explain(bar, HOSTILE + '"\x00\ud800')
         text = svg.render(figure, key="k", title="t", description="d")
     assert "<script" not in text
-    assert [title.text for title in ElementTree.fromstring(text).iter("title")] == ["t", HOSTILE + '"']
+    assert [title.text for title in ElementTree.fromstring(text).iter("title")] == [
+        "t",
+        HOSTILE + '"',
+    ]
 
 
 def test_a_figure_without_cases_has_no_lanes() -> None:
@@ -107,4 +140,6 @@ def test_a_figure_without_cases_has_no_lanes() -> None:
 
 def test_a_mark_of_a_prediction_does_not_speak_of_rounds() -> None:
     assert naming.basis(ROWS[0]) == "3 rounds with 90 steps"
-    assert naming.basis(made(ROWS[0].case, 0.1, source=Source.PREDICTED)) == "predicted, 80% interval"
+    assert (
+        naming.basis(made(ROWS[0].case, 0.1, source=Source.PREDICTED)) == "predicted, 80% interval"
+    )

@@ -36,7 +36,10 @@ def stored(rows: int, forward_s: float, backward_s: float) -> Trial:
     for i in range(3):
         slow = 10.0 if i == 0 else 1.0
         middle, end = now + slow * forward_s, now + slow * (forward_s + backward_s)
-        spans += [Span(i, Phase.FORWARD, 0, "host", now, middle), Span(i, Phase.BACKWARD, 0, "host", middle, end)]
+        spans += [
+            Span(i, Phase.FORWARD, 0, "host", now, middle),
+            Span(i, Phase.BACKWARD, 0, "host", middle, end),
+        ]
         steps.append(Step(end - now, i == 0, end))
         now = end
     case = Case(model="mlp", strategy="single", batch_size=rows)

@@ -1,4 +1,6 @@
-"""Memory by phase, bounds of emulated devices, and who ran out first: bytes that can be worked out from shapes."""
+"""Memory by phase, bounds of emulated devices, and who ran out first: bytes that can be worked out
+from shapes.
+"""
 
 from __future__ import annotations
 
@@ -81,9 +83,17 @@ def test_a_peak_is_of_the_phase_that_is_open_on_any_device() -> None:
     first.hold(5000)  # after it
     found = peaks.memory("ledger")
     assert figures(found) == {
-        (0, ""): 90, (0, "replicate"): 10, (0, "backward"): 90, (0, "reduce"): 90, (0, UNATTRIBUTED): 70,
-        (1, ""): 80, (1, "replicate"): 50, (1, "backward"): 80, (1, "reduce"): 30, (1, UNATTRIBUTED): 50,
-    }  # fmt: skip
+        (0, ""): 90,
+        (0, "replicate"): 10,
+        (0, "backward"): 90,
+        (0, "reduce"): 90,
+        (0, UNATTRIBUTED): 70,
+        (1, ""): 80,
+        (1, "replicate"): 50,
+        (1, "backward"): 80,
+        (1, "reduce"): 30,
+        (1, UNATTRIBUTED): 50,
+    }
     assert figures(found, "reserved")[0, ""] == 91
     assert {m.source for m in found} == {"ledger"}
 
@@ -115,7 +125,10 @@ def test_threads_lose_no_peak() -> None:
 def test_a_bounded_device_raises_what_a_gpu_raises_and_names_itself() -> None:
     with bounded(2, 4000):
         kept = torch.zeros(600, device="lazy:1")
-        with pytest.raises(torch.OutOfMemoryError, match=r"emulated device 1 has a total capacity of 4000 bytes, of "):
+        with pytest.raises(
+            torch.OutOfMemoryError,
+            match=r"emulated device 1 has a total capacity of 4000 bytes, of ",
+        ):
             torch.zeros(500, device="lazy:1")
         assert EmulatedDevice(1).allocated() == 2400  # what was refused is not counted
         other = torch.zeros(1000, device="lazy:0")  # and the bound is each device's own
@@ -146,7 +159,8 @@ def test_a_cpu_trial_tells_each_devices_peaks_from_the_ledger(tmp_path: Path) ->
     assert (trial.status, trial.verified) == (Status.OK, Verified.BITWISE)
     found = figures(tuple(m for m in trial.memory if m.source == "ledger"))
     assert {device for device, _ in found} == {0, 1}
-    # weights, gradients and momentum of device 0, the sum of the replicas' gradients in the making beside them
+    # weights, gradients and momentum of device 0, the sum of the replicas' gradients in the making
+    # beside them
     assert found[0, "reduce"] > 4 * MLP > found[1, "reduce"] > 2 * MLP
     assert found[0, ""] == max(size for (device, _), size in found.items() if device == 0)
     assert 3 * MLP <= found[0, "optimizer"] < 3 * MLP + 1000  # the loss and the outputs are small
@@ -157,9 +171,12 @@ def test_a_cpu_trial_tells_each_devices_peaks_from_the_ledger(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "resnet18"])
 def test_bytes_do_not_depend_on_whether_there_are_numbers(tmp_path: Path, model: str) -> None:
-    on_host, emulated = (run(replace(DP, model=model, device_kind=k), TINY, tmp_path) for k in ("cpu", "emulated"))
+    on_host, emulated = (
+        run(replace(DP, model=model, device_kind=k), TINY, tmp_path) for k in ("cpu", "emulated")
+    )
     without, real = (
-        {at: size for at, size in figures(t.memory).items() if at[0] >= 0 and at[1]} for t in (on_host, emulated)
+        {at: size for at, size in figures(t.memory).items() if at[0] >= 0 and at[1]}
+        for t in (on_host, emulated)
     )
     assert len(without) > 10
     assert without == real
@@ -181,7 +198,10 @@ def test_a_model_that_needs_numbers_gets_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"schedule": "flat_storage"}, "storage=flat needs CPU or CUDA"), ({"precision": "bf16"}, "do not support bf16")],
+    [
+        ({"schedule": "flat_storage"}, "storage=flat needs CPU or CUDA"),
+        ({"precision": "bf16"}, "do not support bf16"),
+    ],
 )
 def test_memory_by_phase_is_absent_and_said_where_it_cannot_be(
     tmp_path: Path, changed: dict[str, Any], said: str
@@ -192,7 +212,9 @@ def test_memory_by_phase_is_absent_and_said_where_it_cannot_be(
     assert said in trial.provenance["no_memory_by_phase"]
 
 
-def test_what_fails_after_timing_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_after_timing_costs_only_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: Any) -> None:
         raise ArithmeticError("planted\nwith a second line")
 
@@ -213,7 +235,11 @@ def test_an_emulated_trial_has_whole_steps_from_the_timed_ones(tmp_path: Path) -
 
 def test_ranks_memory_is_joined_by_device_phase_and_kind() -> None:
     def part(rank: int) -> Trial:
-        peaks = (Memory(rank, 5, "allocator"), Memory(rank, 3, "allocator", "forward"), Memory(-1, 10, "rss"))
+        peaks = (
+            Memory(rank, 5, "allocator"),
+            Memory(rank, 3, "allocator", "forward"),
+            Memory(-1, 10, "rss"),
+        )
         return Trial(case=DP, memory=peaks)
 
     joined = merge([part(0), part(1)])
@@ -226,9 +252,14 @@ def test_ranks_memory_is_joined_by_device_phase_and_kind() -> None:
 def test_a_trial_tells_its_models_shapes(tmp_path: Path) -> None:
     shapes = Shapes.of(run(DP, TINY, tmp_path).provenance)
     assert shapes == Shapes(
-        parameter_tensors=6, parameter_bytes=MLP, trainable_bytes=MLP, buffer_bytes=0, input_bytes=128 * 4,
-        target_bytes=8, output_bytes=10 * 4,
-    )  # fmt: skip
+        parameter_tensors=6,
+        parameter_bytes=MLP,
+        trainable_bytes=MLP,
+        buffer_bytes=0,
+        input_bytes=128 * 4,
+        target_bytes=8,
+        output_bytes=10 * 4,
+    )
 
 
 def test_shapes_move_neither_statistics_nor_random_numbers() -> None:
@@ -258,7 +289,9 @@ def test_shapes_move_neither_statistics_nor_random_numbers() -> None:
         (1_200_000, 0),
     ],
 )
-def test_a_trial_out_of_memory_names_the_device_that_failed_first(tmp_path: Path, size: int, device: int) -> None:
+def test_a_trial_out_of_memory_names_the_device_that_failed_first(
+    tmp_path: Path, size: int, device: int
+) -> None:
     trial = run(replace(DP, device_kind="emulated", device_memory_bytes=size), TINY, tmp_path)
     assert (trial.status, trial.failed_device) == (Status.OOM, device)
     assert f"emulated device {device} has a total capacity of {size} bytes" in trial.reason
@@ -267,12 +300,28 @@ def test_a_trial_out_of_memory_names_the_device_that_failed_first(tmp_path: Path
 @pytest.mark.parametrize(
     ("message", "ids", "device"),
     [
-        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which", (), 1),
-        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of 79.11 GiB of which", (2, 3), 1),
+        (
+            (
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of"
+                " 79.11 GiB of which"
+            ),
+            (),
+            1,
+        ),
+        (
+            (
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 3 has a total capacity of"
+                " 79.11 GiB of which"
+            ),
+            (2, 3),
+            1,
+        ),
         ("CUDA error: out of memory", (), None),
     ],
 )
-def test_a_gpu_is_read_from_torchs_own_words(message: str, ids: tuple[int, ...], device: int | None) -> None:
+def test_a_gpu_is_read_from_torchs_own_words(
+    message: str, ids: tuple[int, ...], device: int | None
+) -> None:
     failure = of_error(torch.OutOfMemoryError(message), device_ids=ids)
     assert (failure.status, failure.device) == (Status.OOM, device)
 

@@ -1,4 +1,6 @@
-"""Memory: the allocator's rules by hand, and the replay against the ledger of emulated devices, to the byte."""
+"""Memory: the allocator's rules by hand, and the replay against the ledger of emulated devices, to
+the byte.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ def test_small_blocks_share_a_segment_of_two_mib() -> None:
 
 def test_segments_are_two_twenty_or_their_own() -> None:
     for size, segment in (
-        (MIB, 2 * MIB), (MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB), (10 * MIB, 10 * MIB), (11 * MIB + 1, 12 * MIB)
-    ):  # fmt: skip
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (11 * MIB + 1, 12 * MIB),
+    ):
         allocator = Allocator()
         allocator.take(size)
         assert allocator.reserved_bytes == segment, size
@@ -64,7 +70,11 @@ def test_the_smallest_free_block_that_fits_is_taken() -> None:
         allocator.give(block)
     allocator.take(13 * MIB)
     assert allocator.reserved_bytes == 48 * MIB
-    assert sorted(length for (length, _, _), _ in allocator._free[False]) == [3 * MIB, 12 * MIB, 20 * MIB]
+    assert sorted(length for (length, _, _), _ in allocator._free[False]) == [
+        3 * MIB,
+        12 * MIB,
+        20 * MIB,
+    ]
 
 
 def test_freed_neighbours_are_joined() -> None:
@@ -103,8 +113,14 @@ def measured(case: Case, steps: int = 3) -> list[int]:
     model.module.to("lazy:0")
     for device in devices:
         device.reset_memory()
-    engine = TrainStep(model.module, model.loss, optimizer_of(case), devices, case.schedule or "reference")
-    with single.strategy.start(case, model, devices, no_mark) if case.strategy == "single" else engine as step:
+    engine = TrainStep(
+        model.module, model.loss, optimizer_of(case), devices, case.schedule or "reference"
+    )
+    with (
+        single.strategy.start(case, model, devices, no_mark)
+        if case.strategy == "single"
+        else engine
+    ) as step:
         for seed in range(steps):
             step(*model.batch(case.batch_size, seed))
         return [(device.memory() or 0) - held for device, held in zip(devices, before, strict=True)]
@@ -112,25 +128,35 @@ def measured(case: Case, steps: int = 3) -> list[int]:
 
 def replayed(case: Case, traces: Traces) -> list[int]:
     tape = tape_of(case, traces)
-    return [replay(tape, device, rounding_bytes=1).allocated_bytes for device in range(len(case.rows))]
+    return [
+        replay(tape, device, rounding_bytes=1).allocated_bytes for device in range(len(case.rows))
+    ]
 
 
 @functools.cache
 def traced(model: str, optimizer: str) -> Traces:
-    """Return the traces of a model on emulated devices, which all schedules and numbers of devices share."""
+    """Return the traces of a model on emulated devices, which all schedules and numbers of devices
+    share.
+    """
     return traces_of(emulated(model, 1, optimizer))
 
 
 def emulated(model: str, devices: int, optimizer: str, schedule: str = "reference") -> Case:
     return Case(
-        model=model, strategy="dp", schedule=schedule, batch_size=BATCH, devices=devices, device_kind="emulated",
+        model=model,
+        strategy="dp",
+        schedule=schedule,
+        batch_size=BATCH,
+        devices=devices,
+        device_kind="emulated",
         optimizer=optimizer,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "optimizer"), [("mlp", "sgd"), ("mlp", "adam"), ("resnet18", "adam"), ("transformer", "sgd")]
+    ("model", "optimizer"),
+    [("mlp", "sgd"), ("mlp", "adam"), ("resnet18", "adam"), ("transformer", "sgd")],
 )
 def test_the_reference_is_right_to_the_byte(model: str, optimizer: str) -> None:
     traces = traced(model, optimizer)
@@ -141,7 +167,13 @@ def test_the_reference_is_right_to_the_byte(model: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_one_device_is_right_to_the_byte(optimizer: str) -> None:
-    case = Case(model="mlp", strategy="single", batch_size=BATCH, device_kind="emulated", optimizer=optimizer)
+    case = Case(
+        model="mlp",
+        strategy="single",
+        batch_size=BATCH,
+        device_kind="emulated",
+        optimizer=optimizer,
+    )
     assert replayed(case, traces_of(case)) == measured(case)
 
 
@@ -149,20 +181,29 @@ def test_one_device_is_right_to_the_byte(optimizer: str) -> None:
 @pytest.mark.parametrize(
     "schedule",
     [
-        "workers=serial", "pool", "cached", "replicas=cached,reduce=overlap", "replicas=persistent",
-        "replicas=persistent,update=each", "replicas=persistent,update=sharded",
+        "workers=serial",
+        "pool",
+        "cached",
+        "replicas=cached,reduce=overlap",
+        "replicas=persistent",
+        "replicas=persistent,update=each",
+        "replicas=persistent,update=sharded",
         "replicas=persistent,update=each,reduce=overlap",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize(("optimizer", "devices"), [("sgd", 2), ("adam", 3)])
 def test_schedules_are_right_to_the_byte(schedule: str, optimizer: str, devices: int) -> None:
     case = emulated("mlp", devices, optimizer, schedule)
     assert replayed(case, traced("mlp", optimizer)) == measured(case)
 
 
-@pytest.mark.parametrize("schedule", ["loss=local", "replicas=persistent,loss=local,backward=local"])
+@pytest.mark.parametrize(
+    "schedule", ["loss=local", "replicas=persistent,loss=local,backward=local"]
+)
 def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
-    """Each device's weight (an int64) and its quotient, and on the first device the others' copies, are left out."""
+    """Each device's weight (an int64) and its quotient, and on the first device the others' copies,
+    are left out.
+    """
     case = emulated("mlp", 2, "adam", schedule)
     found, right = replayed(case, traced("mlp", "adam")), measured(case)
     for device, (mine, real) in enumerate(zip(found, right, strict=True)):
@@ -170,7 +211,9 @@ def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
 
 
 def test_a_fault_in_the_splice_is_seen() -> None:
-    """The check can fail: leave out that device 0 keeps its gradients for the sum, and the bytes differ."""
+    """The check can fail: leave out that device 0 keeps its gradients for the sum, and the bytes
+    differ.
+    """
     case = emulated("mlp", 2, "sgd")
     tape = tape_of(case, traced("mlp", "sgd"))
     tape.changes = [change for change in tape.changes if change.kind != "gradients"]
@@ -181,13 +224,21 @@ def test_a_fault_in_the_splice_is_seen() -> None:
 
 
 class Bert(nn.Module):
-    """An encoder of BERT-base's shape: 12 layers of width 768, 30,522 words, 512 positions, 2 segments."""
+    """An encoder of BERT-base's shape: 12 layers of width 768, 30,522 words, 512 positions, 2
+    segments.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.places, self.segments = nn.Embedding(30_522, 768), nn.Embedding(512, 768), nn.Embedding(2, 768)
+        self.words, self.places, self.segments = (
+            nn.Embedding(30_522, 768),
+            nn.Embedding(512, 768),
+            nn.Embedding(2, 768),
+        )
         self.norm = nn.LayerNorm(768)
-        layer = nn.TransformerEncoderLayer(768, 12, 3072, dropout=0.0, activation="gelu", batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            768, 12, 3072, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
         self.pool, self.head = nn.Linear(768, 768), nn.Linear(768, 2)
 
@@ -213,7 +264,12 @@ def bert() -> Traces:
 
 def cuda(devices: int, batch_size: int, strategy: str = "dp") -> Case:
     return Case(
-        model="bert", strategy=strategy, devices=devices, batch_size=batch_size, device_kind="cuda", optimizer="adam"
+        model="bert",
+        strategy=strategy,
+        devices=devices,
+        batch_size=batch_size,
+        device_kind="cuda",
+        optimizer="adam",
     )
 
 
@@ -224,7 +280,9 @@ def excess_bytes(devices: list[DeviceMemory]) -> int:
 
 @pytest.mark.slow
 def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
-    """Its excess is Adam's averages and the sum of the gradients, where weights and not activations are the peak."""
+    """Its excess is Adam's averages and the sum of the gradients, where weights and not activations
+    are the peak.
+    """
     devices = needed(cuda(2, 4), bert)
     sizes = bert.of(4).parameters.bytes
     assert 109e6 < sizes / 4 < 111e6
@@ -236,12 +294,16 @@ def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
     assert devices[1].peak.kinds["replicas"] == sizes
     assert "optimizer" not in devices[1].peak.kinds
     assert devices[0].peak.allocated_bytes == pytest.approx(5 * sizes, rel=0.02)
-    assert devices[1].peak.allocated_bytes == pytest.approx(2 * sizes, rel=0.04), "one coalesced buffer more"
+    assert devices[1].peak.allocated_bytes == pytest.approx(2 * sizes, rel=0.04), (
+        "one coalesced buffer more"
+    )
 
 
 @pytest.mark.slow
 def test_torchs_other_gpus_let_weights_go_while_they_go_backward(bert: Traces) -> None:
-    """Its replicas die when its forward returns: no other GPU ever has all weights and all gradients at once."""
+    """Its replicas die when its forward returns: no other GPU ever has all weights and all
+    gradients at once.
+    """
     ours, theirs = needed(cuda(2, 4), bert), needed(cuda(2, 4, "torch_dp"), bert)
     sizes = bert.of(4).parameters.bytes
     assert theirs[0].peak.allocated_bytes == pytest.approx(ours[0].peak.allocated_bytes, rel=0.01)
@@ -264,7 +326,9 @@ def test_ddp_has_no_excess_and_one_bucket_copy(bert: Traces) -> None:
     sizes = bert.of(4).parameters.bytes
     assert excess_bytes(devices) == 0
     assert devices[0].peak.kinds["buckets"] == pytest.approx(sizes, rel=1e-3)
-    assert devices[0].peak.allocated_bytes == pytest.approx(6 * sizes, rel=0.02), "Adam's root makes the peak"
+    assert devices[0].peak.allocated_bytes == pytest.approx(6 * sizes, rel=0.02), (
+        "Adam's root makes the peak"
+    )
 
 
 @pytest.mark.slow
@@ -287,12 +351,17 @@ def test_out_of_memory_says_where_and_what_for(bert: Traces) -> None:
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     def case(batch_size: int) -> Case:
-        return Case(model="mlp", strategy="dp", devices=2, batch_size=batch_size, device_kind="cuda")
+        return Case(
+            model="mlp", strategy="dp", devices=2, batch_size=batch_size, device_kind="cuda"
+        )
 
     capacity = memory.CONTEXT_BYTES + memory.NCCL_BYTES + 64 * MIB
     found = largest_batch(case, capacity)
     traces = traces_of(case(1))
-    assert max(one.process_bytes for one in needed(case(found), traces, capacity_bytes=capacity)) <= capacity
+    assert (
+        max(one.process_bytes for one in needed(case(found), traces, capacity_bytes=capacity))
+        <= capacity
+    )
     with pytest.raises(OutOfDeviceMemory):
         needed(case(found + 1), traces, capacity_bytes=capacity)
     assert found > 1000
@@ -301,7 +370,9 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
 
 def test_a_strategy_that_nobody_knows_is_refused() -> None:
     with pytest.raises(ValueError, match="magic"):
-        tape_of(Case(model="mlp", strategy="magic", batch_size=2), traces_of(emulated("mlp", 1, "sgd")))
+        tape_of(
+            Case(model="mlp", strategy="magic", batch_size=2), traces_of(emulated("mlp", 1, "sgd"))
+        )
 
 
 def test_flat_buffers_are_cut_as_torch_cuts_them() -> None:
@@ -309,7 +380,9 @@ def test_flat_buffers_are_cut_as_torch_cuts_them() -> None:
 
     sizes = [4, 3 * MIB, 3 * MIB, 12 * MIB, 40, 6 * MIB, MIB, MIB, 8 * MIB, 2 * MIB, 4]
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
-    assert chunks(sizes, 10 * MIB) == [[t.numel() for t in chunk] for chunk in _take_tensors(tensors, 10 * MIB)]
+    assert chunks(sizes, 10 * MIB) == [
+        [t.numel() for t in chunk] for chunk in _take_tensors(tensors, 10 * MIB)
+    ]
 
 
 def test_buckets_are_cut_as_ddp_cuts_them() -> None:
@@ -317,7 +390,9 @@ def test_buckets_are_cut_as_ddp_cuts_them() -> None:
 
     sizes = [4, 3 * MIB, 3 * MIB, 12 * MIB, 40, 16 * MIB, MIB, 30 * MIB, MIB]
     tensors = [torch.empty(size // 4, device="meta") for size in sizes]
-    found, _ = dist._compute_bucket_assignment_by_size(tensors, [MIB, 25 * MIB], [False] * len(sizes))
+    found, _ = dist._compute_bucket_assignment_by_size(
+        tensors, [MIB, 25 * MIB], [False] * len(sizes)
+    )
     assert bucket_sizes(sizes) == [[sizes[i] for i in bucket] for bucket in found]
 
 
@@ -336,7 +411,9 @@ def test_a_tape_remembers_what_is_held() -> None:
 @pytest.mark.parametrize("model", ["mlp", "resnet18", "transformer"])
 def test_a_gpus_allocator_is_replayed(model: str) -> None:
     """Libraries' workspaces are not traced: they are let in as what the replay may lack."""
-    case = Case(model=model, strategy="single", batch_size=256, device_kind="cuda", optimizer="adam")
+    case = Case(
+        model=model, strategy="single", batch_size=256, device_kind="cuda", optimizer="adam"
+    )
     found = needed(case)[0].peak
     devices = open_devices("cuda", 1)
     gc.collect()

@@ -64,7 +64,11 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "size", "expected"),
-    [(name, size, n) for name, pair in COUNTS.items() for size, n in zip(models.SIZES, pair, strict=True)],
+    [
+        (name, size, n)
+        for name, pair in COUNTS.items()
+        for size, n in zip(models.SIZES, pair, strict=True)
+    ],
 )
 def test_parameter_counts_are_exact(name, size, expected):
     assert count(on_meta(name, size)) == expected
@@ -81,7 +85,10 @@ def test_build_says_its_exact_parameter_count(name, size):
 def test_small_is_smaller_than_full_and_made_of_the_same_kinds_of_layers(name):
     small, full = on_meta(name, "small"), on_meta(name, "full")
     assert count(small) * 10 < count(full)
-    kinds = [{type(m) for m in module.modules() if list(m.parameters(recurse=False))} for module in (small, full)]
+    kinds = [
+        {type(m) for m in module.modules() if list(m.parameters(recurse=False))}
+        for module in (small, full)
+    ]
     assert kinds[0] == kinds[1]
 
 
@@ -99,7 +106,9 @@ def test_no_dropout_anywhere(name, size):
 
 @every_model
 def test_same_seed_same_weights_other_seed_other_weights(name):
-    first, same, other = (list(models.load(name, "small", s).module.state_dict().values()) for s in (3, 3, 4))
+    first, same, other = (
+        list(models.load(name, "small", s).module.state_dict().values()) for s in (3, 3, 4)
+    )
     assert equal(first, same)
     assert not equal(first, other)
 
@@ -163,7 +172,10 @@ def test_summed_loss_over_rows_is_the_mean_loss(name):
     model = models.load(name, "small", 0)
     inputs, target = model.batch(7, 0)
     output = model.module(*models.positional(inputs)).detach()
-    total, mean = model.loss(output, target, reduction="sum"), model.loss(output, target, reduction="mean")
+    total, mean = (
+        model.loss(output, target, reduction="sum"),
+        model.loss(output, target, reduction="mean"),
+    )
     torch.testing.assert_close(total / 7, mean, rtol=1e-5, atol=0)
     assert torch.equal(model.loss(output, target), mean)
 
@@ -185,7 +197,10 @@ def test_outputs_of_chunks_join_to_the_output_of_the_batch(name, parts, grad):
 
 @every_model
 def test_full_size_maps_a_batch_to_a_row_for_each_sample(name):
-    module, (inputs, target) = on_meta(name, "full"), registry.load("models", name).batch(2, 0, "full")
+    module, (inputs, target) = (
+        on_meta(name, "full"),
+        registry.load("models", name).batch(2, 0, "full"),
+    )
     try:
         output = module(*(t.to("meta") for t in models.positional(inputs)))
     except NotImplementedError as error:
@@ -337,7 +352,9 @@ def test_an_object_that_lacks_a_function_is_refused_by_its_name():
 
 @pytest.mark.usefixtures("own_package")
 def test_a_build_that_gives_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"own_pkg\.mod:NoModule.* must return a torch\.nn\.Module, not str"):
+    with pytest.raises(
+        TypeError, match=r"own_pkg\.mod:NoModule.* must return a torch\.nn\.Module, not str"
+    ):
         models.load("own_pkg.mod:NoModule", "small", 0)
 
 
@@ -357,7 +374,9 @@ def test_a_new_file_is_a_new_model():
 
 
 def drawn(inputs: Any, target: Any) -> models.Model:
-    return models.Model("mine:net", nn.Linear(4, 2), lambda n, seed: (inputs, target), nn.functional.cross_entropy)
+    return models.Model(
+        "mine:net", nn.Linear(4, 2), lambda n, seed: (inputs, target), nn.functional.cross_entropy
+    )
 
 
 ROWS, OTHER = torch.zeros(8, 4), torch.zeros(16, 4)
@@ -374,7 +393,9 @@ NUMBERS = torch.zeros(8, dtype=torch.int64)
         (torch.zeros(0, 4), NUMBERS, "inputs has 0 (shape (0, 4))"),
     ],
 )
-def test_a_batch_of_another_number_of_rows_than_asked_is_refused(inputs: Any, target: Any, told: str) -> None:
+def test_a_batch_of_another_number_of_rows_than_asked_is_refused(
+    inputs: Any, target: Any, told: str
+) -> None:
     with pytest.raises(ValueError, match="must return 8 rows") as caught:
         drawn(inputs, target).batch(8, 0)
     assert "model mine:net: batch(8, ...)" in str(caught.value)

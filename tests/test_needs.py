@@ -1,4 +1,6 @@
-"""The memory of a described machine's devices: what fits, what does not and where first, and the largest batch."""
+"""The memory of a described machine's devices: what fits, what does not and where first, and the
+largest batch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from dpbench.predict.memory import CONTEXT_BYTES, NCCL_BYTES
 from dpbench.records import Case, Source, Status, machine
 
 BOX = machine.load("rtx-2080-ti-x4")
-DP = Case(model="mlp", strategy="torch_dp", devices=2, batch_size=64, device_kind="cuda", optimizer="adam")
+DP = Case(
+    model="mlp", strategy="torch_dp", devices=2, batch_size=64, device_kind="cuda", optimizer="adam"
+)
 
 
 def small(memory_bytes: float) -> machine.Machine:
@@ -32,7 +36,12 @@ def test_what_does_not_fit_is_a_trial_out_of_memory_that_names_the_device() -> N
     (need,) = needs([DP], small(CONTEXT_BYTES + NCCL_BYTES + 2**20))
     assert (need.fits, need.failed_device, need.status) == (False, 0, Status.OOM)
     trial = replace(Predictor(BOX).predict(DP), need=need).trial()
-    assert (trial.status, trial.source, trial.failed_device, trial.steps) == (Status.OOM, Source.PREDICTED, 0, ())
+    assert (trial.status, trial.source, trial.failed_device, trial.steps) == (
+        Status.OOM,
+        Source.PREDICTED,
+        0,
+        (),
+    )
     assert "out of memory on device 0" in trial.reason
     assert trial.memory
     assert "no: device 0" in told([need])
@@ -50,7 +59,10 @@ def test_the_largest_batch_fits_and_the_next_does_not() -> None:
     (found,) = needs([DP], box, largest=True)
     assert found.largest
     assert found.largest > DP.devices, "several devices exchange gradients"
-    fits = [next(needs([replace(DP, batch_size=batch)], box)).fits for batch in (found.largest, 4 * found.largest)]
+    fits = [
+        next(needs([replace(DP, batch_size=batch)], box)).fits
+        for batch in (found.largest, 4 * found.largest)
+    ]
     assert fits == [True, False]
 
 
@@ -62,7 +74,9 @@ def test_a_model_known_by_name_alone_has_no_memory_and_says_why() -> None:
 
 @pytest.mark.parametrize("strategy", ["single", "dp", "ddp"])
 def test_every_strategy_is_known(strategy: str) -> None:
-    case = replace(DP, strategy=strategy, schedule="reference" if strategy == "dp" else "", devices=2)
+    case = replace(
+        DP, strategy=strategy, schedule="reference" if strategy == "dp" else "", devices=2
+    )
     case = replace(case, devices=1) if strategy == "single" else case
     (need,) = needs([case], BOX)
     assert need.fits

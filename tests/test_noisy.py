@@ -30,14 +30,19 @@ DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="refere
 QUIET_MS = {SINGLE: 14.0, DDP: 10.0, DP: 21.0}
 """The step without a load: ddp gives 1.4 times, dp 0.67 times."""
 LOADED_MS = {SINGLE: 14.5, DDP: 20.0, DP: 12.0}
-"""The step with a load, which takes cores from cases with several processes first: wrongly, ddp gives 0.73 times."""
+"""The step with a load, which takes cores from cases with several processes first: wrongly, ddp
+gives 0.73 times.
+"""
 FACTS = {"host": {"name": "bench-07", "cpu": "EPYC", "cores": 2}, "packages": {"torch": "2.13.0"}}
 ROUNDS = range(5)
 ALL = frozenset(ROUNDS)
 
 
 def trial(case: Case, number: int, step_s: float, taken: float = 0.0, *, steps: int = 20) -> Trial:
-    """Return a trial whose steps are a forward and a backward; other processes took the share `taken` of two cores."""
+    """Return a trial whose steps are a forward and a backward.
+
+    Other processes took the share `taken` of two cores.
+    """
     draw = random.Random(f"{case.label} {number}")
     level = step_s * draw.lognormvariate(0, 0.003)
     found, spans, end_s = [], [], 100.0
@@ -50,13 +55,23 @@ def trial(case: Case, number: int, step_s: float, taken: float = 0.0, *, steps: 
             spans.append(Span(index, Phase.BACKWARD, device, "host", middle_s, end_s))
     load = asdict(Load(foreign=taken, steal=0.0, cores=2, seconds=3.0))
     return Trial(
-        case=case, round=number, verified=Verified.BITWISE, steps=tuple(found), spans=tuple(spans),
-        provenance={FACT: load, "torch": "2.13.0"}, started_s=1.7e9 + number,
-    )  # fmt: skip
+        case=case,
+        round=number,
+        verified=Verified.BITWISE,
+        steps=tuple(found),
+        spans=tuple(spans),
+        provenance={FACT: load, "torch": "2.13.0"},
+        started_s=1.7e9 + number,
+    )
 
 
-def run(noisy: Collection[int], cases: Sequence[Case] = (SINGLE, DDP, DP), only: Case | None = None) -> list[Trial]:
-    """Return the trials of five rounds, of which those in `noisy` ran beside a load; `only` is the case beside it."""
+def run(
+    noisy: Collection[int], cases: Sequence[Case] = (SINGLE, DDP, DP), only: Case | None = None
+) -> list[Trial]:
+    """Return the trials of five rounds, of which those in `noisy` ran beside a load.
+
+    `only` is the case beside it.
+    """
     found = []
     for number in ROUNDS:
         for case in cases:
@@ -67,7 +82,9 @@ def run(noisy: Collection[int], cases: Sequence[Case] = (SINGLE, DDP, DP), only:
 
 
 def report(trials: Sequence[Trial]) -> Report:
-    return Report.of([one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=FACTS)
+    return Report.of(
+        [one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=FACTS
+    )
 
 
 def rows(trials: Sequence[Trial]) -> dict[Case, summary.Row]:
@@ -84,7 +101,9 @@ def test_without_a_load_the_gain_is_decided() -> None:
 
 
 @pytest.mark.parametrize("only", [None, SINGLE, DDP])
-def test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load(only: Case | None) -> None:
+def test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load(
+    only: Case | None,
+) -> None:
     found = report(run(ALL, only=only))
     (answer,) = found.answers
     assert (answer.choice, answer.row) == (Choice.UNKNOWN, None)
@@ -93,7 +112,9 @@ def test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load(only: 
     assert "NOISY" in answer.labels
     speedup = rows(run(ALL, only=only))[DDP].speedup
     assert speedup.doubt is Doubt.NOISY, "the number is kept, with the reason why it is not shown"
-    assert speedup.value == pytest.approx({None: 14.5 / 20, SINGLE: 14.5 / 10, DDP: 14 / 20}[only], rel=0.02)
+    assert speedup.value == pytest.approx(
+        {None: 14.5 / 20, SINGLE: 14.5 / 10, DDP: 14 / 20}[only], rel=0.02
+    )
 
 
 def test_with_enough_quiet_rounds_these_alone_decide() -> None:
@@ -115,7 +136,9 @@ def test_a_round_is_quiet_only_if_it_is_quiet_on_both_sides() -> None:
 
 
 def test_a_round_that_was_measured_again_without_the_load_is_quiet() -> None:
-    again = [trial(case, number, QUIET_MS[case] / 1e3) for case in (SINGLE, DDP) for number in ROUNDS]
+    again = [
+        trial(case, number, QUIET_MS[case] / 1e3) for case in (SINGLE, DDP) for number in ROUNDS
+    ]
     row = rows([*run(ALL, cases=(SINGLE, DDP)), *again])[DDP]
     assert (row.speedup.doubt, row.speedup.n, "NOISY" in row.labels) == (None, 5, False)
     assert row.speedup.value == pytest.approx(1.4, rel=0.02)
@@ -124,7 +147,9 @@ def test_a_round_that_was_measured_again_without_the_load_is_quiet() -> None:
 def test_noisy_rounds_carry_no_finding_and_no_cure() -> None:
     """Beside the load, dp seems to be faster than ddp and than one device."""
     quiet, noisy = report(run(())), report(run(ALL))
-    assert any(one.evidence.measured for one in quiet.diagnoses[0].findings), "ddp is faster than dp"
+    assert any(one.evidence.measured for one in quiet.diagnoses[0].findings), (
+        "ddp is faster than dp"
+    )
     (diagnosis,) = noisy.diagnoses
     assert not any(one.evidence.measured for one in diagnosis.findings)
     assert {cure.verdict for one in diagnosis.findings for cure in one.cures} <= {"undecided"}
@@ -138,7 +163,10 @@ def test_noisy_runs_are_not_compared(before: Collection[int], after: Collection[
     lines = comparison.between(report(run(before)), report(run(after))).lines
     assert {line.verdict for line in lines} == {"undecided"}
     assert all("NOISY" in line.labels for line in lines)
-    assert all(line.reason.startswith("not enough quiet rounds: other processes used the cores") for line in lines)
+    assert all(
+        line.reason.startswith("not enough quiet rounds: other processes used the cores")
+        for line in lines
+    )
 
 
 def test_runs_with_enough_quiet_rounds_are_compared_by_these() -> None:
@@ -162,7 +190,9 @@ def test_noisy_rounds_decide_no_rung() -> None:
     cases = [replace(DP, schedule=name) for name in names]
     for taken, verdicts in ((0.0, {"faster"}), (0.4, {"undecided"})):
         trials = [
-            trial(case, number, 0.02 / (1 + place), taken) for number in ROUNDS for place, case in enumerate(cases)
+            trial(case, number, 0.02 / (1 + place), taken)
+            for number in ROUNDS
+            for place, case in enumerate(cases)
         ]
         (found,) = ladder.ladders(summary.rows(trials))
         assert {rung.change.verdict for rung in found.rungs if rung.change} == verdicts
@@ -195,15 +225,23 @@ def test_a_difference_in_seconds_leaves_noisy_rounds_out_too() -> None:
     ("case", "cores", "taken_cores", "noisy"),
     [
         # one busy process on two cores takes at least a half of one core from any case
-        (SINGLE, 2, 1.0, True), (replace(SINGLE, strategy="single_all_cores"), 2, 0.67, True), (DP, 2, 0.5, True),
-        (DDP, 2, 0.5, True), (DDP, 2, 0.15, False),
-        # on more cores, a part of one core is a small fraction of all, and halves a rank if no core is free
-        (replace(DDP, devices=8), 8, 0.5, True), (replace(SINGLE, strategy="single_all_cores"), 8, 0.5, True),
-        (replace(DDP, devices=8), 8, 0.2, False), (replace(DDP, devices=4), 8, 0.5, False), (SINGLE, 8, 0.5, False),
-        (replace(DDP, devices=4), 8, 0.9, True), (replace(DDP, devices=16, hosts=2), 8, 0.5, True),
+        (SINGLE, 2, 1.0, True),
+        (replace(SINGLE, strategy="single_all_cores"), 2, 0.67, True),
+        (DP, 2, 0.5, True),
+        (DDP, 2, 0.5, True),
+        (DDP, 2, 0.15, False),
+        # on more cores, a part of one core is a small fraction of all, and halves a rank if no core
+        # is free
+        (replace(DDP, devices=8), 8, 0.5, True),
+        (replace(SINGLE, strategy="single_all_cores"), 8, 0.5, True),
+        (replace(DDP, devices=8), 8, 0.2, False),
+        (replace(DDP, devices=4), 8, 0.5, False),
+        (SINGLE, 8, 0.5, False),
+        (replace(DDP, devices=4), 8, 0.9, True),
+        (replace(DDP, devices=16, hosts=2), 8, 0.5, True),
         (replace(DDP, devices=8, device_kind="cuda"), 8, 0.5, False),
     ],
-)  # fmt: skip
+)
 def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
     case: Case, cores: int, taken_cores: float, noisy: bool
 ) -> None:
@@ -218,14 +256,19 @@ def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
 
 
 def test_the_headline_the_findings_and_the_table_say_the_same_of_one_interval() -> None:
-    """With several cases on one page, the interval of one alone may exclude 1, and that of all together not."""
+    """With several cases on one page, the interval of one alone may exclude 1, and that of all
+    together not.
+    """
     told = set()
     others = [replace(DP, schedule=name) for name in ("pool", "cached", "overlap")]
     for spread in range(2, 15):
         draw = random.Random(7)
         trials = [trial(SINGLE, number, 0.014) for number in ROUNDS]
         for case in (DP, *others):
-            trials += [trial(case, number, 0.0151 * draw.lognormvariate(0, spread / 400)) for number in ROUNDS]
+            trials += [
+                trial(case, number, 0.0151 * draw.lognormvariate(0, spread / 400))
+                for number in ROUNDS
+            ]
         found = report(trials)
         (answer,), (diagnosis,) = found.answers, found.diagnoses
         row = next(row for row in found.rows if row.case == DP)
@@ -249,11 +292,16 @@ EVERY_LABEL = ("MEASURED", "CPU-ONLY", "UNVERIFIED", "NOISY")
 
 @pytest.fixture
 def labelled(tmp_path: Path) -> Path:
-    """A store of two runs; in each, only the first of five rounds is NOISY, so that no last trial shows it."""
+    """A store of two runs.
+
+    In each, only the first of five rounds is NOISY, so that no last trial shows it.
+    """
     cases = [replace(case, unverified=True) for case in (SINGLE, DDP, DP)]
     for _ in range(2):
         trials = [
-            trial(case, number, QUIET_MS[replace(case, unverified=False)] / 1e3, 0.4 * (number == 0))
+            trial(
+                case, number, QUIET_MS[replace(case, unverified=False)] / 1e3, 0.4 * (number == 0)
+            )
             for number in ROUNDS
             for case in cases
         ]
@@ -262,12 +310,19 @@ def labelled(tmp_path: Path) -> Path:
 
 
 OUTPUTS = {
-    "show": ("show",), "show --json": ("show", "--json"),
-    "report --md": ("report", "--md"), "report --json": ("report", "--json"), "report": ("report", "--html", "out"),
-    "explain": ("explain",), "explain --all": ("explain", "--all"), "explain --json": ("explain", "--json"),
-    "export jsonl": ("export", "jsonl"), "export csv": ("export", "csv"), "export trace": ("export", "trace"),
+    "show": ("show",),
+    "show --json": ("show", "--json"),
+    "report --md": ("report", "--md"),
+    "report --json": ("report", "--json"),
+    "report": ("report", "--html", "out"),
+    "explain": ("explain",),
+    "explain --all": ("explain", "--all"),
+    "explain --json": ("explain", "--json"),
+    "export jsonl": ("export", "jsonl"),
+    "export csv": ("export", "csv"),
+    "export trace": ("export", "trace"),
     "export pyperf": ("export", "pyperf"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -290,7 +345,11 @@ def test_every_label_of_two_runs_is_beside_every_line_of_their_comparison(
     if form == ("--json",):
         assert [set(case["labels"]) for case in json.loads(text)["cases"]] == [set(EVERY_LABEL)] * 3
     else:
-        lines = [line for line in text.splitlines() if "mlp d" in line and ("same" in line or "undecided" in line)]
+        lines = [
+            line
+            for line in text.splitlines()
+            if "mlp d" in line and ("same" in line or "undecided" in line)
+        ]
         assert all(label in text for label in EVERY_LABEL)
         if "out" not in form:
             assert len(lines) == 2

@@ -1,4 +1,7 @@
-"""A run in a real notebook: its HTML is the output of a cell; progress and results reach the notebook."""
+"""A run in a real notebook: its HTML is the output of a cell.
+
+Progress and results reach the notebook.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 def executed(folder: Path, *cells: str) -> list[list[Any]]:
     """Run the cells of a notebook in a folder; return the outputs of each cell."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+    nbclient.NotebookClient(
+        notebook, timeout=120, resources={"metadata": {"path": str(folder)}}
+    ).execute()
     return [cell["outputs"] for cell in notebook.cells]
 
 
 @pytest.mark.slow
-def test_a_notebook_shows_the_answers_and_the_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_shows_the_answers_and_the_cases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
     run_id = stored(tmp_path / "dpbench.db", *trials(FAILED))
     loading, shown, verdict, table = executed(

@@ -54,7 +54,9 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible, positions):
         assert opened.physical_gpus == 4
 
 
-@pytest.mark.parametrize("visible", [None, "", "-1", "1,7,2", "1,1", "0,-1", "GPU-9b,GPU-e", "GPU-1a6f", "3rd"])
+@pytest.mark.parametrize(
+    "visible", [None, "", "-1", "1,7,2", "1,1", "0,-1", "GPU-9b,GPU-e", "GPU-1a6f", "3rd"]
+)
 def test_visible_devices_are_read_as_torch_reads_them(visible, monkeypatch):
     torch_cuda = pytest.importorskip("torch.cuda")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -84,7 +86,9 @@ def test_mig_instance_is_taken_with_what_it_tells():
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.stem)
 def test_recordings_say_where_they_come_from(path):
-    assert "not recorded on hardware" in recorded(path.stem.removeprefix("nvml_")).recording["source"]
+    assert (
+        "not recorded on hardware" in recorded(path.stem.removeprefix("nvml_")).recording["source"]
+    )
 
 
 def test_units_are_si():
@@ -135,7 +139,9 @@ def test_counter_that_has_answered_is_asked_again():
 def test_new_name_serves_where_the_old_one_is_gone():
     library = recorded("h100_x4")
     calls = library.recording["gpu"]
-    calls["nvmlDeviceGetCurrentClocksEventReasons"] = calls.pop("nvmlDeviceGetCurrentClocksThrottleReasons")
+    calls["nvmlDeviceGetCurrentClocksEventReasons"] = calls.pop(
+        "nvmlDeviceGetCurrentClocksThrottleReasons"
+    )
     with nvml.open_nvml(library, {}) as opened:
         assert [opened.gpus[0].read("throttle_reasons") for _ in range(2)] == [1, 4]
         assert library.calls["nvmlDeviceGetCurrentClocksThrottleReasons", UUIDS[0]] == 1
@@ -146,11 +152,16 @@ def test_memory_of_unknown_processes_is_absent():
         assert opened.gpus[0].process_memory_bytes({77}) is None
 
 
-def test_the_memory_of_a_process_is_found_on_every_gpu_also_on_those_that_cuda_does_not_show(monkeypatch):
+def test_the_memory_of_a_process_is_found_on_every_gpu_also_on_those_that_cuda_does_not_show(
+    monkeypatch,
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
     library = recorded("h100_x4")
     library.nvmlDeviceGetComputeRunningProcesses_v3 = lambda handle: {
-        UUIDS[0]: [types.SimpleNamespace(pid=4242, usedGpuMemory=2**29), types.SimpleNamespace(pid=9, usedGpuMemory=7)],
+        UUIDS[0]: [
+            types.SimpleNamespace(pid=4242, usedGpuMemory=2**29),
+            types.SimpleNamespace(pid=9, usedGpuMemory=7),
+        ],
         UUIDS[1]: [types.SimpleNamespace(pid=4242, usedGpuMemory=None)],
         UUIDS[2]: [types.SimpleNamespace(pid=4242, usedGpuMemory=2**33)],
     }.get(handle, [])
@@ -182,7 +193,9 @@ def test_unknown_metric_is_a_lookup_error():
 @pytest.mark.parametrize("without", ["driver", "gpu"])
 def test_without_driver_or_gpu_there_is_none(without):
     library = recorded("gtx1080")
-    library.recording.update({"driver": {"init_error": DRIVER_NOT_LOADED}, "gpu": {"uuids": []}}[without])
+    library.recording.update(
+        {"driver": {"init_error": DRIVER_NOT_LOADED}, "gpu": {"uuids": []}}[without]
+    )
     with nvml.open_nvml(library, {}) as opened:
         assert opened is None
     assert library.open == 0
@@ -249,17 +262,26 @@ def test_a_uuid_is_the_gpu_that_cuda_shows_under_its_ordinal(monkeypatch):
 def unlike():
     """Return a machine whose second GPU has another name than the other three."""
     library = recorded("h100_x4")
-    library.nvmlDeviceGetName = lambda handle: "NVIDIA A2" if handle == UUIDS[1] else "NVIDIA H100 80GB HBM3"
+    library.nvmlDeviceGetName = lambda handle: (
+        "NVIDIA A2" if handle == UUIDS[1] else "NVIDIA H100 80GB HBM3"
+    )
     return library
 
 
 @pytest.mark.parametrize("visible", [None, "1,0"])
 def test_an_order_of_unlike_gpus_that_only_cuda_knows_is_refused(visible):
     fastest = environ(visible) | {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    with pytest.raises(LookupError, match=r"FASTEST_FIRST, .*models .NVIDIA A2, NVIDIA H100.*PCI_BUS_ID"):
+    with pytest.raises(
+        LookupError, match=r"FASTEST_FIRST, .*models .NVIDIA A2, NVIDIA H100.*PCI_BUS_ID"
+    ):
         nvml.describe(unlike(), fastest)
-    assert len(nvml.describe(recorded("h100_x4"), fastest)["gpus"]) in (2, 4), "like GPUs have one order"
-    listed = nvml.describe(unlike(), environ(f"{UUIDS[1]},{UUIDS[0]}") | fastest | {"CUDA_VISIBLE_DEVICES": UUIDS[1]})
+    assert len(nvml.describe(recorded("h100_x4"), fastest)["gpus"]) in (
+        2,
+        4,
+    ), "like GPUs have one order"
+    listed = nvml.describe(
+        unlike(), environ(f"{UUIDS[1]},{UUIDS[0]}") | fastest | {"CUDA_VISIBLE_DEVICES": UUIDS[1]}
+    )
     assert [gpu["uuid"] for gpu in listed["gpus"]] == [UUIDS[1]]
 
 
@@ -274,8 +296,13 @@ def test_samples_follow_the_uuids_that_cuda_gives():
     visible = nvml.describe(recorded("h100_x4"), {})["gpus"]
     bare = [uuid.removeprefix("GPU-") for uuid in UUIDS]
     assert nvml.replicas_of((), [bare[2], bare[0]], visible) == {2: 0, 0: 1}
-    assert nvml.replicas_of((1, 3), [bare[2], bare[0]], visible) == {2: 0, 0: 1}, "not the ordinals, which may differ"
-    assert nvml.replicas_of((), [bare[2], "unknown"], visible) == {2: 0}, "an unknown GPU has no samples"
+    assert nvml.replicas_of((1, 3), [bare[2], bare[0]], visible) == {
+        2: 0,
+        0: 1,
+    }, "not the ordinals, which may differ"
+    assert nvml.replicas_of((), [bare[2], "unknown"], visible) == {2: 0}, (
+        "an unknown GPU has no samples"
+    )
     assert nvml.replicas_of((3, 1), (), visible) == {3: 0, 1: 1}
     assert nvml.replicas_of((), (), visible) == {0: 0, 1: 1, 2: 2, 3: 3}
 
@@ -286,9 +313,13 @@ def test_a_mig_instance_has_no_samples_of_the_whole_gpu():
     whole = nvml.describe(recorded("h100_x4"), environ("0"))["gpus"]
     assert len(whole) == len(instance) == 1
     bare = MIG.removeprefix("MIG-")
-    assert nvml.replicas_of((0,), [bare], whole) == {}, "memory and power are those of all instances"
+    assert nvml.replicas_of((0,), [bare], whole) == {}, (
+        "memory and power are those of all instances"
+    )
     assert nvml.replicas_of((0,), [bare], instance) == {0: 0}
-    assert nvml.replicas_of((0,), ["old-form"], instance) == {0: 0}, "with one instance there is nothing to confuse"
+    assert nvml.replicas_of((0,), ["old-form"], instance) == {0: 0}, (
+        "with one instance there is nothing to confuse"
+    )
     assert nvml.replicas_of((0,), [whole[0]["uuid"]], whole) == {0: 0}
 
 
@@ -297,7 +328,9 @@ def test_a_script_numbers_unlike_gpus_as_cuda_does():
     assert [gpu["uuid"] for gpu in nvml.describe_for(order, unlike(), {})["gpus"]] == order
     assert [gpu["index"] for gpu in nvml.describe_for(order, unlike(), {})["gpus"]] == [0, 1, 2, 3]
     assert nvml.describe_for([], unlike(), {})["gpus"] == [], "the order is unknown"
-    assert [gpu["uuid"] for gpu in nvml.describe_for([], recorded("h100_x4"), {})["gpus"]] == list(UUIDS)
+    assert [gpu["uuid"] for gpu in nvml.describe_for([], recorded("h100_x4"), {})["gpus"]] == list(
+        UUIDS
+    )
 
 
 def test_description_names_driver_and_gpus(monkeypatch):
@@ -331,11 +364,17 @@ def test_description_leaves_out_what_is_not_told():
 
 def test_numbers_and_names_are_those_of_the_real_library():
     pynvml = pytest.importorskip("pynvml")
-    never = "INVALID_ARGUMENT NOT_SUPPORTED NO_PERMISSION FUNCTION_NOT_FOUND ARGUMENT_VERSION_MISMATCH DEPRECATED"
+    never = (
+        "INVALID_ARGUMENT NOT_SUPPORTED NO_PERMISSION FUNCTION_NOT_FOUND ARGUMENT_VERSION_MISMATCH"
+        " DEPRECATED"
+    )
     assert {getattr(pynvml, f"NVML_ERROR_{name}") for name in never.split()} == nvml._NEVER
     assert pynvml.NVMLError(NOT_SUPPORTED).value == NOT_SUPPORTED
     assert (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM) == (nvml._CLOCK_SM, nvml._CLOCK_MEMORY)
-    assert (pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES) == (nvml._PCIE_TX, nvml._PCIE_RX)
+    assert (pynvml.NVML_PCIE_UTIL_TX_BYTES, pynvml.NVML_PCIE_UTIL_RX_BYTES) == (
+        nvml._PCIE_TX,
+        nvml._PCIE_RX,
+    )
     assert pynvml.NVML_TEMPERATURE_GPU == nvml._TEMPERATURE_GPU
     assert pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX == nvml._NVLINK_SENT
     called = set(re.findall(r"\bnvml[A-Z]\w+", inspect.getsource(nvml)))

@@ -1,4 +1,6 @@
-"""The readers of observed loops: reports, tables, exports and comparisons of watched runs and imported traces."""
+"""The readers of observed loops: reports, tables, exports and comparisons of watched runs and
+imported traces.
+"""
 
 from __future__ import annotations
 
@@ -33,27 +35,50 @@ def kinds() -> dict[str, Report]:
     trace = loops.case(batch_size=0, device_kind="cuda", model="trace.json.gz")
     imported = loops.loop(of=trace, source=Source.IMPORTED, rounds=1, busy={0: 0.003})
     return {
-        "plain": report(loops.loop()), "unknown batch": report(loops.loop(of=unknown)),
-        "data parallel": report(loops.loop(loops.parallel(), four, memory=(9, 3, 3, 3)), loops.GPU_FACTS),
-        "imported": report(imported, loops.GPU_FACTS), "one step": report(loops.loop(rounds=1, steps=1)),
-    }  # fmt: skip
+        "plain": report(loops.loop()),
+        "unknown batch": report(loops.loop(of=unknown)),
+        "data parallel": report(
+            loops.loop(loops.parallel(), four, memory=(9, 3, 3, 3)), loops.GPU_FACTS
+        ),
+        "imported": report(imported, loops.GPU_FACTS),
+        "one step": report(loops.loop(rounds=1, steps=1)),
+    }
 
 
-every_kind = pytest.mark.parametrize("kind", ["plain", "unknown batch", "data parallel", "imported", "one step"])
+every_kind = pytest.mark.parametrize(
+    "kind", ["plain", "unknown batch", "data parallel", "imported", "one step"]
+)
 
 
 @every_kind
 def test_every_format_shows_an_observed_run_without_comparisons(kind: str) -> None:
     found = kinds()[kind]
-    for text in (page.render(found), markdown.render(found), tables.table(found.rows), notebook.render(found)):
+    for text in (
+        page.render(found),
+        markdown.render(found),
+        tables.table(found.rows),
+        notebook.render(found),
+    ):
         assert "train.py" in text or "trace.json.gz" in text
         for word in ("speed-up", "effic", "not_applicable", "nan", "verified"):
-            assert word not in text.partition("How it was measured")[0].rpartition("</style>")[2], (kind, word)
+            assert word not in text.partition("How it was measured")[0].rpartition("</style>")[2], (
+                kind,
+                word,
+            )
 
 
 def test_the_page_has_the_sections_that_an_observed_run_has_data_for() -> None:
-    assert [one.id for one in figures.sections(kinds()["plain"])] == ["lanes", "throughput", "phases", "steps"]
-    assert [one.id for one in figures.sections(kinds()["unknown batch"])] == ["lanes", "phases", "steps"]
+    assert [one.id for one in figures.sections(kinds()["plain"])] == [
+        "lanes",
+        "throughput",
+        "phases",
+        "steps",
+    ]
+    assert [one.id for one in figures.sections(kinds()["unknown batch"])] == [
+        "lanes",
+        "phases",
+        "steps",
+    ]
     assert "memory-by-phase" not in {one.id for one in figures.sections(kinds()["imported"])}
 
 
@@ -61,7 +86,9 @@ def test_an_unknown_batch_has_no_throughput_and_is_called_unknown() -> None:
     (row,) = kinds()["unknown batch"].rows
     assert row.throughput is None
     assert row.case.rows == (0,)
-    assert Case(model="m", strategy="s", batch_size=0, devices=4, declared=loops.case(devices=4).declared).label
+    assert Case(
+        model="m", strategy="s", batch_size=0, devices=4, declared=loops.case(devices=4).declared
+    ).label
     columns, (line,) = table.all_cases(kinds()["unknown batch"])
     assert dict(zip(columns, line.cells, strict=True))["batch"].text == "unknown"
     assert dict(zip(columns, line.cells, strict=True))["samples/s"].text == ""
@@ -81,13 +108,17 @@ def test_an_imported_trace_is_labelled_and_its_few_steps_are_parts() -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with two watched runs of one script, the second slower in its loader, and an imported trace."""
+    """Return a store with two watched runs of one script, the second slower in its loader, and an
+    imported trace.
+    """
     path = tmp_path_factory.mktemp("observed") / "dpbench.db"
     stored(path, *loops.loop(), provenance=loops.FACTS, naming=Naming(name="before"))
     slow = loops.loop(loops.with_part(Phase.DATA, 0.01), loader_workers=0, seed=1)
     stored(path, *slow, provenance=loops.FACTS, naming=Naming(name="after"))
     trace = loops.case(batch_size=0, device_kind="cuda", model="trace.json.gz")
-    stored(path, *loops.loop(of=trace, source=Source.IMPORTED, rounds=1), provenance=loops.GPU_FACTS)
+    stored(
+        path, *loops.loop(of=trace, source=Source.IMPORTED, rounds=1), provenance=loops.GPU_FACTS
+    )
     return path
 
 

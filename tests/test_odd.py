@@ -31,11 +31,18 @@ DDP = replace(DP, strategy="ddp", schedule="")
 METRICS = ("busy_s", "kernel_busy_s", "memory_used_bytes", "energy_j", "utilization_ratio")
 
 
-def trial(case: Case, seconds: Sequence[float] = (0.01,) * 5, *, number: int = 0, **changes: Any) -> Trial:
+def trial(
+    case: Case, seconds: Sequence[float] = (0.01,) * 5, *, number: int = 0, **changes: Any
+) -> Trial:
     """Return a trial of one warm-up step and these timed steps, each of which is all forward."""
     steps = tuple(Step(one, k == 0, 1.0 + k) for k, one in enumerate((0.5, *seconds)))
     spans = tuple(Span(k, Phase.FORWARD, 0, "host", k + 0.9, k + 1.0) for k in range(len(steps)))
-    given = {"verified": Verified.BITWISE, "round": number, "steps": steps, "spans": spans} | changes
+    given = {
+        "verified": Verified.BITWISE,
+        "round": number,
+        "steps": steps,
+        "spans": spans,
+    } | changes
     return Trial(case=case, **given)
 
 
@@ -53,8 +60,14 @@ def empty_device(case: Case, count: int = 3) -> list[Trial]:
 ODD: dict[str, list[Trial]] = {
     "no trial": [],
     "one device without rows": [*rounds(SINGLE), *empty_device(DP), *rounds(DDP)],
-    "one failed": [*rounds(SINGLE), Trial(case=DP, status=Status.FAILED, reason="planted\nin forward")],
-    "all failed": [Trial(case=DP, status=Status.OOM, reason="planted"), Trial(case=SINGLE, status=Status.TIMEOUT)],
+    "one failed": [
+        *rounds(SINGLE),
+        Trial(case=DP, status=Status.FAILED, reason="planted\nin forward"),
+    ],
+    "all failed": [
+        Trial(case=DP, status=Status.OOM, reason="planted"),
+        Trial(case=SINGLE, status=Status.TIMEOUT),
+    ],
     "no steps": [*rounds(SINGLE), Trial(case=DP, verified=Verified.BITWISE)],
     "warm-up alone": [*rounds(SINGLE), trial(DP, ())],
     "one step": [trial(SINGLE, (0.01,)), trial(DP, (0.02,))],
@@ -62,15 +75,26 @@ ODD: dict[str, list[Trial]] = {
     "one device": rounds(SINGLE),
     "zero seconds": [*rounds(SINGLE), *[trial(DP, (0.01, 0.0), number=n) for n in range(3)]],
     "not a number": [*rounds(SINGLE), *[trial(DP, (0.01, math.nan), number=n) for n in range(3)]],
-    "infinite seconds": [*rounds(SINGLE), *[trial(DP, (0.01, math.inf), number=n) for n in range(3)]],
+    "infinite seconds": [
+        *rounds(SINGLE),
+        *[trial(DP, (0.01, math.inf), number=n) for n in range(3)],
+    ],
     "one round of zero seconds": [*rounds(SINGLE), *rounds(DP), trial(DP, (0.0,), number=3)],
     "unverified": [*rounds(SINGLE), trial(DP, verified=Verified.NO, reason="planted difference")],
     "no spans": [*rounds(SINGLE), *rounds(DP, spans=())],
-    "idle device 0": rounds(DP, samples=tuple(Sample(2.0, d, "busy_s", float(d)) for d in (0, 1)))
-    + rounds(replace(DP, batch_size=2), samples=tuple(Sample(2.0, d, "busy_s", float(d)) for d in (0, 1))),
-    "no parameters": rounds(DP, spans=(Span(1, Phase.REPLICATE, 0, "host", 1.9, 2.0),),
-                            provenance={"model": {"parameter_tensors": 0, "buffer_tensors": 0, "modules": 1}}),
-}  # fmt: skip
+    "idle device 0": (
+        rounds(DP, samples=tuple(Sample(2.0, d, "busy_s", float(d)) for d in (0, 1)))
+        + rounds(
+            replace(DP, batch_size=2),
+            samples=tuple(Sample(2.0, d, "busy_s", float(d)) for d in (0, 1)),
+        )
+    ),
+    "no parameters": rounds(
+        DP,
+        spans=(Span(1, Phase.REPLICATE, 0, "host", 1.9, 2.0),),
+        provenance={"model": {"parameter_tensors": 0, "buffer_tensors": 0, "modules": 1}},
+    ),
+}
 
 
 def readers(trials: list[Trial]) -> dict[str, str]:
@@ -79,7 +103,9 @@ def readers(trials: list[Trial]) -> dict[str, str]:
     content = report_of(run, trials)
     rows = content.rows
     shown = {
-        "table": table(rows, content.ladders) + "\n".join([*content.notes, *map(str, content.warnings)]),
+        "table": (
+            table(rows, content.ladders) + "\n".join([*content.notes, *map(str, content.warnings)])
+        ),
         "page": page.render(content),
         "markdown": markdown.render(content),
         "explain": text.render(content.diagnoses, rows),
@@ -89,7 +115,9 @@ def readers(trials: list[Trial]) -> dict[str, str]:
     for line in shown["jsonl"].splitlines():
         json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     if trials:
-        shown["trace"] = "".join(export.trace(run.id, {}, export.pick(trials, every=True), summary.labels))
+        shown["trace"] = "".join(
+            export.trace(run.id, {}, export.pick(trials, every=True), summary.labels)
+        )
     if any(row.step for row in rows):
         shown["pyperf"] = export.pyperf(run.id, {}, trials, summary.labels)
     return shown
@@ -124,25 +152,50 @@ statuses = st.sampled_from([*Status, Status.OK, Status.OK, Status.OK, Status.OK]
 def trials_(draw: st.DrawFn) -> Trial:
     strategy = draw(st.sampled_from(["single", "dp", "ddp", "single_all_cores"]))
     case = Case(
-        model="mlp", strategy=strategy, batch_size=draw(st.integers(1, 4)),
+        model="mlp",
+        strategy=strategy,
+        batch_size=draw(st.integers(1, 4)),
         devices=draw(st.integers(1, 3)) if strategy in ("dp", "ddp") else 1,
         schedule=draw(st.sampled_from(["reference", "cached", "pool"])) if strategy == "dp" else "",
         device_kind=draw(st.sampled_from(["cpu", "cpu", "emulated", "cuda"])),
-    )  # fmt: skip
+    )
     seconds = draw(st.lists(numbers, max_size=4))
-    memory = draw(st.lists(st.builds(
-        Memory, st.integers(HOST, 3), st.sampled_from([0, 1, 2**40]), st.sampled_from(["ledger", "allocator"]),
-        st.sampled_from(["", "forward"]),
-    ), max_size=4))  # fmt: skip
+    memory = draw(
+        st.lists(
+            st.builds(
+                Memory,
+                st.integers(HOST, 3),
+                st.sampled_from([0, 1, 2**40]),
+                st.sampled_from(["ledger", "allocator"]),
+                st.sampled_from(["", "forward"]),
+            ),
+            max_size=4,
+        )
+    )
     finite = st.sampled_from([0.0, 1e-9, 0.5, 1e9])  # the store keeps no others
-    samples = draw(st.lists(st.builds(
-        Sample, st.sampled_from([0.0, 2.0, 3.0]), st.integers(HOST, 3), st.sampled_from(METRICS), finite,
-    ), max_size=6))  # fmt: skip
+    samples = draw(
+        st.lists(
+            st.builds(
+                Sample,
+                st.sampled_from([0.0, 2.0, 3.0]),
+                st.integers(HOST, 3),
+                st.sampled_from(METRICS),
+                finite,
+            ),
+            max_size=6,
+        )
+    )
     return trial(
-        case, seconds, number=draw(st.integers(0, 3)), status=draw(statuses), verified=draw(verified),
-        memory=tuple(memory), samples=tuple(samples), reason=draw(st.sampled_from(["", "planted", "a\nb"])),
+        case,
+        seconds,
+        number=draw(st.integers(0, 3)),
+        status=draw(statuses),
+        verified=draw(verified),
+        memory=tuple(memory),
+        samples=tuple(samples),
+        reason=draw(st.sampled_from(["", "planted", "a\nb"])),
         **({"spans": ()} if draw(st.booleans()) else {}),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -165,15 +218,22 @@ def test_a_device_without_rows_is_not_one_of_the_others() -> None:
 
 
 def test_a_round_without_result_is_told_beside_the_others() -> None:
-    content = report_of(StoredRun("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"])
+    content = report_of(
+        StoredRun("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"]
+    )
     row = next(row for row in content.rows if row.case == DP)
     assert (row.outcome, row.rounds, row.fault) == ("ok", 3, None)
-    assert any("the clock is wrong: a timed step took 0.0 s" in warning.text for warning in content.warnings)
+    assert any(
+        "the clock is wrong: a timed step took 0.0 s" in warning.text
+        for warning in content.warnings
+    )
     assert "bad clock in round 4" in page.render(content)
 
 
 @pytest.fixture
-def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> exported.Command:
+def dpbench(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> exported.Command:
     return exported.command(tmp_path, monkeypatch, capfd)
 
 
@@ -186,7 +246,11 @@ def test_compare_shows_a_case_that_lost_its_result_and_does_not_call_it_well(
     code, out, _ = dpbench("compare", "a.db", "b.db")
     assert code == 3
     assert [line.split()[0] for line in exported.compared(out)] == ["same", "undecided"]
-    assert re.search(r"mlp dp\[reference\] x2 batch 1 +no result in the run \"after\": planted$", out, re.MULTILINE)
+    assert re.search(
+        r"mlp dp\[reference\] x2 batch 1 +no result in the run \"after\": planted$",
+        out,
+        re.MULTILINE,
+    )
     assert exported.compared(dpbench("compare", "b.db", "a.db")[1])[-1].endswith(
         'no result in the run "before": planted'
     )
@@ -194,7 +258,14 @@ def test_compare_shows_a_case_that_lost_its_result_and_does_not_call_it_well(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("report", "--md"), ("explain",), ("export", "csv"), ("export", "jsonl"), ("export", "pyperf"), ("list", "runs")],
+    [
+        ("report", "--md"),
+        ("explain",),
+        ("export", "csv"),
+        ("export", "jsonl"),
+        ("export", "pyperf"),
+        ("list", "runs"),
+    ],
     ids=" ".join,
 )
 def test_the_reading_commands_end_well_on_a_device_without_rows(

@@ -1,4 +1,6 @@
-"""The options of a run: the same names, defaults, checks and cases from the command line and from Python."""
+"""The options of a run: the same names, defaults, checks and cases from the command line and from
+Python.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ def parsed(*arguments: str) -> Options:
     """Return the options that `dpbench run` gets from these arguments."""
     found: list[Options] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(running, "_measure", lambda output, cluster, asked: found.append(asked) or sys.exit())
+        patch.setattr(
+            running, "_measure", lambda output, cluster, asked: found.append(asked) or sys.exit()
+        )
         with pytest.raises(SystemExit):
             running.run.main([*arguments], standalone_mode=False)
     return found[0]
 
 
 def test_the_options_are_those_of_the_command_with_their_defaults() -> None:
-    assert {one.name for one in fields(Options)} == {one.name for one in running.run.params} - {*ELSEWHERE}
+    assert {one.name for one in fields(Options)} == {one.name for one in running.run.params} - {
+        *ELSEWHERE
+    }
     assert parsed() == Options()
 
 
@@ -50,10 +56,33 @@ GIVEN: tuple[dict[str, Any], ...] = (
         "optimizer": "own",
         "unverified": True,
     },
-    {"ladder": True, "device_kind": "cpu", "size": "full", "budget": 12.5, "batch_per_device": (4, 8)},
-    {"device_ids": (0, "GPU-8d3e"), "device_kind": "cuda", "placement": "colocated", "precision": "bf16"},
-    {"inputs": ("pinned", "device"), "read_loss": (0, 10), "zero_grad": ("none", "zero"), "compile": (False, True)},
-    {"rounds": "auto", "within": 0.02, "paired": True, "patience": 0.0, "limit": 5.0, "retry": ("failed", "oom")},
+    {
+        "ladder": True,
+        "device_kind": "cpu",
+        "size": "full",
+        "budget": 12.5,
+        "batch_per_device": (4, 8),
+    },
+    {
+        "device_ids": (0, "GPU-8d3e"),
+        "device_kind": "cuda",
+        "placement": "colocated",
+        "precision": "bf16",
+    },
+    {
+        "inputs": ("pinned", "device"),
+        "read_loss": (0, 10),
+        "zero_grad": ("none", "zero"),
+        "compile": (False, True),
+    },
+    {
+        "rounds": "auto",
+        "within": 0.02,
+        "paired": True,
+        "patience": 0.0,
+        "limit": 5.0,
+        "retry": ("failed", "oom"),
+    },
     {"loader": (-1, 0, 2), "mode": ("train", "no_grad"), "together": ("mlp", "lstm")},
     {"scenario": "seeds", "profile": True},
     {"find_max_batch": True, "device_memory": 1 << 30},
@@ -70,8 +99,12 @@ def test_the_command_of_options_gives_these_options(given: dict[str, Any]) -> No
 
 
 def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None:
-    asked = Options.of(models="mlp", devices=[1, 2], batch_sizes=range(8, 10), compile=True, budget=None, limit=7)
-    assert asked == Options(models=("mlp",), devices=(1, 2), batch_sizes=(8, 9), compile=(True,), limit=7)
+    asked = Options.of(
+        models="mlp", devices=[1, 2], batch_sizes=range(8, 10), compile=True, budget=None, limit=7
+    )
+    assert asked == Options(
+        models=("mlp",), devices=(1, 2), batch_sizes=(8, 9), compile=(True,), limit=7
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +132,9 @@ def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None
         ({"scenario": "sedes"}, "did you mean 'seeds'"),
     ],
 )
-def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(wrong: dict[str, Any], said: str) -> None:
+def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(
+    wrong: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=said):
         Options.of(**wrong)
     [(name, value)] = wrong.items()

@@ -1,4 +1,6 @@
-"""Row by row, torch's own DataParallel and ours leave the same bits behind, on the same emulated devices."""
+"""Row by row, torch's own DataParallel and ours leave the same bits behind, on the same emulated
+devices.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ def test_forward_and_backward(name: str, ids: tuple[int, ...], length: int) -> N
     make, batch = NETS[name]
     x = batch(length)
     if name == "old weight norm" and len(ids) == 1:
-        pytest.skip("a wrapper with one device moves its module, and torch cannot swap tensors that have a history")
+        pytest.skip(
+            "a wrapper with one device moves its module, and torch cannot swap tensors that have a"
+            " history"
+        )
     expected = observe(theirs, make, [x], ids=ids)
     assert difference(expected, observe(ours, make, [x], ids=ids)) == ""
 
@@ -79,17 +84,23 @@ def test_two_calls_on_every_schedule(name: str, schedule: str) -> None:
     assert difference(expected, observe(ours, NETS[name][0], [x], calls=2, schedule=schedule)) == ""
 
 
-ON_THE_HOST = [name for name in NETS if name not in ("used by one replica", "buffers", "old weight norm")]
+ON_THE_HOST = [
+    name for name in NETS if name not in ("used by one replica", "buffers", "old weight norm")
+]
 """The nets that name no emulated device."""
 OTHERWISE = ("lstm", "gru, batch second", "transformer", "attention")
-"""The nets whose kernels on the host round otherwise than those of emulated devices: see `engine.devices.emulated`."""
+"""The nets whose kernels on the host round otherwise than those of emulated devices: see
+`engine.devices.emulated`.
+"""
 
 
 @pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if is_flat(schedule)])
 @pytest.mark.parametrize("name", ON_THE_HOST)
 def test_two_calls_with_flat_storage(name: str, schedule: str) -> None:
     x, theirs_left = two_calls(name)
-    on_the_host = partial(observe, ours_on_the_host, NETS[name][0], [x], calls=2, root=torch.device("cpu"))
+    on_the_host = partial(
+        observe, ours_on_the_host, NETS[name][0], [x], calls=2, root=torch.device("cpu")
+    )
     expected = on_the_host() if name in OTHERWISE else theirs_left
     found = on_the_host(schedule=schedule)
     assert difference(place(expected, "cpu"), place(found, "cpu")) == ""
@@ -98,7 +109,9 @@ def test_two_calls_with_flat_storage(name: str, schedule: str) -> None:
 @pytest.mark.parametrize("home", ["lazy:0", "lazy:2"])
 def test_inputs_come_from_anywhere(home: str) -> None:
     x = rows(7)
-    assert difference(observe(theirs, mlp, [x], home=home), observe(ours, mlp, [x], home=home)) == ""
+    assert (
+        difference(observe(theirs, mlp, [x], home=home), observe(ours, mlp, [x], home=home)) == ""
+    )
 
 
 @pytest.mark.parametrize("ids", [(1, 0), (2, 0, 3), (1,)], ids=str)
@@ -120,7 +133,9 @@ def test_split_along_another_dimension() -> None:
         return Net(lambda m, x, y: m.a(x.t()).t() + y, a=nn.Linear(3, 4))
 
     inputs = [torch.randn(3, 7, requires_grad=True), torch.randn(1, 7)]
-    assert difference(observe(theirs, make, inputs, dim=1), observe(ours, make, inputs, dim=1)) == ""
+    assert (
+        difference(observe(theirs, make, inputs, dim=1), observe(ours, make, inputs, dim=1)) == ""
+    )
 
 
 # ---------------------------------------------------------------- what goes in and comes out
@@ -165,19 +180,30 @@ def test_scalars_are_gathered_with_torchs_warning() -> None:
 
 
 def deep(n: int) -> dict[str, Any]:
-    return {"a": (rows(n), [rows(n)]), "b": Pair(rows(n), "text"), "c": 3, "d": None, "e": {}, "f": {1, 2}}
+    return {
+        "a": (rows(n), [rows(n)]),
+        "b": Pair(rows(n), "text"),
+        "c": 3,
+        "d": None,
+        "e": {},
+        "f": {1, 2},
+    }
 
 
 @pytest.mark.parametrize(("ids", "length"), SPLITS, ids=str)
 def test_inputs_of_every_kind(ids: tuple[int, ...], length: int) -> None:
     def run(m: Any, d: Any, *rest: Any, k: Tensor, flag: bool) -> Tensor:
-        assert d["b"].right == "text" and d["c"] == 3 and d["d"] is None and d["e"] == {} and d["f"] == {1, 2}  # noqa: PT018
+        assert d["b"].right == "text"
+        assert [d[key] for key in "cdef"] == [3, None, {}, {1, 2}]
         assert type(d["b"]) is Pair
         assert type(d["a"][1]) is list
         assert flag
         return m.a(d["a"][0] + d["a"][1][0] * d["b"].left) + k * rest[0]
 
-    inputs, kwargs = [deep(length), rows(length)[:, :1].detach()], {"k": rows(length)[:, :5].detach(), "flag": True}
+    inputs, kwargs = (
+        [deep(length), rows(length)[:, :1].detach()],
+        {"k": rows(length)[:, :5].detach(), "flag": True},
+    )
     make = lambda: Net(run, a=nn.Linear(12, 5))  # noqa: E731
     expected = observe(theirs, make, inputs, kwargs, ids=ids)
     assert difference(expected, observe(ours, make, inputs, kwargs, ids=ids)) == ""
@@ -199,7 +225,9 @@ def test_keywords_alone() -> None:
 # ---------------------------------------------------------------- modes
 
 
-@pytest.mark.parametrize("name", ["mlp", "conv with batch norm", "lstm", "transformer", "buffers", "old spectral norm"])
+@pytest.mark.parametrize(
+    "name", ["mlp", "conv with batch norm", "lstm", "transformer", "buffers", "old spectral norm"]
+)
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad", "eval inference"])
 def test_modes(name: str, mode: str) -> None:
     check_modes(name, mode)
@@ -214,7 +242,9 @@ def test_modes_on_every_schedule(name: str, mode: str, schedule: str) -> None:
 
 def check_modes(name: str, mode: str, schedule: str = "reference") -> None:
     if mode == "eval inference" and name not in ("mlp", "conv with batch norm"):
-        pytest.skip("torch's replicas run in no_grad instead, where torch multiplies in another order")
+        pytest.skip(
+            "torch's replicas run in no_grad instead, where torch multiplies in another order"
+        )
     make, batch = NETS[name]
     modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     during = modes.get(mode.rsplit(maxsplit=1)[-1], contextlib.nullcontext)
@@ -231,7 +261,9 @@ def test_second_derivatives(schedule: str) -> None:
         net = nn.Sequential(nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 2)).to("lazy:0")
         x = torch.randn(7, 12, device="lazy:0", requires_grad=True)
         (slope,) = torch.autograd.grad(wrap(net, (0, 1, 2))(x).pow(2).sum(), x, create_graph=True)
-        slopes = torch.autograd.grad(wrap(net, (0, 1, 2))(x).pow(2).sum(), list(net.parameters()), create_graph=True)
+        slopes = torch.autograd.grad(
+            wrap(net, (0, 1, 2))(x).pow(2).sum(), list(net.parameters()), create_graph=True
+        )
         (slope.pow(2).sum() + sum(s.pow(2).sum() for s in slopes)).backward()
         return [x.grad, *(p.grad for p in net.parameters())]
 
@@ -246,7 +278,9 @@ def test_the_functional_form() -> None:
         for verb in (nn.parallel.data_parallel, dpbench.engine.data_parallel):
             torch.manual_seed(0)
             net = conv_free().to("lazy:0")
-            ids: list[Any] = [0, 1, 2] if verb is nn.parallel.data_parallel else [device(i) for i in range(3)]
+            ids: list[Any] = (
+                [0, 1, 2] if verb is nn.parallel.data_parallel else [device(i) for i in range(3)]
+            )
             at: Any = 1 if verb is nn.parallel.data_parallel else device(1)
             with torch.set_grad_enabled(not no_grad):
                 output = verb(net, x, ids, at, 0, {"y": x})
@@ -295,17 +329,29 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
         def look(m: Any, x: Tensor) -> Tensor:
             weight = m.a.weight
             seen[x.get_device()] = [
-                len(list(m.parameters())), [n for n, _ in m.named_buffers()], isinstance(weight, nn.Parameter),
-                weight.is_leaf, weight.requires_grad, hasattr(weight, "tag"), list(m.a._former_parameters),
-                m._is_replica, m.training, weight is m.b.weight, weight.device, m.bn.running_mean.device,
-                not spawned or threading.current_thread() is threading.main_thread(), torch.is_grad_enabled(),
-            ]  # fmt: skip
+                len(list(m.parameters())),
+                [n for n, _ in m.named_buffers()],
+                isinstance(weight, nn.Parameter),
+                weight.is_leaf,
+                weight.requires_grad,
+                hasattr(weight, "tag"),
+                list(m.a._former_parameters),
+                m._is_replica,
+                m.training,
+                weight is m.b.weight,
+                weight.device,
+                m.bn.running_mean.device,
+                not spawned or threading.current_thread() is threading.main_thread(),
+                torch.is_grad_enabled(),
+            ]
             m.count += 1
             m.log.append(1)
             m.added = x
             return m.bn(m.b(m.a(x)))
 
-        net = Net(look, a=nn.Linear(12, 12), b=nn.Linear(12, 12), bn=nn.BatchNorm1d(12), count=0, log=[])
+        net = Net(
+            look, a=nn.Linear(12, 12), b=nn.Linear(12, 12), bn=nn.BatchNorm1d(12), count=0, log=[]
+        )
         net.b.weight = net.a.weight
         net.to("lazy:0")
         net.a.weight.tag = "lost"
@@ -313,7 +359,9 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
             wrap(net, (0, 1, 2))(torch.randn(9, 12))
         return {**seen, 9: [net.count, len(net.log), hasattr(net, "added")]}
 
-    spawned = schedule != FASTEST and parse(schedule).workers == "spawn"  # others run replica 0 in the caller's thread
+    spawned = (
+        schedule != FASTEST and parse(schedule).workers == "spawn"
+    )  # others run replica 0 in the caller's thread
     for grad in (True, False):
         assert run(partial(ours, schedule=schedule), grad) == run(theirs, grad)
 
@@ -331,21 +379,29 @@ def test_objects_are_shared_and_unknown_ones_too() -> None:
 
 # ---------------------------------------------------------------- training
 
-TRAINED: dict[str, Case] = {n: NETS[n] for n in ("mlp", "conv with batch norm", "lstm", "transformer")}
+TRAINED: dict[str, Case] = {
+    n: NETS[n] for n in ("mlp", "conv with batch norm", "lstm", "transformer")
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, 0.01),
 }
 
 
-def batches(case: Case, ids: Sequence[int], where: str = "lazy:0") -> Iterator[tuple[Tensor, Tensor]]:
+def batches(
+    case: Case, ids: Sequence[int], where: str = "lazy:0"
+) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(5):
         n = 3 * len(ids) - 2
         yield case[1](n).detach(), torch.randint(5, (n,)).to(where)
 
 
 def train(
-    wrap: Callable[..., nn.Module], case: Case, optimizer: str, ids: Sequence[int], where: str = "lazy:0"
+    wrap: Callable[..., nn.Module],
+    case: Case,
+    optimizer: str,
+    ids: Sequence[int],
+    where: str = "lazy:0",
 ) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = case[0]().to(where)
@@ -360,7 +416,9 @@ def train(
 def train_step(case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tensor]:
     torch.manual_seed(0)
     net = case[0]().to("lazy:0")
-    with TrainStep(net, F.cross_entropy, OPTIMIZERS[optimizer], [device(i) for i in ids], "reference") as step:
+    with TrainStep(
+        net, F.cross_entropy, OPTIMIZERS[optimizer], [device(i) for i in ids], "reference"
+    ) as step:
         for x, y in batches(case, ids):
             step(x, y)
     return dict(net.state_dict())
@@ -392,11 +450,15 @@ def test_five_steps_give_the_same_bits_on_every_legal_schedule(name: str) -> Non
         assert difference(place(expected, "cpu"), place(found, "cpu")) == "", schedule
 
 
-def test_the_comparison_sees_gradients_added_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_sees_gradients_added_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = importlib.import_module("dpbench.engine.collectives")
     add = module._sum
     monkeypatch.setattr(module, "_sum", lambda parts, root: add([parts[0], *parts[:0:-1]], root))
-    assert "by " in difference(*(train(wrap, TRAINED["mlp"], "sgd", (0, 1, 2, 3)) for wrap in (theirs, ours)))
+    assert "by " in difference(
+        *(train(wrap, TRAINED["mlp"], "sgd", (0, 1, 2, 3)) for wrap in (theirs, ours))
+    )
 
 
 def test_the_comparison_sees_statistics_of_another_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +467,11 @@ def test_the_comparison_sees_statistics_of_another_replica(monkeypatch: pytest.M
     def swapped(*args: Any) -> list[nn.Module]:
         replicas = replicate(*args)
         for first, second in zip(replicas[0].modules(), replicas[1].modules(), strict=True):
-            kept = {name: buffer.clone() for name, buffer in first._buffers.items() if buffer is not None}
+            kept = {
+                name: buffer.clone()
+                for name, buffer in first._buffers.items()
+                if buffer is not None
+            }
             first._buffers, second._buffers = kept, second._buffers
         return replicas
 
@@ -413,7 +479,9 @@ def test_the_comparison_sees_statistics_of_another_replica(monkeypatch: pytest.M
     x = batch(7)
     expected = observe(theirs, make, [x])
     monkeypatch.setattr(dpbench.engine.DataParallel, "replicate", swapped)
-    assert difference(expected, observe(ours, make, [x])).startswith(".state.module.1.running_mean: by ")
+    assert difference(expected, observe(ours, make, [x])).startswith(
+        ".state.module.1.running_mean: by "
+    )
 
 
 def test_the_oracle_leaves_no_trace() -> None:

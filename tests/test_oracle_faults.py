@@ -1,4 +1,5 @@
-"""Ours refuses the calls that torch's DataParallel refuses, in its words, and is right where torch is silently wrong.
+"""Ours refuses the calls that torch's DataParallel refuses, in its words, and is right where torch
+is silently wrong.
 
 Each row also runs torch's own code; see tests/oracle.py.
 """
@@ -96,7 +97,9 @@ REPLICA_ERRORS: dict[str, Run] = {
 @pytest.mark.parametrize("name", REPLICA_ERRORS)
 def test_errors_of_a_replica_are_torchs(name: str, schedule: str) -> None:
     mine = partial(ours, schedule=schedule)
-    expected, found = (error_of(lambda w=w: call(w, REPLICA_ERRORS[name], rows())) for w in (theirs, mine))  # type: ignore[misc]
+    expected, found = (
+        error_of(lambda w=w: call(w, REPLICA_ERRORS[name], rows())) for w in (theirs, mine)
+    )  # type: ignore[misc]
     assert expected is not None
     assert found is not None
     assert found[0] is expected[0]
@@ -153,7 +156,10 @@ def test_modules_in_lists_and_bound_methods_stay_on_the_first_device(by_list: bo
 def test_an_exit_in_a_replica_is_lost_by_torch_alone(schedule: str) -> None:
     run = raising(lambda: SystemExit(3), 1)
     assert error_of(lambda: call(theirs, run, rows())) == (KeyError, "1")
-    assert error_of(lambda: call(partial(ours, schedule=schedule), run, rows())) == (SystemExit, "3")
+    assert error_of(lambda: call(partial(ours, schedule=schedule), run, rows())) == (
+        SystemExit,
+        "3",
+    )
 
 
 # ---------------------------------------------------------------- errors of the call
@@ -170,7 +176,9 @@ def misplaced_buffer(wrap: Run) -> Any:
 
 
 def transformed(transform: Run) -> Run:
-    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do not take."""
+    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do
+    not take.
+    """
     return lambda wrap: transform(wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1)))
 
 
@@ -182,8 +190,12 @@ SAME_ERROR: dict[str, Run] = {
     "module elsewhere": misplaced,
     "buffer elsewhere": misplaced_buffer,
     "no shapes yet": uninitialised,
-    "torch.func.grad": transformed(lambda wrapped: torch.func.grad(lambda x: wrapped(x).sum())(rows())),
-    "torch.func.vmap": transformed(lambda wrapped: torch.func.vmap(wrapped)(torch.stack([rows(), rows()]))),
+    "torch.func.grad": transformed(
+        lambda wrapped: torch.func.grad(lambda x: wrapped(x).sum())(rows())
+    ),
+    "torch.func.vmap": transformed(
+        lambda wrapped: torch.func.vmap(wrapped)(torch.stack([rows(), rows()]))
+    ),
     "torch.func.jvp": transformed(lambda wrapped: torch.func.jvp(wrapped, (rows(),), (rows(),))),
     "0-dim tensor": lambda wrap: call(wrap, lambda x: x, torch.tensor(1.0)),
     "dicts of unlike lengths": lambda wrap: call(
@@ -238,7 +250,13 @@ SILENT: dict[str, tuple[Run, tuple[Any, ...], dict[str, Any]]] = {
 
 
 IDS = (0, 1, 2, 3)
-LOUD = {"keywords run short", "keywords run over", "unlike structures", "longer dicts lose parts", "other keys"}
+LOUD = {
+    "keywords run short",
+    "keywords run over",
+    "unlike structures",
+    "longer dicts lose parts",
+    "other keys",
+}
 """The faults that torch reports by an error which does not name the cause."""
 
 
@@ -256,7 +274,13 @@ def test_dataclasses_are_cut_where_torch_shares_them() -> None:
     seen: dict[str, list[int]] = {}
     for wrap in (theirs, ours):
         lengths = seen.setdefault(wrap.__name__, [])
-        call(wrap, lambda x, b, lengths=lengths: lengths.append(len(b.x)) or x, rows(), Batch(rows()), ids=(0, 1))
+        call(
+            wrap,
+            lambda x, b, lengths=lengths: lengths.append(len(b.x)) or x,
+            rows(),
+            Batch(rows()),
+            ids=(0, 1),
+        )
     assert seen == {"theirs": [8, 8], "ours": [4, 4]}
 
 
@@ -292,7 +316,11 @@ def test_torch_forgets_the_dtype_of_autocast() -> None:
 
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
     "inference mode": (torch.inference_mode, torch.is_inference_mode_enabled, True),
-    "default device": (lambda: torch.device("meta"), lambda: torch.get_default_device().type, "meta"),
+    "default device": (
+        lambda: torch.device("meta"),
+        lambda: torch.get_default_device().type,
+        "meta",
+    ),
     "cpu autocast": (lambda: torch.autocast("cpu"), lambda: torch.is_autocast_enabled("cpu"), True),
 }
 
@@ -344,7 +372,10 @@ def test_the_functional_form_refuses_what_torch_drops() -> None:
     net, inputs = Net(lambda x, y: x).to("lazy:0"), (rows(8), rows(2))
     assert len(nn.parallel.data_parallel(net, inputs, list(IDS))) < 8
     devices = [device(i) for i in IDS]
-    with pytest.raises(ValueError, match=r"cannot scatter tensors of different lengths along dim 0 .* over 4 devices"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot scatter tensors of different lengths along dim 0 .* over 4 devices",
+    ):
         dpbench.engine.data_parallel(net, inputs, devices)
 
 

@@ -1,4 +1,6 @@
-"""A strategy from outside: one file of the user's, run, verified, reported, explained and exported like any other."""
+"""A strategy from outside: one file of the user's, run, verified, reported, explained and exported
+like any other.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,18 @@ def shown_everywhere(dpbench: Command, name: str) -> None:
     assert dpbench("report", "--html", "page.html")[0] == 0
     assert name in Path("page.html").read_text()
     trials = [json.loads(line) for line in dpbench("export", "jsonl")[1].splitlines()]
-    assert {trial["verified"] for trial in trials if trial["case"]["strategy"] == name} == {"bitwise"}
+    assert {trial["verified"] for trial in trials if trial["case"]["strategy"] == name} == {
+        "bitwise"
+    }
 
 
 @pytest.fixture(scope="module")
 def right_and_wrong(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[commands.Folder, subprocess.CompletedProcess[str]]]:
-    """A run of strategies in a file, one of which has wrong gradients, and of one that is installed; and its output."""
+    """A run of strategies in a file, one of which has wrong gradients, and of one that is
+    installed; and its output.
+    """
     with commands.folder(tmp_path_factory.mktemp("outside")) as folder:
         (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
         (folder.path / "wrong.py").write_text(MINE.replace("FACTOR", "1.01"))
@@ -85,11 +91,16 @@ def right_and_wrong(
         described = folder.path / "chunking-1.0.dist-info"
         described.mkdir()
         (described / "METADATA").write_text("Metadata-Version: 2.1\nName: chunking\nVersion: 1.0\n")
-        (described / "entry_points.txt").write_text("[dpbench.strategies]\nchunked = chunking:chunks\n")
+        (described / "entry_points.txt").write_text(
+            "[dpbench.strategies]\nchunked = chunking:chunks\n"
+        )
         folder.paths = [folder.path]
         axes = ("--devices", "2", "--batch-sizes", "8", "--rounds", "1")
         files = ("--strategy", "mine.py:chunks", "--strategy", "wrong.py:chunks")
-        yield folder, folder.do("run", "--models", "mlp", "--strategies", "single,dp,chunked", *files, *axes)
+        yield (
+            folder,
+            folder.do("run", "--models", "mlp", "--strategies", "single,dp,chunked", *files, *axes),
+        )
 
 
 def ended(folder: commands.Folder, strategy: str) -> list[tuple]:
@@ -102,13 +113,17 @@ def ended(folder: commands.Folder, strategy: str) -> list[tuple]:
 def test_a_strategy_in_a_file_is_run_verified_reported_explained_and_exported(
     right_and_wrong: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Estimate, "WIDEST", math.inf)  # readers leave out figures that other processes made doubtful
+    monkeypatch.setattr(
+        Estimate, "WIDEST", math.inf
+    )  # readers leave out figures that other processes made doubtful
     monkeypatch.setattr(Estimate, "ROUNDS", 1)  # or that have few rounds
     folder, done = right_and_wrong
     dpbench = command(folder.path, monkeypatch, capfd)
     assert ended(folder, "mine.py:chunks") == [("ok", "bitwise")], done.stderr
     aside = (folder.path / "mine.py").rename(folder.path / "aside")
-    shown_everywhere(dpbench, "mine.py:chunks")  # a stored run tells the traits of its strategies without their code
+    shown_everywhere(
+        dpbench, "mine.py:chunks"
+    )  # a stored run tells the traits of its strategies without their code
     aside.rename(folder.path / "mine.py")
     assert dpbench("report", "--md")[0] == 0
     with Store.read(folder.store) as store:
@@ -127,7 +142,9 @@ def test_a_strategy_in_a_file_with_wrong_gradients_is_refused(right_and_wrong: A
 
 
 @pytest.mark.slow
-def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(right_and_wrong: Any) -> None:
+def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(
+    right_and_wrong: Any,
+) -> None:
     folder, done = right_and_wrong
     assert ended(folder, "chunked") == [("ok", "bitwise")], done.stderr
     done = folder.do("list", "strategies")
@@ -136,12 +153,17 @@ def test_an_installed_strategy_is_known_by_the_name_of_its_entry_point(right_and
 
 def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
     mine = Case(
-        model="mlp", strategy="mine.py:chunks", batch_size=8, devices=2, declared=Traits(strategy="mine.py:chunks")
+        model="mlp",
+        strategy="mine.py:chunks",
+        batch_size=8,
+        devices=2,
+        declared=Traits(strategy="mine.py:chunks"),
     )
     seconds = {
-        mine: 0.015, replace(mine, strategy="dp", schedule="reference"): 0.03,
+        mine: 0.015,
+        replace(mine, strategy="dp", schedule="reference"): 0.03,
         replace(mine, strategy="single", devices=1): 0.04,
-    }  # fmt: skip
+    }
     steps = {case: tuple(Step(s, False, 1.0 + k) for k in range(10)) for case, s in seconds.items()}
     trials = [
         Trial(case=case, steps=given, round=number, verified=Verified.BITWISE)
@@ -174,19 +196,27 @@ def test_what_is_no_strategy_is_refused_with_the_reason(
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize(("code", "error"), [("def", "SyntaxError"), ("1 / 0", "ZeroDivisionError")])
-def test_a_file_that_cannot_be_executed_is_refused_with_its_error(code: str, error: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "error"), [("def", "SyntaxError"), ("1 / 0", "ZeroDivisionError")]
+)
+def test_a_file_that_cannot_be_executed_is_refused_with_its_error(
+    code: str, error: str, tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text(code)
     with pytest.raises(LookupError, match=f"broken.py:chunks: cannot import .*{error}"):
         registry.check("strategies", f"{tmp_path / 'broken.py'}:chunks")
 
 
-def test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours(tmp_path: Path) -> None:
+def test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours(
+    tmp_path: Path,
+) -> None:
     modules = set()
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "shared.py").write_text(f"HERE = {folder!r}")
-        (tmp_path / folder / "mine.py").write_text(f"{MINE.replace('FACTOR', '1.0')}\nfrom .shared import HERE\n")
+        (tmp_path / folder / "mine.py").write_text(
+            f"{MINE.replace('FACTOR', '1.0')}\nfrom .shared import HERE\n"
+        )
         modules.add(type(registry.strategy(f"{tmp_path / folder / 'mine.py'}:chunks")).__module__)
         assert registry.outside("model", f"{tmp_path / folder / 'mine.py'}:HERE") == folder
     assert len(modules) == 2
@@ -197,7 +227,11 @@ FREE = (Role.OTHER, Role.OBSERVED)
 
 
 def test_each_role_has_one_strategy_of_dpbench() -> None:
-    roles = [role for name in registry.own("strategies") if (role := registry.traits(name).role) not in FREE]
+    roles = [
+        role
+        for name in registry.own("strategies")
+        if (role := registry.traits(name).role) not in FREE
+    ]
     assert sorted(roles) == sorted(role for role in Role if role not in FREE)
     assert all(registry.traits(registry.of_role(role)).role is role for role in roles)
 
@@ -210,7 +244,14 @@ def test_how_a_strategy_that_is_nowhere_uses_its_devices_is_unknown() -> None:
 
 
 def test_traits_that_another_version_has_stored_are_read() -> None:
-    declared = {"strategy": "mine.py:layers", "parallelism": "layers", "stages": True, "needs_accelerator": False}
-    case = Case.from_dict({"model": "mlp", "strategy": "mine.py:layers", "batch_size": 8, "declared": declared})
+    declared = {
+        "strategy": "mine.py:layers",
+        "parallelism": "layers",
+        "stages": True,
+        "needs_accelerator": False,
+    }
+    case = Case.from_dict(
+        {"model": "mlp", "strategy": "mine.py:layers", "batch_size": 8, "declared": declared}
+    )
     assert case.traits.strategy == "mine.py:layers"
     assert case.traits.parallelism is Parallelism.OTHER

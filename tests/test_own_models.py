@@ -1,4 +1,6 @@
-"""Users' models: batches and outputs of any structure, their own loss, dropout, and mistakes in their files."""
+"""Users' models: batches and outputs of any structure, their own loss, dropout, and mistakes in
+their files.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that makes a model object known as `mine:net`, and returns this name."""
 
     def give(build: Any = None, batch: Any = None, loss: Any = F.cross_entropy, **more: Any) -> str:
-        made = SimpleNamespace(build=build or (lambda size: Net()), batch=batch or rows, loss=loss, **more)
+        made = SimpleNamespace(
+            build=build or (lambda size: Net()), batch=batch or rows, loss=loss, **more
+        )
         monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(net=made))  # type: ignore[misc]
         return "mine:net"
 
@@ -96,7 +100,9 @@ class Cache:
 
 
 class OwnLoss(Net):
-    """A net with keyword inputs that returns a dict, with its own loss and a cache, after every kind of dropout."""
+    """A net with keyword inputs that returns a dict, with its own loss and a cache, after every
+    kind of dropout.
+    """
 
     def __init__(self, wrap: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -121,10 +127,17 @@ WRAPS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 def verified(name: str, strategy: str, devices: int, **more: Any) -> Verification:
     """Return the verdict on a step of a strategy with five rows."""
     schedule = "reference" if strategy == "dp" else ""
-    case = Case(model=name, strategy=strategy, devices=devices, batch_size=5, schedule=schedule, **more)
+    case = Case(
+        model=name, strategy=strategy, devices=devices, batch_size=5, schedule=schedule, **more
+    )
     plug = strategies.load(strategy)
     return verification.check(
-        plug.start, case, models.load(name, "small", 0), open_devices("cpu", devices), precision_of, split=plug.split
+        plug.start,
+        case,
+        models.load(name, "small", 0),
+        open_devices("cpu", devices),
+        precision_of,
+        split=plug.split,
     )
 
 
@@ -169,7 +182,9 @@ def test_a_forward_that_draws_from_another_generator_is_told_so(offer: Any) -> N
 def test_the_own_loss_of_replicas_is_their_mean() -> None:
     assert _own.own_loss({"loss": torch.tensor([1.0, 3.0])}, None) == 2
     assert _own.own_loss(Answer(torch.zeros(1), torch.tensor(4.0)), None) == 4
-    with pytest.raises(TypeError, match="must return its loss, but it returned an object of type Answer"):
+    with pytest.raises(
+        TypeError, match="must return its loss, but it returned an object of type Answer"
+    ):
         _own.own_loss(Answer(torch.zeros(2)), None)
 
 
@@ -197,7 +212,9 @@ def test_a_dict_goes_to_a_forward_of_one_argument_as_it_is(offer: Any) -> None:
         def forward(self, batch: dict[str, Tensor]) -> Any:
             return super().forward(batch["x"])
 
-    model = models.load(offer(lambda size: Whole(), lambda *a: ({"x": rows(*a)[0]}, rows(*a)[1])), "small", 0)
+    model = models.load(
+        offer(lambda size: Whole(), lambda *a: ({"x": rows(*a)[0]}, rows(*a)[1])), "small", 0
+    )
     assert model.module(model.batch(3, 0)[0]).shape == (3, 4)
 
 
@@ -206,23 +223,39 @@ def test_a_dict_goes_to_a_forward_of_one_argument_as_it_is(offer: Any) -> None:
 
 def test_the_models_own_optimizer_scheduler_and_clipping_update_the_weights(offer: Any) -> None:
     name = offer(
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0), clip_norm=0.5,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        clip_norm=0.5,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1),
-    )  # fmt: skip
+    )
     after = {}
     for strategy, devices in (("single", 1), ("dp", 1), ("dp", 2)):
         model = models.load(name, "small", 0)
         start = [one.detach().clone() for one in model.module.parameters()]
-        case = Case(model=name, strategy=strategy, devices=devices, batch_size=4, optimizer="own",
-                    schedule="reference" if strategy == "dp" else "")  # fmt: skip
-        with strategies.load(strategy).start(case, model, open_devices("cpu", devices), lambda *_: _nothing()) as step:
+        case = Case(
+            model=name,
+            strategy=strategy,
+            devices=devices,
+            batch_size=4,
+            optimizer="own",
+            schedule="reference" if strategy == "dp" else "",
+        )
+        with strategies.load(strategy).start(
+            case, model, open_devices("cpu", devices), lambda *_: _nothing()
+        ) as step:
             moved = []
             for _ in range(2):
                 step(*model.batch(4, 0))
                 now = [one.detach().clone() for one in model.module.parameters()]
-                moved.append(sum((a - b).square().sum() for a, b in zip(start, now, strict=True)).sqrt().item())
+                moved.append(
+                    sum((a - b).square().sum() for a, b in zip(start, now, strict=True))
+                    .sqrt()
+                    .item()
+                )
                 start = now
-        assert moved == [pytest.approx(0.5, rel=1e-3), pytest.approx(0.05, rel=1e-2)], "lr times the clipped norm"
+        assert moved == [
+            pytest.approx(0.5, rel=1e-3),
+            pytest.approx(0.05, rel=1e-2),
+        ], "lr times the clipped norm"
         after[strategy, devices] = now
     for one in after.values():
         torch.testing.assert_close(one, after["single", 1])
@@ -236,9 +269,13 @@ def _nothing() -> Any:
 
 def test_own_without_an_optimizer_says_what_to_add(offer: Any) -> None:
     model = models.load(offer(), "small", 0)
-    with pytest.raises(LookupError, match=r"no function optimizer\(parameters\): add it to the model.s object"):
+    with pytest.raises(
+        LookupError, match=r"no function optimizer\(parameters\): add it to the model.s object"
+    ):
         Updates(Case(model="mine:net", strategy="single", batch_size=4, optimizer="own"), model, [])
-    with pytest.raises(ValueError, match="--optimizer own takes the optimizer of your model's file"):
+    with pytest.raises(
+        ValueError, match="--optimizer own takes the optimizer of your model's file"
+    ):
         Options(optimizer="own")
 
 
@@ -299,22 +336,43 @@ def odd(do: Callable[..., Any]) -> dict[str, Any]:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "build returns no module": ({"build": lambda size: "net"}, "build('small') must return a torch.nn.Module, not str"),
+    "build returns no module": (
+        {"build": lambda size: "net"},
+        "build('small') must return a torch.nn.Module, not str",
+    ),
     "build raises": ({"build": lambda size: {}[size]}, "KeyError: 'small'"),
-    "no parameters": ({"build": lambda size: nn.Flatten()}, "build() returned a module without parameters"),
-    "all parameters frozen": ({"build": frozen}, "build() returned a module whose parameters all have requires_grad"),
+    "no parameters": (
+        {"build": lambda size: nn.Flatten()},
+        "build() returned a module without parameters",
+    ),
+    "all parameters frozen": (
+        {"build": frozen},
+        "build() returned a module whose parameters all have requires_grad",
+    ),
     "huge model": (
         {"build": lambda size: nn.Linear(1 << 20, 1 << 20, device="meta")},
         "build() returned a module that needs at",
     ),
-    "batch returns one tensor": ({"batch": lambda *a: rows(*a)[0]}, "must return (inputs, target), or a dict of"),
-    "batch returns three values": ({"batch": lambda *a: (*rows(*a), 1)}, "but it returned a tuple of length 3"),
-    "rows of inputs and target differ": ({"batch": doubled}, "must return 6 rows, but target has 12"),
+    "batch returns one tensor": (
+        {"batch": lambda *a: rows(*a)[0]},
+        "must return (inputs, target), or a dict of",
+    ),
+    "batch returns three values": (
+        {"batch": lambda *a: (*rows(*a), 1)},
+        "but it returned a tuple of length 3",
+    ),
+    "rows of inputs and target differ": (
+        {"batch": doubled},
+        "must return 6 rows, but target has 12",
+    ),
     "inputs are an array": (
         {"batch": lambda *a: (rows(*a)[0].numpy(), rows(*a)[1])},
         "returned a ndarray, whose rows cannot be split",
     ),
-    "inputs without a tensor": ({"batch": lambda *a: (3, rows(*a)[1])}, "returned contain no tensor"),
+    "inputs without a tensor": (
+        {"batch": lambda *a: (3, rows(*a)[1])},
+        "returned contain no tensor",
+    ),
     "target on a device": (
         {"batch": lambda *a: (rows(*a)[0], rows(*a)[1].to("meta"))},
         "batch() returned target on meta: return tensors",
@@ -327,14 +385,23 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"batch": lambda *a: (rows(*a)[0].double(), rows(*a)[1])},
         "raised in the forward of the module from build() of mine:net: given float64 (2, 8)",
     ),
-    "forward raises": (odd(lambda forward, x: 1 / 0), "ZeroDivisionError: division by zero; raised in the forward"),
+    "forward raises": (
+        odd(lambda forward, x: 1 / 0),
+        "ZeroDivisionError: division by zero; raised in the forward",
+    ),
     "forward needs CUDA": (
         odd(lambda forward, x: forward(x.cuda())),
         "raised in the forward of the module from build()",
     ),
-    "forward changes its inputs": (odd(lambda forward, x: forward(x.mul_(2))), "forward modifies its inputs in place"),
+    "forward changes its inputs": (
+        odd(lambda forward, x: forward(x.mul_(2))),
+        "forward modifies its inputs in place",
+    ),
     "forward returns no tensor": (odd(lambda forward, x: 3), "but an object of type int"),
-    "loss is a number": ({"loss": lambda out, y: F.cross_entropy(out, y).item()}, "loss() returned a float: return a"),
+    "loss is a number": (
+        {"loss": lambda out, y: F.cross_entropy(out, y).item()},
+        "loss() returned a float: return a",
+    ),
     "loss is a vector": (
         {"loss": lambda out, y: F.cross_entropy(out, y, reduction="none")},
         "loss() returned a tensor of shape (2,)",
@@ -343,35 +410,72 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": lambda out, y: F.cross_entropy(out.detach(), y)},
         "loss() returned a tensor without an autograd",
     ),
-    "loss is NaN": ({"loss": lambda out, y: out.sum() * float("nan")}, "loss() returned nan for a batch of 2"),
+    "loss is NaN": (
+        {"loss": lambda out, y: out.sum() * float("nan")},
+        "loss() returned nan for a batch of 2",
+    ),
     "loss of no parameter": (
         {"loss": lambda out, y: out.detach().requires_grad_().sum()},
         "gives no parameter a gradient",
     ),
     "keyword arguments for a forward of the instance": (
-        {"build": lambda size: patched(OwnLoss(WRAPS["a dict"])), "batch": named_rows, "loss": None},
+        {
+            "build": lambda size: patched(OwnLoss(WRAPS["a dict"])),
+            "batch": named_rows,
+            "loss": None,
+        },
         "return a tuple of inputs from batch()",
     ),
     "loss raises": ({"loss": F.mse_loss}, "raised in loss() of mine:net: given float32 (2, 4)"),
-    "own loss is missing": ({"loss": None}, "must return its loss, but it returned a tensor of shape (2, 4)"),
+    "own loss is missing": (
+        {"loss": None},
+        "must return its loss, but it returned a tensor of shape (2, 4)",
+    ),
     "optimizer is no function": ({"optimizer": 3}, "optimizer must be a function"),
     "clip_norm is no number": ({"clip_norm": "1"}, "clip_norm must be a number above 0, got '1'"),
-    "build takes no size": ({"build": lambda: None}, "was given; raised in build('small') of mine:net"),
-    "batch takes no size": ({"batch": lambda n, seed: 0}, "were given; raised in batch(2, 0, 'small') of mine:net"),
-    "lazy layers": ({"build": lambda size: nn.LazyLinear(4)}, "build() returned a module with lazy parameters"),
-    "no values": ({"build": lambda size: Net().to("meta")}, "build() left parameters on the meta device"),
-    "wrapped": ({"build": lambda size: nn.DataParallel(Net())}, "build() returned a DataParallel: return the module"),
+    "build takes no size": (
+        {"build": lambda: None},
+        "was given; raised in build('small') of mine:net",
+    ),
+    "batch takes no size": (
+        {"batch": lambda n, seed: 0},
+        "were given; raised in batch(2, 0, 'small') of mine:net",
+    ),
+    "lazy layers": (
+        {"build": lambda size: nn.LazyLinear(4)},
+        "build() returned a module with lazy parameters",
+    ),
+    "no values": (
+        {"build": lambda size: Net().to("meta")},
+        "build() left parameters on the meta device",
+    ),
+    "wrapped": (
+        {"build": lambda size: nn.DataParallel(Net())},
+        "build() returned a DataParallel: return the module",
+    ),
     "cannot be copied": (
         {"build": lambda size: holding(i for i in range(3))},
-        "build() returned a module that copy.deepcopy cannot copy, which verification needs: TypeError",
+        (
+            "build() returned a module that copy.deepcopy cannot copy, which verification needs:"
+            " TypeError"
+        ),
     ),
     "inputs are NaN": (
         {"batch": lambda *a: (rows(*a)[0] * float("nan"), rows(*a)[1])},
         "loss() returned nan for a batch of 2 samples: check the inputs of batch()",
     ),
-    "loss is a class": ({"loss": nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss: give an instance"),
-    "optimizer returns nothing": ({"optimizer": lambda p: None}, "optimizer() returned a NoneType: return a torch"),
-    "optimizer raises": ({"optimizer": lambda p: torch.optim.SGD(p, lr=-1)}, "raised in optimizer() of mine:net"),
+    "loss is a class": (
+        {"loss": nn.CrossEntropyLoss},
+        "loss is the class CrossEntropyLoss: give an instance",
+    ),
+    "optimizer returns nothing": (
+        {"optimizer": lambda p: None},
+        "optimizer() returned a NoneType: return a torch",
+    ),
+    "optimizer raises": (
+        {"optimizer": lambda p: torch.optim.SGD(p, lr=-1)},
+        "raised in optimizer() of mine:net",
+    ),
     "optimizer of other parameters": (
         {"optimizer": lambda p: torch.optim.SGD(Net().parameters(), lr=0.1)},
         "optimizer() returned an optimizer of other parameters",
@@ -380,7 +484,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": torch.optim.SGD, "scheduler": lambda optimizer: None},
         "scheduler() returned a NoneType, which has no step()",
     ),
-    "accumulate": ({"accumulate": 4}, "accumulate is not measured, because a step is one batch and one update"),
+    "accumulate": (
+        {"accumulate": 4},
+        "accumulate is not measured, because a step is one batch and one update",
+    ),
 }
 
 
@@ -398,8 +505,14 @@ FILES = {
     "syntax error": ("def build(:\n", "SyntaxError"),
     "missing import": ("import no_such_module\n", "No module named 'no_such_module'"),
     "no such object": ("other = 3\n", "has no object 'net'"),
-    "a class instead of an object": ("from torch import nn\nnet = nn.Linear\n", "is not a model object"),
-    "a missing function": ("class net:\n    def build(size): ...\n", "functions that are missing: batch, loss"),
+    "a class instead of an object": (
+        "from torch import nn\nnet = nn.Linear\n",
+        "is not a model object",
+    ),
+    "a missing function": (
+        "class net:\n    def build(size): ...\n",
+        "functions that are missing: batch, loss",
+    ),
     "raises at import": ("raise OSError('no data')\n", "OSError: no data"),
 }
 
@@ -416,10 +529,15 @@ def test_a_file_that_cannot_be_used_gives_one_message(here: Path, mistake: str) 
 
 @pytest.mark.parametrize(
     ("name", "told"),
-    [("no_file.py:net", "the file no_file.py does not exist"), ("no_module:net", "cannot find the module"),
-     ("timm:vit_base_patch16_224", "pip install 'torch-dpbench[vision]'")],
-)  # fmt: skip
-def test_a_name_that_leads_nowhere_is_refused_before_any_process_starts(here: Path, name: str, told: str) -> None:
+    [
+        ("no_file.py:net", "the file no_file.py does not exist"),
+        ("no_module:net", "cannot find the module"),
+        ("timm:vit_base_patch16_224", "pip install 'torch-dpbench[vision]'"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_before_any_process_starts(
+    here: Path, name: str, told: str
+) -> None:
     if registry.importlib.util.find_spec("timm") and name.startswith("timm"):
         pytest.skip("timm is installed")
     done = CliRunner().invoke(cli, ["check", "--model", name])
@@ -428,7 +546,10 @@ def test_a_name_that_leads_nowhere_is_refused_before_any_process_starts(here: Pa
 
 
 NOTES: dict[str, tuple[dict[str, Any], str]] = {
-    "draws from numpy": (odd(lambda forward, x: forward(x) * float(np.random.rand())), "draws from numpy.random"),
+    "draws from numpy": (
+        odd(lambda forward, x: forward(x) * float(np.random.rand())),
+        "draws from numpy.random",
+    ),
     "a sum over samples": (
         odd(lambda forward, x: forward(x).square().sum()) | {"loss": lambda out, y: out.mean()},
         "differs from that on one device (by 0.5 of its norm)",
@@ -443,15 +564,39 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a rank without valid items": (
         {"loss": lambda out, y: first(out, y) * (len(y) != 3) / (len(y) != 3 or torch.zeros(()))},
-        "would fail: ValueError: the gradient of first.weight contains NaN if each rank or micro-batch",
+        (
+            "would fail: ValueError: the gradient of first.weight contains NaN if each rank or"
+            " micro-batch"
+        ),
     ),
-    "draws from Python": (odd(lambda forward, x: forward(x) * random.random()), "draws from Python's random"),
-    "another batch for one seed": ({"batch": lambda n, *_: (torch.randn(n, 8), torch.zeros(n).long())}, "same seed"),
-    "other weights for one seed": ({"build": lambda size: holding(torch.seed())}, "the same seed gave other weights"),
-    "one row for all": (odd(lambda forward, x: (forward(x), x.sum(0, keepdim=True))), "one row per sample"),
-    "unused parameters": ({"build": lambda size: Unused()}, "no gradient for 2 of 6 parameters (first: idle.weight)"),
-    "replicas return numbers": (odd(lambda forward, x: (forward(x), 3)), "a step on two devices failed: TypeError"),
-    "layers in a list": ({"build": lambda size: Listed()}, "not registered in the module (2; shape of the first: "),
+    "draws from Python": (
+        odd(lambda forward, x: forward(x) * random.random()),
+        "draws from Python's random",
+    ),
+    "another batch for one seed": (
+        {"batch": lambda n, *_: (torch.randn(n, 8), torch.zeros(n).long())},
+        "same seed",
+    ),
+    "other weights for one seed": (
+        {"build": lambda size: holding(torch.seed())},
+        "the same seed gave other weights",
+    ),
+    "one row for all": (
+        odd(lambda forward, x: (forward(x), x.sum(0, keepdim=True))),
+        "one row per sample",
+    ),
+    "unused parameters": (
+        {"build": lambda size: Unused()},
+        "no gradient for 2 of 6 parameters (first: idle.weight)",
+    ),
+    "replicas return numbers": (
+        odd(lambda forward, x: (forward(x), 3)),
+        "a step on two devices failed: TypeError",
+    ),
+    "layers in a list": (
+        {"build": lambda size: Listed()},
+        "not registered in the module (2; shape of the first: ",
+    ),
     "registered twice": ({"build": lambda size: Twice()}, "names of parameters are registered for"),
 }
 
@@ -495,9 +640,12 @@ def test_the_check_shows_structures_parameters_loss_and_two_devices(offer: Any) 
     name = offer(lambda size: OwnLoss(WRAPS["a dict"]), named_rows, None)
     text = "\n".join(checks.model_words(checked(name)))
     for part in (
-        "212 in 4 tensors", "inputs['more']['mask'][0] float32 (6, 16)", "drawn in forward",
-        "output['logits'] float32 (2, 4)", "two devices     bitwise",
-    ):  # fmt: skip
+        "212 in 4 tensors",
+        "inputs['more']['mask'][0] float32 (6, 16)",
+        "drawn in forward",
+        "output['logits'] float32 (2, 4)",
+        "two devices     bitwise",
+    ):
         assert part in text
 
 
@@ -546,7 +694,8 @@ def test_init_writes_a_model_that_verifies_and_never_overwrites(here: Path) -> N
 
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
 @pytest.mark.parametrize(
-    "name", ["gpt2.py:net", "resnet50.py:net", "transformers:gpt2", "transformers:bert-base-uncased"]
+    "name",
+    ["gpt2.py:net", "resnet50.py:net", "transformers:gpt2", "transformers:bert-base-uncased"],
 )
 @pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 2)])
 def test_the_examples_and_the_libraries_verify(name: str, strategy: str, devices: int) -> None:

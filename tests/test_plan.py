@@ -1,4 +1,7 @@
-"""Plans: every point occurs once and in one form; a point that cannot be run is refused with a message."""
+"""Plans: every point occurs once and in one form.
+
+A point that cannot be run is refused with a message.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,13 @@ MODELS, STRATEGIES = registry.names("models"), registry.names("strategies")
 
 def swept(**changed: Any) -> list[Case]:
     return plan.sweep(
-        **{"models": ["mlp"], "strategies": ["single", "dp"], "devices": [1, 2], "batch_sizes": [64], **changed}
+        **{
+            "models": ["mlp"],
+            "strategies": ["single", "dp"],
+            "devices": [1, 2],
+            "batch_sizes": [64],
+            **changed,
+        }
     )
 
 
@@ -33,7 +42,9 @@ batches = st.lists(st.integers(1, 512), min_size=1, max_size=3)
 
 
 @hypothesis.given(axes, st.sampled_from(["batch_sizes", "batch_per_device"]), batches)
-def test_every_case_is_once_in_the_plan_and_in_its_one_form(given: dict[str, Any], axis: str, sizes: list[int]) -> None:
+def test_every_case_is_once_in_the_plan_and_in_its_one_form(
+    given: dict[str, Any], axis: str, sizes: list[int]
+) -> None:
     cases = plan.sweep(**given, **{axis: sizes})
     assert len({case.fingerprint for case in cases}) == len(cases)
     assert {case.model for case in cases} == set(given["models"])
@@ -57,7 +68,8 @@ def test_every_case_is_once_in_the_plan_and_in_its_one_form(given: dict[str, Any
 def test_the_order_of_axes_changes_no_plan(given: dict[str, Any], sizes: list[int]) -> None:
     cases = plan.sweep(**given, batch_sizes=sizes)
     backwards = plan.sweep(
-        **{k: v[::-1] if isinstance(v, list) else v for k, v in given.items()}, batch_sizes=sizes[::-1]
+        **{k: v[::-1] if isinstance(v, list) else v for k, v in given.items()},
+        batch_sizes=sizes[::-1],
     )
     assert plan.plan_hash(cases, 3) == plan.plan_hash(backwards, 3)
     assert plan.plan_hash(cases, 3) != plan.plan_hash(cases, 4)
@@ -76,7 +88,9 @@ def test_the_scenario_of_the_seeds_has_every_strategy_and_every_habit(kind: str)
     assert {case.zero_grad for case in cases} == {"none", "zero"}
     assert {case.mode for case in cases} == {"train", "forward", "no_grad"}
     assert {case.loader for case in cases} == {-1, 0, 2}
-    assert {(case.neighbour, case.strategy) for case in cases if case.neighbour} == {("mlp", "single")}
+    assert {(case.neighbour, case.strategy) for case in cases if case.neighbour} == {
+        ("mlp", "single")
+    }
     assert not [case for case in cases if case.device_kind == "emulated" and case.traits.ranks]
     assert len(cases) == len({case.fingerprint for case in cases})
 
@@ -84,29 +98,42 @@ def test_the_scenario_of_the_seeds_has_every_strategy_and_every_habit(kind: str)
 def test_strong_scaling_keeps_the_global_batch() -> None:
     cases = swept(devices=[1, 2, 4], batch_sizes=[64])
     assert {(c.strategy, c.devices, c.batch_size) for c in cases} == {
-        ("single", 1, 64), ("dp", 1, 64), ("dp", 2, 64), ("dp", 4, 64),
-    }  # fmt: skip
+        ("single", 1, 64),
+        ("dp", 1, 64),
+        ("dp", 2, 64),
+        ("dp", 4, 64),
+    }
 
 
 def test_weak_scaling_keeps_the_batch_per_device_and_one_baseline() -> None:
     cases = swept(devices=[1, 2, 4], batch_sizes=(), batch_per_device=[32])
     assert {(c.strategy, c.devices, c.batch_size) for c in cases} == {
-        ("single", 1, 32), ("dp", 1, 32), ("dp", 2, 64), ("dp", 4, 128),
-    }  # fmt: skip
+        ("single", 1, 32),
+        ("dp", 1, 32),
+        ("dp", 2, 64),
+        ("dp", 4, 128),
+    }
 
 
 def test_colocated_replicas_have_a_baseline_that_is_not() -> None:
     cases = swept(device_kind="cuda", placement="colocated")
     assert {(c.strategy, c.devices, c.placement) for c in cases} == {
-        ("single", 1, "spread"), ("dp", 1, "spread"), ("dp", 2, "colocated"),
-    }  # fmt: skip
+        ("single", 1, "spread"),
+        ("dp", 1, "spread"),
+        ("dp", 2, "colocated"),
+    }
 
 
 def test_schedules_are_an_axis_of_dp_alone() -> None:
-    cases = swept(strategies=["single", "ddp", "dp"], schedules=["reference", "fastest"], devices=[2])
+    cases = swept(
+        strategies=["single", "ddp", "dp"], schedules=["reference", "fastest"], devices=[2]
+    )
     assert sorted((c.strategy, c.schedule) for c in cases) == [
-        ("ddp", ""), ("dp", "fastest"), ("dp", "reference"), ("single", ""),
-    ]  # fmt: skip
+        ("ddp", ""),
+        ("dp", "fastest"),
+        ("dp", "reference"),
+        ("single", ""),
+    ]
 
 
 def test_device_ids_are_those_that_the_sweep_uses() -> None:
@@ -138,7 +165,10 @@ def test_users_own_models_pass_unread() -> None:
         ({"devices": []}, ["no device count given", "--devices"]),
         ({"device_ids": [0]}, ["leave out --device-ids"]),
         ({"placement": "colocated"}, ["--placement colocated", "--placement spread"]),
-        ({"device_kind": "cuda", "device_ids": [1, 1]}, ["--device-ids", "[1, 1]", "--placement colocated"]),
+        (
+            {"device_kind": "cuda", "device_ids": [1, 1]},
+            ["--device-ids", "[1, 1]", "--placement colocated"],
+        ),
         ({"device_kind": "cuda", "device_ids": [1]}, ["2 devices", "names only", "[1]"]),
     ],
     ids=lambda v: str(v) if isinstance(v, dict) else "",
@@ -155,9 +185,11 @@ def laddered(**changed: Any) -> list[Case]:
 
 
 @hypothesis.given(
-    st.lists(st.integers(1, 5), min_size=1, max_size=3), st.sampled_from(["batch_sizes", "batch_per_device"]), batches,
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.sampled_from(["batch_sizes", "batch_per_device"]),
+    batches,
     st.sampled_from(options.DEVICE_KINDS),
-)  # fmt: skip
+)
 def test_a_ladder_has_every_rung_its_ablations_and_rivals_once(
     devices: list[int], axis: str, sizes: list[int], kind: str
 ) -> None:
@@ -182,8 +214,13 @@ def test_a_ladder_has_every_rung_its_ablations_and_rivals_once(
 
 
 def test_the_limit_is_one_devices_share_and_a_case_apart() -> None:
-    limits = [case for case in laddered(devices=[2, 3], batch_sizes=[12]) if case.options == plan.LIMIT]
-    assert [(case.strategy, case.devices, case.batch_size) for case in limits] == [("single", 1, 6), ("single", 1, 4)]
+    limits = [
+        case for case in laddered(devices=[2, 3], batch_sizes=[12]) if case.options == plan.LIMIT
+    ]
+    assert [(case.strategy, case.devices, case.batch_size) for case in limits] == [
+        ("single", 1, 6),
+        ("single", 1, 4),
+    ]
     # what is measured as a baseline is not measured again
     both = laddered(devices=[2], batch_sizes=[12, 6])
     assert [case.batch_size for case in both if case.options == plan.LIMIT] == [3]
@@ -194,7 +231,9 @@ def test_the_limit_is_one_devices_share_and_a_case_apart() -> None:
 
 
 def test_equal_schedules_are_one_case() -> None:
-    cases = swept(strategies=["dp"], schedules=["cached", "replicas=cached,workers=pool"], devices=[1, 2])
+    cases = swept(
+        strategies=["dp"], schedules=["cached", "replicas=cached,workers=pool"], devices=[1, 2]
+    )
     assert [(case.schedule, case.devices) for case in cases] == [("cached", 1), ("cached", 2)]
 
 
@@ -207,7 +246,8 @@ def test_defaults_can_be_planned(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("available", "expected"), [(0, (1,)), (1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 2, 8))]
+    ("available", "expected"),
+    [(0, (1,)), (1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 2, 8))],
 )
 def test_default_devices_fit_what_there_is(available: int, expected: tuple[int, ...]) -> None:
     assert plan.default_devices(available, "spread") == expected

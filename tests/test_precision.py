@@ -1,4 +1,7 @@
-"""Precision: fp16 with a GradScaler under every strategy, and TF32; each is refused if it has no effect."""
+"""Precision: fp16 with a GradScaler under every strategy, and TF32.
+
+Each is refused if it has no effect.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,15 @@ from dpbench.measure import verification
 from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort, Status, Verified, plan
 
-FEW = Effort(budget_s=9, min_steps=2, max_steps=2, warmup_steps=1, block_steps=1, memory_by_phase=False)
+FEW = Effort(
+    budget_s=9, min_steps=2, max_steps=2, warmup_steps=1, block_steps=1, memory_by_phase=False
+)
 
 
 class Net(nn.Module):
-    """A net of which only the first gradient overflows fp16, and only if the loss is scaled by more than about 16."""
+    """A net of which only the first gradient overflows fp16, and only if the loss is scaled by more
+    than about 16.
+    """
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -49,9 +56,13 @@ overflowing = SimpleNamespace(build=lambda size: Net(200.0), batch=batch, loss=l
 
 def verdict(case: Case, strategy: Any, model: models.Model) -> verification.Verification:
     return verification.check(
-        strategy.start, case, model, open_devices("cpu", case.devices), strategies.precision_of,
+        strategy.start,
+        case,
+        model,
+        open_devices("cpu", case.devices),
+        strategies.precision_of,
         split=strategy.split,
-    )  # fmt: skip
+    )
 
 
 def net(factor: float) -> models.Model:
@@ -73,17 +84,23 @@ FP16 = Case(model="mlp", strategy="single", batch_size=7, precision="fp16")
     ],
 )
 def test_fp16_has_the_gradients_of_the_reference(strategy: str, schedule: str) -> None:
-    case = replace(FP16, strategy=strategy, schedule=schedule, devices=1 if strategy == "single" else 2)
+    case = replace(
+        FP16, strategy=strategy, schedule=schedule, devices=1 if strategy == "single" else 2
+    )
     found = verdict(case, strategies.load(strategy), models.load("mlp", "small", 0))
     assert found.verified is Verified.BITWISE, str(found)
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp"])
-def test_a_skipped_update_is_no_wrong_gradient(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_update_is_no_wrong_gradient(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The buffers are compared too, which every skipped step has changed."""
     steps = []
     original = verification._trained
-    monkeypatch.setattr(verification, "_trained", lambda *given: steps.append(original(*given)) or steps[-1])
+    monkeypatch.setattr(
+        verification, "_trained", lambda *given: steps.append(original(*given)) or steps[-1]
+    )
     case = replace(FP16, strategy=strategy, devices=1 if strategy == "single" else 2, schedule="")
     found = verdict(case, strategies.load(strategy), net(200.0))
     assert found.verified is Verified.BITWISE, str(found)
@@ -92,14 +109,20 @@ def test_a_skipped_update_is_no_wrong_gradient(strategy: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_skip_the_same_updates(strategy: str, tmp_path: Path) -> None:
-    """Under fsdp, the infinite elements are in the shard of one rank, and the other rank must skip the update too."""
-    case = replace(FP16, model=f"{__name__}:overflowing", strategy=strategy, devices=2, batch_size=11)
+    """Under fsdp, the infinite elements are in the shard of one rank, and the other rank must skip
+    the update too.
+    """
+    case = replace(
+        FP16, model=f"{__name__}:overflowing", strategy=strategy, devices=2, batch_size=11
+    )
     done = trial.run(case, FEW, tmp_path)
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
 
 
 class Forgetful(strategies.Strategy):
-    """A loop that scales the loss and steps without the GradScaler, so that the gradients stay scaled."""
+    """A loop that scales the loss and steps without the GradScaler, so that the gradients stay
+    scaled.
+    """
 
     @contextmanager
     def start(self, case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
@@ -121,7 +144,10 @@ def test_gradients_that_stay_scaled_are_wrong() -> None:
 
 
 def test_gradients_that_always_overflow_are_a_fact_about_the_model() -> None:
-    with pytest.raises(ValueError, match="overflow fp16 even if the loss is not scaled: give --precision bf16 or fp32"):
+    with pytest.raises(
+        ValueError,
+        match="overflow fp16 even if the loss is not scaled: give --precision bf16 or fp32",
+    ):
         verdict(FP16, strategies.load("single"), net(60000.0))
 
 
@@ -137,7 +163,12 @@ def test_gradients_that_always_overflow_are_a_fact_about_the_model() -> None:
 def test_a_precision_without_effect_is_refused(kind: str, precision: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan.sweep(
-            models=["mlp"], strategies=["single"], devices=[1], batch_sizes=[8], device_kind=kind, precision=precision
+            models=["mlp"],
+            strategies=["single"],
+            devices=[1],
+            batch_sizes=[8],
+            device_kind=kind,
+            precision=precision,
         )
 
 

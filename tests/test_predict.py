@@ -29,15 +29,23 @@ def counted(model: str) -> Profile:
 COUNTED = counted("resnet50")
 
 
-def known(name: str, step_s: float = 0.05, samples: int = 32, host: float = 1.0) -> tuple[Profile, machine.Machine]:
+def known(
+    name: str, step_s: float = 0.05, samples: int = 32, host: float = 1.0
+) -> tuple[Profile, machine.Machine]:
     found = machine.load(name)
     found = replace(found, host=replace(found.host, factor=host))
     return profiles.given(COUNTED, step_s, samples, found), found
 
 
 def case_of(strategy: str, devices: int, batch: int = 32, **changed: Any) -> Case:
-    return Case(model="resnet50", strategy=strategy, devices=devices, batch_size=batch * devices, device_kind="cuda",
-                **changed)  # fmt: skip
+    return Case(
+        model="resnet50",
+        strategy=strategy,
+        devices=devices,
+        batch_size=batch * devices,
+        device_kind="cuda",
+        **changed,
+    )
 
 
 def seconds(case: Case, profile: Profile, on: machine.Machine, **changed: Any) -> float:
@@ -61,7 +69,9 @@ def test_the_formula_and_the_simulation_agree(name: str, strategy: str, host: fl
             profile = replace(profile, loss=Cost(1e-4, 1e-5), optimizer=Cost(4e-3))
         for devices in (2, on.gpu.count):
             case = case_of(strategy, devices)
-            assert seconds(case, profile, on) == pytest.approx(formula.seconds(case, profile, on), rel=0.005)
+            assert seconds(case, profile, on) == pytest.approx(
+                formula.seconds(case, profile, on), rel=0.005
+            )
 
 
 def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
@@ -69,20 +79,32 @@ def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
     host = machine.Host(launch_s=40e-6, module_s=60e-6, tensor_s=9e-6, thread_s=3e-4, hand_off=0.1)
     profile, on = known("rtx-3090-x8", 0.01)
     on, case = replace(on, host=host), case_of("torch_dp", 4)
-    assert seconds(case, profile, on) == pytest.approx(formula.seconds(case, profile, on), rel=0.005)
-    assert formula.seconds(case, profile, on) > 1.2 * formula.seconds(case, profile, replace(on, host=machine.Host()))
-    found = cases.Predictor(on, measured={counts.key(case): replace(profile, source="measured")}).predict(case)
+    assert seconds(case, profile, on) == pytest.approx(
+        formula.seconds(case, profile, on), rel=0.005
+    )
+    assert formula.seconds(case, profile, on) > 1.2 * formula.seconds(
+        case, profile, replace(on, host=machine.Host())
+    )
+    found = cases.Predictor(
+        on, measured={counts.key(case): replace(profile, source="measured")}
+    ).predict(case)
     assert found.low_s < found.seconds < found.high_s
-    assert abs(statistics.median(found.draws)) < 0.05, "both ends come from the same costs as the step"
+    assert abs(statistics.median(found.draws)) < 0.05, (
+        "both ends come from the same costs as the step"
+    )
 
 
-@pytest.mark.parametrize("strategy", [name for name in registry.names("strategies") if name != "single_all_cores"])
+@pytest.mark.parametrize(
+    "strategy", [name for name in registry.names("strategies") if name != "single_all_cores"]
+)
 @pytest.mark.parametrize("schedule", RUNGS)
 def test_every_strategy_and_rung_gives_a_step_with_its_phases(strategy: str, schedule: str) -> None:
     if strategy != "dp" and schedule != "reference":
         return
     profile, on = known("rtx-3090-x8")
-    case = case_of(strategy, 1 if strategy == "single" else 4, schedule=schedule if strategy == "dp" else "")
+    case = case_of(
+        strategy, 1 if strategy == "single" else 4, schedule=schedule if strategy == "dp" else ""
+    )
     line = simulation.step(case, profile, on)
     assert line.seconds >= 0.05 * (1 - 1e-9)
     charged = ledger.phases(Step(line.seconds, False, line.seconds), line.spans())
@@ -103,7 +125,8 @@ def test_the_ladder_climbs() -> None:
 def test_serial_workers_launch_one_after_the_other() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.01, host=4.0)
     together, serial = (
-        seconds(case_of("dp", 8, schedule=text), profile, on, hand_off=0.5) for text in ("reference", "workers=serial")
+        seconds(case_of("dp", 8, schedule=text), profile, on, hand_off=0.5)
+        for text in ("reference", "workers=serial")
     )
     assert serial < together  # no lock is handed over
 
@@ -120,14 +143,19 @@ def test_more_devices_than_there_are_is_refused_with_the_way_out() -> None:
     with pytest.raises(UnknownMachine, match=r"has 2 GPUs.*needs 4; give --devices up to 2"):
         simulation.step(case_of("ddp", 4), profile, on)
     many = machine.load("dgx-a100-x512")
-    with pytest.raises(UnknownMachine, match=r"drives all devices from one process.*--strategies ddp"):
+    with pytest.raises(
+        UnknownMachine, match=r"drives all devices from one process.*--strategies ddp"
+    ):
         simulation.step(case_of("dp", 16), profile, many)
 
 
 def test_a_step_falls_with_the_bus_and_never_below_one_device() -> None:
     profile, on = known("rtx-3090-x8")
     for strategy in ("torch_dp", "ddp"):
-        steps = [seconds(case_of(strategy, 8), profile, on, bus_scale=scale) for scale in (0.25, 1.0, 4.0, 1e6)]
+        steps = [
+            seconds(case_of(strategy, 8), profile, on, bus_scale=scale)
+            for scale in (0.25, 1.0, 4.0, 1e6)
+        ]
         assert steps == sorted(steps, reverse=True)
         assert steps[-1] >= 0.05
 
@@ -142,7 +170,9 @@ def test_ranks_beyond_eight_are_one() -> None:
 def test_late_reduction_costs_what_overlap_hides() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.3)
     beside, late = (
-        loops.step(case_of("ddp", 8), profile, on, loop=LoopDifferences(late_reduction=late)).seconds
+        loops.step(
+            case_of("ddp", 8), profile, on, loop=LoopDifferences(late_reduction=late)
+        ).seconds
         for late in (False, True)
     )
     wire = network.DeviceGroup(on, 8, DEFAULT).one_s("all_reduce", COUNTED.parameter_bytes)
@@ -168,7 +198,9 @@ def test_data_parallel_is_slower_than_one_gpu_for_launch_bound_nets() -> None:
     on = replace(machine.load("rtx-2080-ti-x4"), host=machine.Host(factor=3.1))
     profile = profiles.given(small, 0.030, 48, on)
     one, four = (
-        seconds(Case(model="m", strategy=s, devices=n, batch_size=48, device_kind="cuda"), profile, on)
+        seconds(
+            Case(model="m", strategy=s, devices=n, batch_size=48, device_kind="cuda"), profile, on
+        )
         for s, n in (("single", 1), ("torch_dp", 4))
     )
     assert four > 1.5 * one
@@ -178,13 +210,26 @@ def test_vgg_scales_backwards_on_eight_consumer_gpus_without_peer_access() -> No
     vgg = named_models.find("vgg16").profile  # the plug of this name is a small one
     on = machine.load("rtx-3090-x8")
     profile = profiles.given(vgg, 0.100, 32, on)
-    rate = {n: n / seconds(Case(model="vgg16", strategy="ddp", devices=n, batch_size=4 * n, device_kind="cuda"),
-                           profile, on) for n in (1, 2, 8)}  # fmt: skip
+    rate = {
+        n: (
+            n
+            / seconds(
+                Case(
+                    model="vgg16", strategy="ddp", devices=n, batch_size=4 * n, device_kind="cuda"
+                ),
+                profile,
+                on,
+            )
+        )
+        for n in (1, 2, 8)
+    }
     assert rate[2] < rate[1]
     assert rate[8] < 2 * rate[1]
     fast = machine.load("h100-sxm-x8")
     assert 8 / seconds(
-        Case(model="vgg16", strategy="ddp", devices=8, batch_size=32, device_kind="cuda"), profile, fast
+        Case(model="vgg16", strategy="ddp", devices=8, batch_size=32, device_kind="cuda"),
+        profile,
+        fast,
     ) > (5 * rate[1])
 
 
@@ -204,17 +249,27 @@ def test_overhead_follows_tensors_when_host_bound_and_bytes_when_large(step_s: f
 
 
 def test_hugging_faces_gpt2_comes_out_in_order() -> None:
-    # transformers docs, perf_train_gpu_many: 2x TITAN RTX, seconds for 200 steps: DDP with NVLink 101.9, DP 110.6,
-    # DDP without peer access 131.4; no step of one GPU was published
+    # transformers docs, perf_train_gpu_many: 2x TITAN RTX, seconds for 200 steps: DDP with NVLink
+    # 101.9, DP 110.6, DDP without peer access 131.4; no step of one GPU was published
     gpt2 = counted("gpt2")
     without = machine.load("titan-rtx-x4")
     bridge = Link("gpu0", "gpu1", "nvlink", 40e9)
     joined = replace(without, name="bridged", links=(bridge, *without.links))
     step = {}
-    for name, strategy, on in (("ddp, nvlink", "ddp", joined), ("dp, nvlink", "torch_dp", joined),
-                               ("ddp, no peer access", "ddp", without)):  # fmt: skip
+    for name, strategy, on in (
+        ("ddp, nvlink", "ddp", joined),
+        ("dp, nvlink", "torch_dp", joined),
+        ("ddp, no peer access", "ddp", without),
+    ):
         profile = profiles.given(gpt2, 0.46, 4, on, optimizer="adam")
-        case = Case(model="gpt2", strategy=strategy, devices=2, batch_size=8, optimizer="adam", device_kind="cuda")
+        case = Case(
+            model="gpt2",
+            strategy=strategy,
+            devices=2,
+            batch_size=8,
+            optimizer="adam",
+            device_kind="cuda",
+        )
         step[name] = seconds(case, profile, on)
     assert step["ddp, nvlink"] < step["dp, nvlink"] < step["ddp, no peer access"]
 
@@ -246,16 +301,23 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
 
 
 def test_an_interval_holds_80_percent() -> None:
-    """A residual alone makes the step lognormal; a deviation of 1.28 to either side holds 80 %, and 1.64 holds 90 %."""
+    """A residual alone makes the step lognormal.
+
+    A deviation of 1.28 to either side holds 80 %, and 1.64 holds 90 %.
+    """
     low, high = interval(1.0, drawn(1.0, lambda name, factor: 1.0, {}, 0.1))
     assert (-math.log(low) / 0.1, math.log(high) / 0.1) == pytest.approx((1.28, 1.28), abs=0.18)
 
 
 def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
-    """A counted step may err by a factor of two, but the step on one device errs by the same factor."""
+    """A counted step may err by a factor of two, but the step on one device errs by the same
+    factor.
+    """
     predictor = cases.Predictor(machine.load("dgx-a100"))
-    single, many = (predictor.predict(replace(case, model="resnet50"))
-                    for case in (case_of("single", 1), case_of("ddp", 8)))  # fmt: skip
+    single, many = (
+        predictor.predict(replace(case, model="resnet50"))
+        for case in (case_of("single", 1), case_of("ddp", 8))
+    )
     assert many.high_s / many.low_s > 2
     stated, scaling = cases.speedup(many, [single, many])
     assert stated is not None
@@ -267,21 +329,27 @@ def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
 
 
 def test_named_convolutional_nets_compute_in_tf32_as_torch_does_by_default() -> None:
-    """NVIDIA's DeepLearningExamples trains ResNet-50 on one A100 at 938 images per second in TF32 at batch 256."""
+    """NVIDIA's DeepLearningExamples trains ResNet-50 on one A100 at 938 images per second in TF32
+    at batch 256.
+    """
     predictor = cases.Predictor(machine.load("dgx-a100"))
     case = replace(case_of("single", 1), model="resnet50", batch_size=256)
     found = predictor.predict(case)
     assert 256 / found.high_s < 938 < 256 / found.low_s
     assert 256 / found.seconds == pytest.approx(938, rel=0.3)
     on = predictor.machine
-    without = cases.Predictor(replace(on, gpu=replace(on.gpu, flop_per_s={"fp32": on.gpu.flop_per_s["fp32"]})))
+    without = cases.Predictor(
+        replace(on, gpu=replace(on.gpu, flop_per_s={"fp32": on.gpu.flop_per_s["fp32"]}))
+    )
     assert without.predict(case).seconds > 2 * found.seconds
     attention = replace(case, model="bert-base")
     assert without.predict(attention).seconds == predictor.predict(attention).seconds
 
 
 def test_a_model_nobody_knows_lists_the_known() -> None:
-    with pytest.raises(LookupError, match=r"unknown model 'resnet5'; known: .*did you mean 'resnet50'.*--model"):
+    with pytest.raises(
+        LookupError, match=r"unknown model 'resnet5'; known: .*did you mean 'resnet50'.*--model"
+    ):
         counted("resnet5")
 
 
@@ -291,22 +359,37 @@ def test_known_losses_and_optimizers_follow_the_work_that_is_done() -> None:
 
     def phase_s(case: Case, phase: Phase) -> float:
         line = simulation.step(case, profile, on)
-        found = [end - begin for task, (begin, end) in zip(line.tasks, line.times, strict=True)
-                 if task.phase is phase and task.unit == "bytes" and task.device == 0]  # fmt: skip
+        found = [
+            end - begin
+            for task, (begin, end) in zip(line.tasks, line.times, strict=True)
+            if task.phase is phase and task.unit == "bytes" and task.device == 0
+        ]
         return sum(found)
 
     single, gathered = case_of("single", 1), case_of("dp", 4, schedule="reference")
-    assert phase_s(gathered, Phase.LOSS) == pytest.approx(4 * phase_s(single, Phase.LOSS)), "GPU 0 has it all"
+    assert phase_s(gathered, Phase.LOSS) == pytest.approx(4 * phase_s(single, Phase.LOSS)), (
+        "GPU 0 has it all"
+    )
     local = case_of("dp", 4, schedule="local_loss")
     assert phase_s(local, Phase.LOSS) == pytest.approx(phase_s(single, Phase.LOSS))
-    whole, shared = (seconds(case_of("dp", 4, schedule=name), profile, on) for name in ("flat_optimizer", "zero1"))
+    whole, shared = (
+        seconds(case_of("dp", 4, schedule=name), profile, on)
+        for name in ("flat_optimizer", "zero1")
+    )
     assert whole - shared > 0.5 * 8e-3, "each has a quarter of the optimizer"
 
 
 def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
     predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
-    case = Case(model="resnet18", size="small", strategy="dp", schedule="reference", batch_size=8, devices=2,
-                device_kind="cuda")  # fmt: skip
+    case = Case(
+        model="resnet18",
+        size="small",
+        strategy="dp",
+        schedule="reference",
+        batch_size=8,
+        devices=2,
+        device_kind="cuda",
+    )
     found = what_if.what_ifs(predictor, [case])
     assert found[0].change == "DistributedDataParallel", "the first thing to try"
     assert all(one.gain_low <= one.gain <= one.gain_high for one in found)
@@ -318,9 +401,13 @@ def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
 
 def test_a_machine_without_peaks_asks_for_the_step() -> None:
     bare = machine.read(
-        {"peer_access": True, "gpu": {"name": "x", "count": 1},
-         "link": [{"between": ["gpu0", "cpu0"], "kind": "pcie", "bytes_per_s": 1e9}]}, "bare",
-    )  # fmt: skip
+        {
+            "peer_access": True,
+            "gpu": {"name": "x", "count": 1},
+            "link": [{"between": ["gpu0", "cpu0"], "kind": "pcie", "bytes_per_s": 1e9}],
+        },
+        "bare",
+    )
     with pytest.raises(UnknownMachine, match=r"bare.*peak for fp32.*--step-s SECONDS"):
         cases.Predictor(bare).predict(case_of("single", 1))
 

@@ -1,4 +1,6 @@
-"""The measured bus of a prediction: a number, the output of nccl-tests, and the intervals without one."""
+"""The measured bus of a prediction: a number, the output of nccl-tests, and the intervals without
+one.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,45 @@ from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT
 
 CURVE = (
-    (524288, 60.71, 15.11), (1048576, 76.13, 24.1), (2097152, 96.28, 38.12),
-    (16777216, 256.7, 114.38), (134217728, 1157.2, 202.97),
-    (1073741824, 8164.5, 230.15), (8589934592, 63870.0, 235.36),
-)  # fmt: skip
-"""All-reduces of eight A100-SXM4-40GB as (bytes, µs, bus bandwidth in GB/s): microsoft/superbench-results @5e77aa7,
-v0.2.1/Azure-NDv4-A100."""
+    (524288, 60.71, 15.11),
+    (1048576, 76.13, 24.1),
+    (2097152, 96.28, 38.12),
+    (16777216, 256.7, 114.38),
+    (134217728, 1157.2, 202.97),
+    (1073741824, 8164.5, 230.15),
+    (8589934592, 63870.0, 235.36),
+)
+"""All-reduces of eight A100-SXM4-40GB as (bytes, µs, bus bandwidth in GB/s):
+microsoft/superbench-results @5e77aa7, v0.2.1/Azure-NDv4-A100.
+"""
 PREDICT = [
-    "predict", "--machine", "rtx-3090-x8", "--models", "resnet50", "--strategies", "single,ddp", "--devices", "1,8",
-    "--step-s", "0.09",
-]  # fmt: skip
+    "predict",
+    "--machine",
+    "rtx-3090-x8",
+    "--models",
+    "resnet50",
+    "--strategies",
+    "single,ddp",
+    "--devices",
+    "1,8",
+    "--step-s",
+    "0.09",
+]
 
 
 def printed(curve: tuple[tuple[int, float, float], ...] = CURVE) -> str:
     """Return the text that all_reduce_perf prints for these all-reduces."""
-    head = "# nThread 1 nGpus 8\n#       size         count      type   redop    root     time   algbw   busbw #wrong\n"
-    line = "{:12d} {:13d}     float     sum      -1   {:.2f}   {:.2f}   {:.2f}      0   {:.2f}  {:.2f}  {:.2f}   N/A\n"
-    rows = [line.format(b, b // 4, us, b / us / 1e3, bus, us, b / us / 1e3, bus) for b, us, bus in curve]
+    head = (
+        "# nThread 1 nGpus 8\n#       size         count      type   redop    root     time   algbw"
+        "   busbw #wrong\n"
+    )
+    line = (
+        "{:12d} {:13d}     float     sum      -1   {:.2f}   {:.2f}   {:.2f}      0   {:.2f}  {:.2f}"
+        "  {:.2f}   N/A\n"
+    )
+    rows = [
+        line.format(b, b // 4, us, b / us / 1e3, bus, us, b / us / 1e3, bus) for b, us, bus in curve
+    ]
     return head + "".join(rows) + "# Avg bus bandwidth    : 93.1\n"
 
 
@@ -44,7 +68,11 @@ def test_the_output_of_nccl_tests_gives_back_its_durations(tmp_path: Path) -> No
 
 def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
     found = network.collective("42.5")
-    assert (found.bytes_per_s, found.start_s, found.root_s) == (42.5e9, DEFAULT.start_s, DEFAULT.root_s)
+    assert (found.bytes_per_s, found.start_s, found.root_s) == (
+        42.5e9,
+        DEFAULT.start_s,
+        DEFAULT.root_s,
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,7 +84,10 @@ def test_a_number_is_the_bandwidth_of_the_largest_all_reduces() -> None:
         ("gather.txt", "has usable lines of all_reduce_perf for 0 sizes"),
         ("scatter.txt", "is the output of reduce_scatter_perf; give the output of all_reduce_perf"),
         ("absent.txt", "neither a bandwidth in GB/s nor a file that can be read"),
-        ("empty.txt", "has usable lines of all_reduce_perf for 0 sizes, but at least 3 sizes are needed"),
+        (
+            "empty.txt",
+            "has usable lines of all_reduce_perf for 0 sizes, but at least 3 sizes are needed",
+        ),
         ("short.txt", "has usable lines of all_reduce_perf for 2 sizes"),
     ],
 )
@@ -83,14 +114,24 @@ def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
     assert "is not measured, but described" not in measured
     spans = []
     for given in ([], ["--bus", "3.5"]):
-        found = json.loads(runner.invoke(cli, [*PREDICT, *given, "--json"], catch_exceptions=False).stdout)
+        found = json.loads(
+            runner.invoke(cli, [*PREDICT, *given, "--json"], catch_exceptions=False).stdout
+        )
         step = next(one["step_s"] for one in found["cases"] if one["case"]["devices"] == 8)
         spans.append((step["high"] - step["low"]) / step["value"])
     assert spans[1] < spans[0]
 
 
 def test_the_bus_of_one_node_is_refused_for_cases_on_several() -> None:
-    asked = ["predict", "--machine", "dgx-1-v100-x128", "--models", "resnet50", "--strategies", "single,ddp"]
+    asked = [
+        "predict",
+        "--machine",
+        "dgx-1-v100-x128",
+        "--models",
+        "resnet50",
+        "--strategies",
+        "single,ddp",
+    ]
     done = CliRunner().invoke(cli, [*asked, "--devices", "1,16", "--bus", "130"])
     assert done.exit_code != 0
     assert "runs on 2 nodes" in done.output
@@ -99,8 +140,14 @@ def test_the_bus_of_one_node_is_refused_for_cases_on_several() -> None:
 def test_a_faster_bus_makes_ddp_faster() -> None:
     steps = []
     for rate in ("2", "20"):
-        found = json.loads(CliRunner().invoke(cli, [*PREDICT, "--bus", rate, "--json"], catch_exceptions=False).stdout)
-        steps.append(next(one["step_s"]["value"] for one in found["cases"] if one["case"]["devices"] == 8))
+        found = json.loads(
+            CliRunner()
+            .invoke(cli, [*PREDICT, "--bus", rate, "--json"], catch_exceptions=False)
+            .stdout
+        )
+        steps.append(
+            next(one["step_s"]["value"] for one in found["cases"] if one["case"]["devices"] == 8)
+        )
     assert steps[1] < steps[0]
 
 
@@ -108,7 +155,10 @@ def test_strategies_of_one_process_are_left_out_of_several_nodes_and_said_to_be(
     asked = ["predict", "--machine", "dgx-1-v100-x128", "--models", "resnet50", "--json"]
     found = CliRunner().invoke(cli, [*asked, "--strategies", "ddp,torch_dp", "--devices", "8,16"])
     assert found.exit_code == 0
-    cases = [(one["case"]["strategy"], one["case"]["devices"]) for one in json.loads(found.stdout)["cases"]]
+    cases = [
+        (one["case"]["strategy"], one["case"]["devices"])
+        for one in json.loads(found.stdout)["cases"]
+    ]
     assert cases == [("ddp", 8), ("ddp", 16), ("torch_dp", 8)]
     reason = "left out, because one process cannot use the GPUs of several nodes: "
     assert found.stderr == f"{reason}resnet50 full torch_dp x16 cuda batch 512\n"

@@ -1,4 +1,6 @@
-"""The scoreboard: rows that it reads, rows that it leaves out with a reason, and errors that do not grow."""
+"""The scoreboard: rows that it reads, rows that it leaves out with a reason, and errors that do not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excl
         for key, line in now.items()
         if line.n != before[key]["n"] or line.mape > before[key]["mape"] + MARGIN
     }
-    assert not worse, f"{worse}; python {Path(__file__).name} writes a new {ACCURACY.name} if this is meant"
+    assert not worse, (
+        f"{worse}; python {Path(__file__).name} writes a new {ACCURACY.name} if this is meant"
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +82,9 @@ def test_intervals_hold_four_in_five_steps_over_machines(
     hard = score.coverage([one for one in scored[0] if one.hard])
     assert hard is not None
     assert hard.low <= 0.80 <= hard.high
-    assert found.score <= 0.543  # that of intervals before the costs of hosts and buses were measured
+    assert (
+        found.score <= 0.543
+    )  # that of intervals before the costs of hosts and buses were measured
 
 
 def test_the_interval_of_a_coverage_is_as_wide_as_that_of_a_bootstrap_of_machines() -> None:
@@ -86,20 +92,25 @@ def test_the_interval_of_a_coverage_is_as_wide_as_that_of_a_bootstrap_of_machine
     machines = [(f"gpu {i}", int(draw.integers(1, 60)), float(draw.beta(8, 2))) for i in range(40)]
     rows_ = [
         SimpleNamespace(
-            covered=bool(draw.random() < right), interval_score=1.0,
+            covered=bool(draw.random() < right),
+            interval_score=1.0,
             matched=SimpleNamespace(row=SimpleNamespace(gpu=gpu, interconnect="PCIe")),
         )
         for gpu, number, right in machines
         for _ in range(number)
-    ]  # fmt: skip
+    ]
     found = score.coverage(rows_)  # type: ignore[arg-type]
     assert found is not None
-    of = {gpu: [one.covered for one in rows_ if one.matched.row.gpu == gpu] for gpu, _, _ in machines}
+    of = {
+        gpu: [one.covered for one in rows_ if one.matched.row.gpu == gpu] for gpu, _, _ in machines
+    }
     right, number = (np.array([f(mine) for mine in of.values()]) for f in (sum, len))
     chosen = draw.integers(len(of), size=(20_000, len(of)))
     shares = right[chosen].sum(axis=1) / number[chosen].sum(axis=1)
     assert found.share == pytest.approx(right.sum() / number.sum())
-    assert found.high - found.low == pytest.approx(float(np.diff(np.quantile(shares, [0.025, 0.975]))[0]), rel=0.1)
+    assert found.high - found.low == pytest.approx(
+        float(np.diff(np.quantile(shares, [0.025, 0.975]))[0]), rel=0.1
+    )
     assert score.coverage(rows_[:1]) is None  # type: ignore[arg-type]
 
 
@@ -120,7 +131,9 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
 
 
 @pytest.mark.slow
-def test_resnet50_on_two_devices_orders_as_published(scored: tuple[list[score.Scored], list[Excluded]]) -> None:
+def test_resnet50_on_two_devices_orders_as_published(
+    scored: tuple[list[score.Scored], list[Excluded]],
+) -> None:
     found = {one.matched.row.id: one for one in scored[0] if one.matched.row.group == "CLD"}
     dp2, dp4 = (found[f"CLD-{number}"] for number in ("0003", "0006"))
     assert dp2.measured_s < dp4.measured_s
@@ -134,7 +147,9 @@ def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
         asked = rows.question(one)
         if asked.accumulated == 1:
             on = asked.machine.machine
-            by_formula = formula.seconds(asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop)
+            by_formula = formula.seconds(
+                asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop
+            )
             assert asked.scale * by_formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
 
 
@@ -143,13 +158,41 @@ def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
 
 def write(path: Path, *changed: dict[str, Any]) -> Path:
     blank = dict.fromkeys(
-        ["id", "group", "source", "model", "params_M", "framework", "strategy", "gpu", "n_gpu", "interconnect",
-         "precision", "batch_per_gpu", "batch_global", "metric", "value", "timed", "optimizer", "repeats_of", "notes"],
+        [
+            "id",
+            "group",
+            "source",
+            "model",
+            "params_M",
+            "framework",
+            "strategy",
+            "gpu",
+            "n_gpu",
+            "interconnect",
+            "precision",
+            "batch_per_gpu",
+            "batch_global",
+            "metric",
+            "value",
+            "timed",
+            "optimizer",
+            "repeats_of",
+            "notes",
+        ],
         "",
-    )  # fmt: skip
-    usual = {"model": "resnet50", "framework": "pytorch", "strategy": "ddp", "gpu": "V100-SXM2", "n_gpu": 8,
-             "interconnect": "NVLink mesh", "precision": "fp32", "batch_per_gpu": 32, "metric": "step_ms",
-             "timed": "step"}  # fmt: skip
+    )
+    usual = {
+        "model": "resnet50",
+        "framework": "pytorch",
+        "strategy": "ddp",
+        "gpu": "V100-SXM2",
+        "n_gpu": 8,
+        "interconnect": "NVLink mesh",
+        "precision": "fp32",
+        "batch_per_gpu": 32,
+        "metric": "step_ms",
+        "timed": "step",
+    }
     with path.open("w", newline="") as file:
         table = csv.DictWriter(file, list(blank))
         table.writeheader()
@@ -183,9 +226,24 @@ ONE = {"id": "X-1", "strategy": "single", "n_gpu": 1, "value": 100}
     ],
 )
 def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
-    shared = {key: odd[key] for key in ("model", "params_M", "gpu", "precision", "timed", "metric", "framework",
-                                        "batch_per_gpu", "batch_global") if key in odd}  # fmt: skip
-    found, left = score.score(write(tmp_path / "odd.csv", {**shared, **ONE}, {"id": "X-2", "value": 120, **odd}))
+    shared = {
+        key: odd[key]
+        for key in (
+            "model",
+            "params_M",
+            "gpu",
+            "precision",
+            "timed",
+            "metric",
+            "framework",
+            "batch_per_gpu",
+            "batch_global",
+        )
+        if key in odd
+    }
+    found, left = score.score(
+        write(tmp_path / "odd.csv", {**shared, **ONE}, {"id": "X-2", "value": 120, **odd})
+    )
     assert not left
     (one,) = found
     assert 0 < one.low_s <= one.predicted_s <= one.high_s < float("inf")
@@ -203,7 +261,10 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
         ),
         ({"strategy": "pipeline", "value": 3}, "the strategy pipeline cannot be predicted"),
         ({"model": "vgg16", "value": 3}, "the group of the row has no one-device row"),
-        ({"notes": "SUSPECT: loader-bound", "value": 3}, "the notes mark the row as suspect or as of low trust"),
+        (
+            {"notes": "SUSPECT: loader-bound", "value": 3},
+            "the notes mark the row as suspect or as of low trust",
+        ),
         ({"repeats_of": "X-9", "value": 3}, "the row repeats another row"),
         (
             {"metric": "samples_per_s", "value": 3, "batch_per_gpu": ""},
@@ -211,7 +272,9 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_left_out_is_listed_with_its_reason(row: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_what_is_left_out_is_listed_with_its_reason(
+    row: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
     table = write(tmp_path / "some.csv", ONE, {"id": "X-2", **row}, {"id": "X-3", "value": 120})
     found, left = score.score(table)
     assert [one.matched.row.id for one in found] == ["X-3"]
@@ -222,15 +285,25 @@ def test_what_is_left_out_is_listed_with_its_reason(row: dict[str, Any], reason:
 
 
 def test_suspect_rows_and_repeats_come_in_when_asked(tmp_path: Path) -> None:
-    table = write(tmp_path / "all.csv", ONE, {"id": "X-2", "value": 120, "notes": "SUSPECT"},
-                  {"id": "X-3", "value": 120, "repeats_of": "X-2"})  # fmt: skip
-    assert [len(score.score(table, all_rows=everything)[0]) for everything in (False, True)] == [0, 2]
+    table = write(
+        tmp_path / "all.csv",
+        ONE,
+        {"id": "X-2", "value": 120, "notes": "SUSPECT"},
+        {"id": "X-3", "value": 120, "repeats_of": "X-2"},
+    )
+    assert [len(score.score(table, all_rows=everything)[0]) for everything in (False, True)] == [
+        0,
+        2,
+    ]
 
 
 def test_a_table_without_columns_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "wrong.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match=r"required columns are missing: id, metric, model, n_gpu, strategy, value;"):
+    with pytest.raises(
+        ValueError,
+        match=r"required columns are missing: id, metric, model, n_gpu, strategy, value;",
+    ):
         score.score(path)
 
 
@@ -242,11 +315,12 @@ def test_the_nearest_batch_and_the_same_board_are_the_baseline(tmp_path: Path) -
         {**ONE, "id": "X-3", "batch_per_gpu": 64, "value": 190},
         {"id": "X-4", "value": 120},
         {"id": "X-5", "value": 240, "batch_per_gpu": 64, "interconnect": "another board"},
-    )  # fmt: skip
+    )
     matched, _ = published.match(published.read(table)[0])
     assert [(one.row.id, one.one_s, one.one_samples) for one in matched] == [
-        ("X-4", pytest.approx(0.1), 32), ("X-5", pytest.approx(0.19), 64),
-    ]  # fmt: skip
+        ("X-4", pytest.approx(0.1), 32),
+        ("X-5", pytest.approx(0.19), 64),
+    ]
 
 
 def test_strong_scaling_uses_the_line_through_two_batches(tmp_path: Path) -> None:
@@ -264,11 +338,18 @@ def test_strong_scaling_uses_the_line_through_two_batches(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("notes", "tokens"),
     [
-        ("unit tokens/s", 64), ("seq 384; unit tokens/s", 64), ("AMP, tokens per second over 3 runs", 64),
-        ("units: tokens", 64), ("unit sequences/s (384 tokens each)", 1), ("batch of 512 tokens", 1), ("", 1),
+        ("unit tokens/s", 64),
+        ("seq 384; unit tokens/s", 64),
+        ("AMP, tokens per second over 3 runs", 64),
+        ("units: tokens", 64),
+        ("unit sequences/s (384 tokens each)", 1),
+        ("batch of 512 tokens", 1),
+        ("", 1),
     ],
-)  # fmt: skip
-def test_any_clause_of_the_notes_may_state_the_unit(notes: str, tokens: int, tmp_path: Path) -> None:
+)
+def test_any_clause_of_the_notes_may_state_the_unit(
+    notes: str, tokens: int, tmp_path: Path
+) -> None:
     row = {
         **ONE,
         "model": "an unknown model",
@@ -289,7 +370,14 @@ def test_epochs_at_another_batch_size_are_compared_by_their_samples(tmp_path: Pa
         {**ONE, **epoch, "value": 100},
         {**ONE, **epoch, "id": "X-2", "batch_per_gpu": 64, "value": 90},
         {**epoch, "id": "X-3", "n_gpu": 2, "batch_per_gpu": 64, "value": 46},
-        {**epoch, "id": "X-4", "n_gpu": 2, "batch_per_gpu": 32, "value": 51, "notes": "2 epochs x 40 steps"},
+        {
+            **epoch,
+            "id": "X-4",
+            "n_gpu": 2,
+            "batch_per_gpu": 32,
+            "value": 51,
+            "notes": "2 epochs x 40 steps",
+        },
     )
     found = {one.row.id: one for one in published.match(published.read(table)[0])[0]}
     same = found["X-3"]
@@ -302,11 +390,19 @@ def test_epochs_at_another_batch_size_are_compared_by_their_samples(tmp_path: Pa
     [
         ("step", "", {Phase.SCATTER}),
         ("h2d_pageable+forward+loss+backward", "none", {Phase.OPTIMIZER}),
-        ("forward", "none", {Phase.SCATTER, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER}),
+        (
+            "forward",
+            "none",
+            {Phase.SCATTER, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER},
+        ),
     ],
 )
-def test_what_a_figure_includes(timed: str, optimizer: str, missing: set[Phase], tmp_path: Path) -> None:
-    table, _ = published.read(write(tmp_path / "t.csv", {**ONE, "timed": timed, "optimizer": optimizer}))
+def test_what_a_figure_includes(
+    timed: str, optimizer: str, missing: set[Phase], tmp_path: Path
+) -> None:
+    table, _ = published.read(
+        write(tmp_path / "t.csv", {**ONE, "timed": timed, "optimizer": optimizer})
+    )
     assert set(Phase) - rows.timed(table[0]) == missing
 
 
@@ -373,8 +469,15 @@ def test_another_size_of_a_known_name_is_estimated_from_its_parameters() -> None
 # ---------------------------------------------------------------- the command
 
 
-def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = write(tmp_path / "x.csv", ONE, {"id": "X-2", "value": 120}, {"id": "X-3", "metric": "util", "value": 3})
+def test_the_scoreboard_prints_and_speaks_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write(
+        tmp_path / "x.csv",
+        ONE,
+        {"id": "X-2", "value": 120},
+        {"id": "X-3", "metric": "util", "value": 3},
+    )
     command.main([str(table)])
     header, _, row, *_, left_out = capsys.readouterr().out.strip().splitlines()
     assert header.split()[0] == "group"
@@ -382,7 +485,19 @@ def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, capsys: pytest.Ca
     assert left_out.endswith(": X-3")
     command.main([str(table), "--json"])
     (line,) = json.loads(capsys.readouterr().out)
-    keys = {"group", "strategy", "metric", "n", "mape", "median", "p90", "bias", "skill", "coverage", "excluded"}
+    keys = {
+        "group",
+        "strategy",
+        "metric",
+        "n",
+        "mape",
+        "median",
+        "p90",
+        "bias",
+        "skill",
+        "coverage",
+        "excluded",
+    }
     assert keys <= set(line)
     assert (line["group"], line["strategy"], line["n"], line["excluded"]) == ("X", "ddp", 1, 1)
     assert line["mape"] < 1
@@ -390,9 +505,22 @@ def test_the_scoreboard_prints_and_speaks_json(tmp_path: Path, capsys: pytest.Ca
 
 def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench: Command) -> None:
     code, out, err = dpbench(
-        "predict", "--machine", "dgx-a100", "--models", "resnet50", "--devices", "1,4", "--schedules",
-        "reference,zero1", "--batch-per-device", "32", "--step-s", "0.1", "--store", "p.db",
-    )  # fmt: skip
+        "predict",
+        "--machine",
+        "dgx-a100",
+        "--models",
+        "resnet50",
+        "--devices",
+        "1,4",
+        "--schedules",
+        "reference,zero1",
+        "--batch-per-device",
+        "32",
+        "--step-s",
+        "0.1",
+        "--store",
+        "p.db",
+    )
     assert code == 0, err
     assert "all steps below are predictions" in out
     assert "dp[zero1]" in out
@@ -410,18 +538,53 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
         ([], "give --machine and --models"),
         (["--machine", "dgx-a10", "--models", "resnet50"], "did you mean 'dgx-a100'"),
         (["--machine", "dgx-a100", "--models", "resnet5"], "did you mean 'resnet50'"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--schedules", "zero2"], "unknown schedule 'zero2'"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "torch_dp", "--devices", "16"],
-         "dgx-a100 has 8 GPUs"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--size", "full"], "--size: dpbench knows only one size"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--strategies", "ddp", "--schedules", "zero1"],
-         "--schedules: none of the strategies has schedules"),
-        (["--machine", "dgx-a100", "--models", "resnet50", "--devices", "1", "--bus", "100"], "--bus: no case has"),
-        (["--machine", "dgx-a100", "--models", "resnet50,bert-base", "--step-s", "0.1"],
-         "--step-s: it is the step time of one model, and 2 models are given"),
+        (
+            ["--machine", "dgx-a100", "--models", "resnet50", "--schedules", "zero2"],
+            "unknown schedule 'zero2'",
+        ),
+        (
+            [
+                "--machine",
+                "dgx-a100",
+                "--models",
+                "resnet50",
+                "--strategies",
+                "torch_dp",
+                "--devices",
+                "16",
+            ],
+            "dgx-a100 has 8 GPUs",
+        ),
+        (
+            ["--machine", "dgx-a100", "--models", "resnet50", "--size", "full"],
+            "--size: dpbench knows only one size",
+        ),
+        (
+            [
+                "--machine",
+                "dgx-a100",
+                "--models",
+                "resnet50",
+                "--strategies",
+                "ddp",
+                "--schedules",
+                "zero1",
+            ],
+            "--schedules: none of the strategies has schedules",
+        ),
+        (
+            ["--machine", "dgx-a100", "--models", "resnet50", "--devices", "1", "--bus", "100"],
+            "--bus: no case has",
+        ),
+        (
+            ["--machine", "dgx-a100", "--models", "resnet50,bert-base", "--step-s", "0.1"],
+            "--step-s: it is the step time of one model, and 2 models are given",
+        ),
     ],
-)  # fmt: skip
-def test_a_wrong_question_is_told_the_way_out(dpbench: Command, arguments: list[str], message: str) -> None:
+)
+def test_a_wrong_question_is_told_the_way_out(
+    dpbench: Command, arguments: list[str], message: str
+) -> None:
     code, _, err = dpbench("predict", *arguments)
     assert code == 64
     assert message in err
@@ -438,7 +601,13 @@ def test_the_documented_scoreboard_is_the_committed_one() -> None:
     assert len(table) == len(committed)
     for row, line in zip(table, committed, strict=True):
         hard = "none" if line["hard_mape"] is None else f"{line['hard_mape']:.1%}"
-        told = [str(line["n"]), f"{line['mape']:.1%}", f"{line['bias']:+.1%}", f"{line['coverage']:.0%}", hard]
+        told = [
+            str(line["n"]),
+            f"{line['mape']:.1%}",
+            f"{line['bias']:+.1%}",
+            f"{line['coverage']:.0%}",
+            hard,
+        ]
         assert row.split()[-5:] == told, line["group"]
 
 
@@ -451,4 +620,6 @@ def test_public_figures_of_present_machines_are_inside_the_intervals() -> None:
     assert statistics.median(abs(one.error) for one in predicted) < 0.2
     table = (public_figures.FIGURES.parent / "README.md").read_text()
     for one in predicted:
-        assert f"| {one.published_s * 1e3:.1f} | {one.predicted_s * 1e3:.1f} (" in table, "write the table anew"
+        assert f"| {one.published_s * 1e3:.1f} | {one.predicted_s * 1e3:.1f} (" in table, (
+            "write the table anew"
+        )

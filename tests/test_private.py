@@ -1,4 +1,6 @@
-"""The private parts of torch on which dpbench depends, each in one file: a torch without them fails here first."""
+"""The private parts of torch on which dpbench depends, each in one file: a torch without them fails
+here first.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,24 @@ TESTED = "2.13"
 ROOT = Path(__file__).parent.parent / "dpbench"
 PRIVATE = {
     r"\._replicate_for_data_parallel\(": "engine/replicate.py",
-    r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": "strategies/ddp.py",
+    r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": (
+        "strategies/ddp.py"
+    ),
     r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
     r"dropout\._DropoutNd": "measure/verification.py",
     r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/bench.py",
-    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": "engine/workers.py",
+    r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
+        "engine/workers.py"
+    ),
     r"_is_multithreading|parametrize\._cache": "engine/workers.py",
     r"_set_sequence_nr": "engine/collectives.py",
     r"_post_accumulate_grad_hooks": "engine/legal.py",
     r"_flatten_dense_tensors": "probe/host.py",
     r"torch\._dynamo\.utils": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",
-    r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": "hardware/devices/_wrapper.py",
+    r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": (
+        "hardware/devices/_wrapper.py"
+    ),
 }
 
 

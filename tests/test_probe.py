@@ -1,4 +1,6 @@
-"""The probe: figures of work whose cost is known, a file that is a machine, and the command that writes it."""
+"""The probe: figures of work whose cost is known, a file that is a machine, and the command that
+writes it.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_a_call_takes_as_long_as_it_does() -> None:
     calls, began_s = [], time.perf_counter()
     spent = time_call(lambda: calls.append(time.sleep(0.01)), 5)  # type: ignore[func-returns-value]
     assert 0.01 <= spent.low_s <= spent.seconds <= spent.high_s
-    assert spent.low_s <= (time.perf_counter() - began_s) / len(calls), "the quickest round is no slower than the mean"
+    assert spent.low_s <= (time.perf_counter() - began_s) / len(calls), (
+        "the quickest round is no slower than the mean"
+    )
 
 
 def test_short_calls_are_repeated_within_a_reading_of_the_clock() -> None:
@@ -64,7 +68,11 @@ def test_works_run_at_once() -> None:
 
 def test_settings_are_entered_in_every_thread() -> None:
     seen: list[bool] = []
-    time_together([lambda: seen.append(torch.is_inference_mode_enabled())] * 2, 1, setting=torch.inference_mode)
+    time_together(
+        [lambda: seen.append(torch.is_inference_mode_enabled())] * 2,
+        1,
+        setting=torch.inference_mode,
+    )
     assert all(seen)
 
 
@@ -91,7 +99,10 @@ def test_a_few_disturbed_repetitions_do_not_count() -> None:
 
 def test_a_figure_is_the_median_of_the_passes_with_their_range() -> None:
     passes = [[Figure("a_s", value, "how"), Figure("b_s", 1.0, "how")] for value in (3.0, 1.0, 2.0)]
-    assert over_passes(passes) == (Figure("a_s", 2.0, "how", 1.0, 3.0, 3), Figure("b_s", 1.0, "how", 1.0, 1.0, 3))
+    assert over_passes(passes) == (
+        Figure("a_s", 2.0, "how", 1.0, 3.0, 3),
+        Figure("b_s", 1.0, "how", 1.0, 1.0, 3),
+    )
 
 
 def test_the_spread_within_passes_is_in_the_range_over_them() -> None:
@@ -99,7 +110,9 @@ def test_the_spread_within_passes_is_in_the_range_over_them() -> None:
     assert over_passes(passes) == (Figure("a_s", 2.0, "how", 0.5, 5.0, 2),)
 
 
-def test_a_figure_that_one_pass_measured_once_has_no_range_and_one_that_it_repeated_has_that() -> None:
+def test_a_figure_that_one_pass_measured_once_has_no_range_and_one_that_it_repeated_has_that() -> (
+    None
+):
     once, repeated = Figure("a_s", 2.0, "how"), Figure("b_s", 1.0, "how", 0.5, 1.5)
     assert over_passes([[once, repeated]]) == (once, repeated)
     lines = list(probe._table(once))
@@ -114,8 +127,13 @@ def test_a_line_is_found_again() -> None:
     assert (start, slope) == (pytest.approx(3.0), pytest.approx(0.5))
 
 
-def test_durations_that_do_not_grow_give_the_best_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise made the largest all-reduce the quickest once; its line had no slope, and its inverse no value."""
+def test_durations_that_do_not_grow_give_the_best_measured_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Noise made the largest all-reduce the quickest once.
+
+    Its line had no slope, and its inverse no value.
+    """
     start, slope = line([(1.0, 3.0), (10.0, 2.5), (100.0, 2.0)])
     assert slope == 2.0 / 100.0
     assert 1.0 < start < 3.0, "the intercept is fitted to this slope"
@@ -149,15 +167,28 @@ def test_a_rank_that_fails_says_why() -> None:
 QUIET = foreign_load.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
 BUSY = foreign_load.Load(foreign=0.4, steal=0.0, cores=2, seconds=0.5)
 FAKE = Probe(
-    name='A "quoted" processor', cores=2, gpus=("A100",), gpu_memory_bytes=8 * 2**30, seconds=12.0, load=QUIET,
+    name='A "quoted" processor',
+    cores=2,
+    gpus=("A100",),
+    gpu_memory_bytes=8 * 2**30,
+    seconds=12.0,
+    load=QUIET,
     figures=tuple(
         Figure(name, 0.00002 * (n + 1), "how", 0.00001, 0.00003)
         for n, name in enumerate(
-            ("gpu_memory_bytes_per_s", "fp32_flop_per_s", "module_replica_s", "launch_s", "tensor_s", "thread_s",
-             "long_ops_2_threads_ratio", "pinned_to_device_bytes_per_s")
+            (
+                "gpu_memory_bytes_per_s",
+                "fp32_flop_per_s",
+                "module_replica_s",
+                "launch_s",
+                "tensor_s",
+                "thread_s",
+                "long_ops_2_threads_ratio",
+                "pinned_to_device_bytes_per_s",
+            )
         )
     ),
-)  # fmt: skip
+)
 
 
 def test_the_file_is_toml_with_every_figure() -> None:
@@ -167,7 +198,9 @@ def test_the_file_is_toml_with_every_figure() -> None:
     assert data["gpu"]["memory_bytes"] == 8 * 2**30
     assert data["host"]["factor"] == pytest.approx(FAKE["module_replica_s"] / 16e-6, rel=1e-3)
     assert set(data["probe"]) == {one.name for one in FAKE.figures}
-    assert all(row["how"] and row["value"] and row["low"] and row["high"] for row in data["probe"].values())
+    assert all(
+        row["how"] and row["value"] and row["low"] and row["high"] for row in data["probe"].values()
+    )
 
 
 def test_an_unknown_figure_lists_the_known() -> None:
@@ -180,7 +213,9 @@ def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.M
     """One pass of it: a second one would not fit into this budget."""
     monkeypatch.setattr(probe, "BUDGET_S", 1.0)
     path = tmp_path / "here.toml"
-    done = CliRunner().invoke(cli, ["probe", "--anyway", "--output", str(path)], catch_exceptions=False)
+    done = CliRunner().invoke(
+        cli, ["probe", "--anyway", "--output", str(path)], catch_exceptions=False
+    )
     assert done.exit_code == 0
     assert done.stdout == ""
     data = tomllib.loads(path.read_text())
@@ -217,19 +252,35 @@ class SentBytes:
 
     def read(self, metric: str) -> float | None:
         assert metric == "nvlink_sent_bytes"
-        copies = [one for one in self.machine.timeline.work if (one.device, one.kind) == (self.ordinal, "peer")]
+        copies = [
+            one
+            for one in self.machine.timeline.work
+            if (one.device, one.kind) == (self.ordinal, "peer")
+        ]
         return None if self.share is None else 5.0 + self.share * len(copies) * LINK_BYTES
 
 
-def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated = Machine([Gpu(i, offset_s=10.0 * i) for i in range(3)], slow_links={(0, 1): 0.25, (-1, 2): 0.5})
-    counters: dict[int, Any] = {i: SentBytes(simulated, i, share) for i, share in enumerate((1.0, None, 0.0))}
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: {one, other} == {0, 1})
+def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulated = Machine(
+        [Gpu(i, offset_s=10.0 * i) for i in range(3)], slow_links={(0, 1): 0.25, (-1, 2): 0.5}
+    )
+    counters: dict[int, Any] = {
+        i: SentBytes(simulated, i, share) for i, share in enumerate((1.0, None, 0.0))
+    }
+    monkeypatch.setattr(
+        torch.cuda, "can_device_access_peer", lambda one, other: {one, other} == {0, 1}
+    )
     with running(simulated) as devices:
         found = {one.name: one for one in gpu.links(devices, counters)}
     assert found.pop("peer_access_ratio").value == pytest.approx(2 / 6)
     shares = {name: found.pop(name).value for name in list(found) if name.endswith("nvlink_ratio")}
-    assert shares == {f"link_{i}_{j}_nvlink_ratio": share for i, share in ((0, 1.0), (2, 0.0)) for j in {0, 1, 2} - {i}}
+    assert shares == {
+        f"link_{i}_{j}_nvlink_ratio": share
+        for i, share in ((0, 1.0), (2, 0.0))
+        for j in {0, 1, 2} - {i}
+    }
     seconds = {("host", j): simulated.host_s(j, LINK_BYTES) for j in range(3)}
     seconds |= {pair: simulated.link_s(*pair, LINK_BYTES) for pair in permutations(range(3), 2)}
     true = {f"link_{i}_{j}_bytes_per_s": LINK_BYTES / s for (i, j), s in seconds.items()}
@@ -249,16 +300,25 @@ def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(monkeypatch: 
 def test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured(
     count: int, access: float, share: float | None, links: list[tuple[str, float]], said: bool
 ) -> None:
-    """Of more than two GPUs, pairs may share a link: the rates of pairs are in the file, but as no links."""
+    """Of more than two GPUs, pairs may share a link: the rates of pairs are in the file, but as no
+    links.
+    """
     names = ("all_reduce_bytes_per_s", "all_reduce_start_s")
-    more = [Figure(name, 0.00002, "how") for name in names] + [Figure("peer_access_ratio", access, "how")]
+    more = [Figure(name, 0.00002, "how") for name in names] + [
+        Figure("peer_access_ratio", access, "how")
+    ]
     for i, j in permutations(range(count), 2):
         more.append(Figure(f"link_{i}_{j}_bytes_per_s", 2e10 * (1 + i), "how"))
         more += [Figure(f"link_{i}_{j}_nvlink_ratio", share, "how")] if share is not None else []
-    text = to_toml(replace(FAKE, gpus=("A100",) * count, gpu_memory_bytes=1, figures=(*FAKE.figures, *more)))
+    text = to_toml(
+        replace(FAKE, gpus=("A100",) * count, gpu_memory_bytes=1, figures=(*FAKE.figures, *more))
+    )
     described = machine.read(tomllib.loads(text), "here")
     assert described.peer_access is (access == 1)
-    assert sorted({(one.kind, one.bytes_per_s) for one in described.links}, key=lambda one: one[1]) == links
+    assert (
+        sorted({(one.kind, one.bytes_per_s) for one in described.links}, key=lambda one: one[1])
+        == links
+    )
     assert described.probe["link_1_0_bytes_per_s"] == 4e10
     assert ("# Add the NVLinks" in text) is said
 
@@ -272,7 +332,9 @@ def test_a_pass_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(not CORES, reason="threads cannot be bound to cores here")
-def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[set[int]] = []
 
     def part() -> Iterator[Figure]:
@@ -296,8 +358,12 @@ def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(monkeypatc
 def test_several_gpus_have_links_and_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {host: "host", gpu: "gpu", all_reduce: "all_reduce"}
     for module, name in parts.items():
-        monkeypatch.setattr(module, "figures", lambda *_, name=name: iter([Figure(name, 1.0, "how")]))
-    monkeypatch.setattr(probe, "_links", lambda count: iter([Figure(f"links of {count}", 1.0, "how")]))
+        monkeypatch.setattr(
+            module, "figures", lambda *_, name=name: iter([Figure(name, 1.0, "how")])
+        )
+    monkeypatch.setattr(
+        probe, "_links", lambda count: iter([Figure(f"links of {count}", 1.0, "how")])
+    )
     monkeypatch.setattr(processes, "keep", lambda: None)
     for count, last in ((1, ["gpu"]), (2, ["gpu", "links of 2", "all_reduce"])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
@@ -322,22 +388,32 @@ def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(
 # -- a busy machine, and passes that are not made
 
 
-def passing(monkeypatch: pytest.MonkeyPatch, before: foreign_load.Measured, during: foreign_load.Measured) -> list[str]:
+def passing(
+    monkeypatch: pytest.MonkeyPatch, before: foreign_load.Measured, during: foreign_load.Measured
+) -> list[str]:
     """Replace passes by figures made up, and the load by these; return where what was said goes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "A100")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=8 * 2**30))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=8 * 2**30)
+    )
     monkeypatch.setattr(foreign_load, "measure", lambda: before)
     monkeypatch.setattr(foreign_load, "since", lambda snapshot: during)
     monkeypatch.setattr(probe, "_pass", lambda name, say: list(FAKE.figures))
     return []
 
 
-def test_a_busy_machine_is_not_probed_and_the_way_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_busy_machine_is_not_probed_and_the_way_out_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     passing(monkeypatch, BUSY, QUIET)
-    done = CliRunner().invoke(cli, ["probe", "--patience", "0", "--output", str(tmp_path / "here.toml")])
+    done = CliRunner().invoke(
+        cli, ["probe", "--patience", "0", "--output", str(tmp_path / "here.toml")]
+    )
     assert done.exit_code == 2
-    assert done.stderr.startswith("error: the machine is too busy for a probe: other processes took 40%")
+    assert done.stderr.startswith(
+        "error: the machine is too busy for a probe: other processes took 40%"
+    )
     assert "--patience" in done.stderr
     assert "--anyway" in done.stderr
     assert not (tmp_path / "here.toml").exists()
@@ -376,14 +452,16 @@ def test_a_load_that_cannot_be_told_is_not_called_quiet(monkeypatch: pytest.Monk
     assert any("no counts here" in line for line in said)
 
 
-def test_passes_that_the_budget_leaves_out_are_told_for_each_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_the_budget_leaves_out_are_told_for_each_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = passing(monkeypatch, QUIET, QUIET)
     clock = iter(range(0, 1000, 10))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(probe, "BUDGET_S", 60.0)
     data = tomllib.loads(to_toml(probe.probe(said.append)))
     assert said == [
-        "stopped early: 8 of 8 figures are from 2 of 3 passes, because another pass would have exceeded the probe's "
-        "budget of 60 s"
+        "stopped early: 8 of 8 figures are from 2 of 3 passes, because another pass would have"
+        " exceeded the probe's budget of 60 s"
     ]
     assert all(row["passes"] == 2 and row["stopped_early"] for row in data["probe"].values())

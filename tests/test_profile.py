@@ -1,4 +1,6 @@
-"""`dpbench run --profile`: one more step of each trial as torch.profiler's Chrome trace, and nothing else changed."""
+"""`dpbench run --profile`: one more step of each trial as torch.profiler's Chrome trace, and
+nothing else changed.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,36 @@ def operators(path: Path) -> dict[int, set[str]]:
 
 
 @pytest.mark.usefixtures("one_server")
-def test_a_profiled_run_leaves_a_trace_of_every_thread_of_every_rank_beside_the_store(tmp_path, folder, dpbench):
-    axes = ("--models", "mlp", "--strategies", "single,dp,ddp", "--devices", "2", "--batch-sizes", "16")
+def test_a_profiled_run_leaves_a_trace_of_every_thread_of_every_rank_beside_the_store(
+    tmp_path, folder, dpbench
+):
+    axes = (
+        "--models",
+        "mlp",
+        "--strategies",
+        "single,dp,ddp",
+        "--devices",
+        "2",
+        "--batch-sizes",
+        "16",
+    )
     code, _, err = dpbench("run", *axes, "--rounds", "1", "--profile")
     assert code == 0, err
     [(run_id,)] = folder.query("SELECT id FROM run")
     # the step that is profiled is none of the trial's
-    counts = "SELECT (SELECT count(*) FROM step WHERE trial_id=id), (SELECT max(step) FROM span WHERE trial_id=id)"
+    counts = (
+        "SELECT (SELECT count(*) FROM step WHERE trial_id=id), (SELECT max(step) FROM span WHERE"
+        " trial_id=id)"
+    )
     assert all(steps == last + 1 for steps, last in folder.query(f"{counts} FROM trial"))
     files = {path.name: path for path in (tmp_path / "dpbench.db.traces" / run_id).iterdir()}
     cut = sorted(name.replace(name.split("-16-")[1][:8], "") for name in files)
     assert cut == [
-        "mlp-ddp-x2-batch-16--r0-rank0.json", "mlp-ddp-x2-batch-16--r0-rank1.json",
-        "mlp-dp-reference-x2-batch-16--r0.json", "mlp-single-x1-batch-16--r0.json",
-    ]  # fmt: skip
+        "mlp-ddp-x2-batch-16--r0-rank0.json",
+        "mlp-ddp-x2-batch-16--r0-rank1.json",
+        "mlp-dp-reference-x2-batch-16--r0.json",
+        "mlp-single-x1-batch-16--r0.json",
+    ]
     for name, path in files.items():
         threads = operators(path).values()
         assert any("aten::addmm" in found for found in threads), name

@@ -1,8 +1,10 @@
-"""Calls over whatever hypothesis draws, held bit by bit against the chunked reference: one deep copy per chunk.
+"""Calls over whatever hypothesis draws, held bit by bit against the chunked reference: one deep
+copy per chunk.
 
-Inputs, rows, devices and schedules are drawn. `call`, and `train` of tests/test_properties_training.py, are the
-engine's side and the only places that know of schedules; `expect` and `expect_training` are the reference, which owes
-nothing to the engine: it runs copy after copy on the host and adds the gradients in replica order.
+Inputs, rows, devices and schedules are drawn. `call`, and `train` of
+tests/test_properties_training.py, are the engine's side and the only places that know of schedules;
+`expect` and `expect_training` are the reference, which owes nothing to the engine: it runs copy
+after copy on the host and adds the gradients in replica order.
 """
 
 from __future__ import annotations
@@ -24,10 +26,15 @@ from dpbench.records.schedule import SWITCHES, Schedule
 from tests.conformance import Place
 
 WIDTH = 5
-ALL = [Schedule(**dict(zip(SWITCHES, positions, strict=True))) for positions in itertools.product(*SWITCHES.values())]
+ALL = [
+    Schedule(**dict(zip(SWITCHES, positions, strict=True)))
+    for positions in itertools.product(*SWITCHES.values())
+]
 STEPPED = [one for one in ALL if not one.missing()]
 WRAPPED = [one for one in ALL if not one.missing(train_step=False)]
-"""The schedules that TrainStep and the wrapper can have without a GPU, those that round included."""
+"""The schedules that TrainStep and the wrapper can have without a GPU, those that round
+included.
+"""
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -58,7 +65,9 @@ class Tag:
 
 @dataclass(frozen=True)
 class Case:
-    """One batch: arguments with leaves for tensors, rows, devices, and the rows of each where they are given."""
+    """One batch: arguments with leaves for tensors, rows, devices, and the rows of each where they
+    are given.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -78,7 +87,9 @@ class Case:
 
 
 def build(value: Any, change: Callable[[Leaf], Any]) -> Any:
-    """Return a nested value with its leaves changed and all else, other than containers, the same object."""
+    """Return a nested value with its leaves changed and all else, other than containers, the same
+    object.
+    """
     if isinstance(value, Leaf):
         return change(value)
     if isinstance(value, dict):
@@ -129,14 +140,18 @@ def cases(draw: st.DrawFn) -> Case:
     """Draw a batch for the wrapper, which may be empty, or nothing at all."""
     args = tuple(draw(st.lists(NESTED, max_size=3)))
     kwargs = draw(st.dictionaries(st.sampled_from(["x", "y"]), NESTED, max_size=2))
-    return Case(args, kwargs, draw(st.integers(0, 9)), draw(st.integers(1, 4)), at_home=draw(st.booleans()))
+    return Case(
+        args, kwargs, draw(st.integers(0, 9)), draw(st.integers(1, 4)), at_home=draw(st.booleans())
+    )
 
 
 # ---------------------------------------------------------------- the net
 
 
 class Net(nn.Module):
-    """Layers shared by all tensors it is given, a frozen and an idle one, and buffers that each forward moves."""
+    """Layers shared by all tensors it is given, a frozen and an idle one, and buffers that each
+    forward moves.
+    """
 
     def __init__(self, *, idle: bool = True) -> None:
         super().__init__()
@@ -155,7 +170,9 @@ class Net(nn.Module):
         whole = self.bias.expand(len(tensors[0]) if tensors else 1, 3) * scale
         parts = []
         for tensor in tensors:
-            hidden = torch.tanh(self.first(tensor if tensor.is_floating_point() else self.table(tensor)))
+            hidden = torch.tanh(
+                self.first(tensor if tensor.is_floating_point() else self.table(tensor))
+            )
             parts.append(self.second(hidden + self.frozen(hidden)))
             whole = whole + torch.sin(parts[-1])
             self.rows += len(tensor)
@@ -178,7 +195,10 @@ class Result:
 
 def slopes(outputs: list[Tensor]) -> list[Tensor]:
     """Return a loss's gradient for each output: another one for each element."""
-    return [torch.linspace(-1, 1.7, output.numel()).view(output.shape) + output.detach().cpu() for output in outputs]
+    return [
+        torch.linspace(-1, 1.7, output.numel()).view(output.shape) + output.detach().cpu()
+        for output in outputs
+    ]
 
 
 def call(case: Case, module: nn.Module, wrapped: nn.Module, place: Place) -> Result:
@@ -213,9 +233,11 @@ def expect(
     call: int = 0,
     pull: Callable[[list[Tensor]], list[Tensor]] = slopes,
 ) -> Result:
-    """Return what forward and backward must leave: a copy of the module for each chunk, one after the other.
+    """Return what forward and backward must leave: a copy of the module for each chunk, one after
+    the other.
 
-    `pull` gives the gradients of the whole outputs. Of the schedule only the dtype matters that gradients are sent in.
+    `pull` gives the gradients of the whole outputs. Of the schedule only the dtype matters that
+    gradients are sent in.
     """
     sizes = case.pieces
     cut: list[list[Tensor]] = []
@@ -233,7 +255,9 @@ def expect(
         pieces = iter([column[i] for column in cut])
         args, kwargs = build((case.args, case.kwargs), lambda _, pieces=pieces: next(pieces))
         results.append(list(leaves(one(*args, **kwargs), Tensor)))
-    wholes = [torch.cat([part.detach() for part in column]) for column in zip(*results, strict=True)]
+    wholes = [
+        torch.cat([part.detach() for part in column]) for column in zip(*results, strict=True)
+    ]
     lengths = [len(result[0]) for result in results]
     pulls = pull(wholes)
     for i, result in enumerate(results):
@@ -245,7 +269,10 @@ def expect(
             name: added(case, [one.get_parameter(name) for one in copies], schedule)
             for name, _ in module.named_parameters()
         },
-        [torch.cat([piece.grad for piece in column]) if column[0].requires_grad else None for column in cut],
+        [
+            torch.cat([piece.grad for piece in column]) if column[0].requires_grad else None
+            for column in cut
+        ],
         dict(copies[0].named_buffers()),
     )
 
@@ -281,7 +308,9 @@ def assert_same(ours: Any, expected: Any, what: str) -> None:
 
 
 def check(case: Case, kind: str, schedule: Schedule) -> None:
-    """Hold the first call of a wrapper, and another that finds what the first has kept, against the reference."""
+    """Hold the first call of a wrapper, and another that finds what the first has kept, against the
+    reference.
+    """
     place = Place(kind)
     ids = place.ids(*range(case.devices))
     dpbench.engine.resolve(ids)
@@ -303,15 +332,23 @@ every_kind = pytest.mark.parametrize("kind", ["cpu", "emulated"])
 
 
 def on_kind(schedule: Schedule, kind: str) -> Schedule:
-    """Return the schedule as far as devices of this kind can have it: emulated ones have no flat buffers."""
-    return schedule if kind == "cpu" else replace(schedule, storage="separate", optimizer="per_parameter")
+    """Return the schedule as far as devices of this kind can have it: emulated ones have no flat
+    buffers.
+    """
+    return (
+        schedule
+        if kind == "cpu"
+        else replace(schedule, storage="separate", optimizer="per_parameter")
+    )
 
 
 @pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(case=cases(), schedule=st.sampled_from(WRAPPED))
-def test_any_inputs_equal_the_chunked_reference_on_any_schedule(kind: str, case: Case, schedule: Schedule) -> None:
+def test_any_inputs_equal_the_chunked_reference_on_any_schedule(
+    kind: str, case: Case, schedule: Schedule
+) -> None:
     check(case, kind, on_kind(schedule, kind))
 
 

@@ -41,7 +41,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-4, momentum=0.9, weight_decay=0.1),
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2),
     "two_groups": lambda p: torch.optim.AdamW(
-        [{"params": (every := list(p))[::2], "lr": 1e-2}, {"params": every[1::2], "weight_decay": 0.2}]
+        [
+            {"params": (every := list(p))[::2], "lr": 1e-2},
+            {"params": every[1::2], "weight_decay": 0.2},
+        ]
     ),
 }
 
@@ -60,18 +63,34 @@ class Training:
 
     @property
     def whole_net(self) -> bool:
-        """Return whether every layer is used, so that with one device every parameter gets a gradient."""
+        """Return whether every layer is used, so that with one device every parameter gets a
+        gradient.
+        """
         kinds = {leaf.kind for leaf in leaves(self.case.args)}
         return not self.idle and "index" in kinds
 
 
 @st.composite
 def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = False) -> Training:
-    """Draw steps over batches that can be cut; with `sized`, each device's number of rows is drawn too."""
+    """Draw steps over batches that can be cut.
+
+    With `sized`, each device's number of rows is drawn too.
+    """
     args = (*draw(st.lists(NESTED, max_size=2)), draw(TENSORS))
     devices = draw(st.integers(1, 4))
-    sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=devices, max_size=devices))) if sized else None
-    case = Case(args, {}, sum(sizes) if sizes else draw(st.integers(1, 9)), devices, sizes, draw(st.booleans()))
+    sizes = (
+        tuple(draw(st.lists(st.integers(1, 4), min_size=devices, max_size=devices)))
+        if sized
+        else None
+    )
+    case = Case(
+        args,
+        {},
+        sum(sizes) if sizes else draw(st.integers(1, 9)),
+        devices,
+        sizes,
+        draw(st.booleans()),
+    )
     return Training(
         case,
         draw(st.sampled_from([TARGET, {"t": TARGET}, Pair(None, [TARGET]), (TARGET,)])),
@@ -134,7 +153,9 @@ def train(training: Training, kind: str) -> Trained:
                 return inputs[-1]
 
             args = build(case.args, placed)
-            target = build(training.target, lambda leaf, n=n: at(leaf.made(case.rows, n), case, place))
+            target = build(
+                training.target, lambda leaf, n=n: at(leaf.made(case.rows, n), case, place)
+            )
             losses.append(float(step(args, target)))
         state = copy.deepcopy(step.state_dict())
     return Trained(
@@ -156,7 +177,9 @@ def expect_training(training: Training) -> Trained:
     for n in range(CALLS):
         if n % training.accumulate == 0:
             optimizer.zero_grad()
-        (wanted,) = leaves(build(training.target, lambda leaf, n=n: leaf.made(case.rows, n)), Tensor)
+        (wanted,) = leaves(
+            build(training.target, lambda leaf, n=n: leaf.made(case.rows, n)), Tensor
+        )
 
         def pull(wholes: list[Tensor], wanted: Tensor = wanted) -> list[Tensor]:
             ends = [whole.requires_grad_() for whole in wholes]
@@ -172,7 +195,11 @@ def expect_training(training: Training) -> Trained:
         for name, parameter in module.named_parameters():
             part = result.gradients[name]
             parameter.grad = (
-                part if parameter.grad is None else parameter.grad if part is None else parameter.grad + part
+                part
+                if parameter.grad is None
+                else parameter.grad
+                if part is None
+                else parameter.grad + part
             )
         module.load_state_dict(result.buffers, strict=False)
         if (n + 1) % training.accumulate == 0:
@@ -202,7 +229,9 @@ def check_training(training: Training, kind: str) -> None:
 @every_kind
 @settings(derandomize=True, max_examples=50, deadline=None)
 @given(training=trainings(STEPPED))
-def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
+def test_any_training_equals_the_chunked_reference_on_any_schedule(
+    kind: str, training: Training
+) -> None:
     check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
 
 
@@ -210,5 +239,7 @@ def test_any_training_equals_the_chunked_reference_on_any_schedule(kind: str, tr
 @every_kind
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(training=trainings(STEPPED, sized=True))
-def test_any_chunk_sizes_equal_the_chunked_reference_on_any_schedule(kind: str, training: Training) -> None:
+def test_any_chunk_sizes_equal_the_chunked_reference_on_any_schedule(
+    kind: str, training: Training
+) -> None:
     check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)

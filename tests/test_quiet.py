@@ -1,4 +1,6 @@
-"""The foreign load from snapshots made by hand, waiting with a fabricated load, and one reading of the real counts."""
+"""The foreign load from snapshots made by hand, waiting with a fabricated load, and one reading of
+the real counts.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ BUSY = Load(foreign=0.34, steal=0.02, cores=2, seconds=0.5)
 
 
 def at(time_s: float, own_s: float, **cores: tuple[float, float]) -> Snapshot:
-    """Return a snapshot whose cores, c0=(busy seconds, stolen seconds), have existed since second 0."""
+    """Return a snapshot whose cores, c0=(busy seconds, stolen seconds), have existed since second
+    0.
+    """
     ticks = {
         int(name[1:]): Ticks(round(busy * SECOND), round(steal * SECOND), round(time_s * SECOND))
         for name, (busy, steal) in cores.items()
@@ -29,7 +33,9 @@ def at(time_s: float, own_s: float, **cores: tuple[float, float]) -> Snapshot:
 
 
 def test_others_take_what_the_cores_were_busy_with_beyond_our_own_time() -> None:
-    load = between(at(10, 3.0, c0=(5.0, 0.0), c1=(1.0, 0.0)), at(12, 4.5, c0=(7.0, 0.0), c1=(1.5, 0.0)))
+    load = between(
+        at(10, 3.0, c0=(5.0, 0.0), c1=(1.0, 0.0)), at(12, 4.5, c0=(7.0, 0.0), c1=(1.5, 0.0))
+    )
     assert isinstance(load, Load)
     assert load.foreign == pytest.approx((2.5 - 1.5) / 4)
     assert (load.steal, load.cores, load.seconds) == (0.0, 2, 2)
@@ -37,7 +43,9 @@ def test_others_take_what_the_cores_were_busy_with_beyond_our_own_time() -> None
 
 
 def test_steal_counts_as_taken_and_is_told_apart() -> None:
-    load = between(at(10, 0.0, c0=(0.0, 0.0), c1=(0.0, 0.0)), at(11, 0.0, c0=(0.0, 0.3), c1=(0.0, 0.0)))
+    load = between(
+        at(10, 0.0, c0=(0.0, 0.0), c1=(0.0, 0.0)), at(11, 0.0, c0=(0.0, 0.3), c1=(0.0, 0.0))
+    )
     assert isinstance(load, Load)
     assert (load.foreign, load.steal) == (0.0, pytest.approx(0.15))
     assert foreign_load.busy(load)
@@ -64,7 +72,9 @@ def test_counts_that_stand_still_are_not_quiet_but_unknown() -> None:
 
 
 def test_too_short_a_time_is_unknown() -> None:
-    assert isinstance(between(at(10, 0.0, c0=(1.0, 0.0)), at(10.1, 0.0, c0=(1.1, 0.0))), UnknownLoad)
+    assert isinstance(
+        between(at(10, 0.0, c0=(1.0, 0.0)), at(10.1, 0.0, c0=(1.1, 0.0))), UnknownLoad
+    )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +97,9 @@ def test_a_containers_quota_is_read_from_either_version(
     assert foreign_load._quota() == quota
 
 
-def test_under_a_quota_and_without_cores_the_load_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_quota_and_without_cores_the_load_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(foreign_load, "CORES", (0, 1))
     monkeypatch.setattr(foreign_load, "_quota", lambda: 1.5)
     found = foreign_load.measure(0.0)
@@ -107,7 +119,9 @@ def test_waiting_ends_when_it_is_quiet_and_is_told_once(monkeypatch: pytest.Monk
     assert "--patience" in line
 
 
-def test_without_patience_it_is_measured_once_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_patience_it_is_measured_once_and_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loads, said = [BUSY, QUIET], list[str]()
     monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
     assert foreign_load.wait(0.0, said.append) == BUSY
@@ -122,7 +136,9 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(clock) == 6, "five more looks, a second each"
 
 
-@pytest.mark.parametrize(("given", "text", "seconds"), [(5.0, "7", 5.0), (None, "7", 7.0), (None, None, 30.0)])
+@pytest.mark.parametrize(
+    ("given", "text", "seconds"), [(5.0, "7", 5.0), (None, "7", 7.0), (None, None, 30.0)]
+)
 def test_patience_is_as_given_else_from_the_environment(
     given: float | None, text: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +149,9 @@ def test_patience_is_as_given_else_from_the_environment(
 
 
 @pytest.mark.parametrize("text", ["-1", "soon", "nan", "inf", ""])
-def test_patience_that_is_no_number_of_seconds_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_that_is_no_number_of_seconds_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(foreign_load.PATIENCE, text)
     with pytest.raises(ValueError, match="DPBENCH_PATIENCE must be a number of seconds"):
         foreign_load.patience()
@@ -146,7 +164,9 @@ def test_our_own_time_holds_children_that_run_and_those_that_were_reaped() -> No
     subprocess.run([sys.executable, "-c", burn], check=True)
     reaped_s = foreign_load._own_s([os.getpid()]) - before
     assert reaped_s >= 0.25
-    running = subprocess.Popen([sys.executable, "-c", f"{burn}print(flush=True)\ninput()"], stdin=-1, stdout=-1)
+    running = subprocess.Popen(
+        [sys.executable, "-c", f"{burn}print(flush=True)\ninput()"], stdin=-1, stdout=-1
+    )
     assert running.stdout is not None
     running.stdout.readline()
     both_s = foreign_load._own_s([os.getpid()]) - before

@@ -1,6 +1,7 @@
 """The race detector of tests/races on small programs: known races, and programs that have none.
 
-The modules of tests/races cite the rules of CUDA and of torch. tests/test_races_engine.py runs the engine.
+The modules of tests/races cite the rules of CUDA and of torch. tests/test_races_engine.py runs the
+engine.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ PROGRAMS: list[tuple[Callable[[], Any], str]] = []
 
 
 def program(expected: str = "") -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Register a program; its only race must contain the text `expected`, or it must have none if this is empty."""
+    """Register a program.
+
+    Its only race must contain the text `expected`, or it must have none if this is empty.
+    """
 
     def register(run: Callable[[], Any]) -> Callable[[], Any]:
         PROGRAMS.append((run, expected))
@@ -311,7 +315,9 @@ def forward_reads_a_weight_too_early() -> None:
 @program()
 def a_gradient_for_inputs() -> None:
     layer, x = nn.Linear(3, 2).to("cuda:0"), ones(3)
-    found = torch.autograd.grad([layer(x).sum()], [layer.weight], [torch.ones((), device="cuda:0")], allow_unused=True)
+    found = torch.autograd.grad(
+        [layer(x).sum()], [layer.weight], [torch.ones((), device="cuda:0")], allow_unused=True
+    )
     assert torch.equal(found[0].cpu(), torch.ones(2, 3))
     layer.weight.detach().zero_()
 
@@ -355,9 +361,10 @@ def test_a_race_names_the_tensor_the_streams_and_the_lines() -> None:
         weight.add_(1)
     (race,) = found.races
     line = test_a_race_names_the_tensor_the_streams_and_the_lines.__code__.co_firstlineno
-    assert str(race) == (
-        f"race on weight (3, 2): zeros writes it on stream 1 of cuda:0 at tests/test_races.py:{line + 3}; "
-        f"add_ writes it on the default stream of cuda:0 at tests/test_races.py:{line + 5}; nothing orders them"
+    assert (
+        str(race) == "race on weight (3, 2): zeros writes it on stream 1 of cuda:0 at"
+        f" tests/test_races.py:{line + 3}; add_ writes it on the default stream of cuda:0 at"
+        f" tests/test_races.py:{line + 5}; nothing orders them"
     )
 
 
@@ -369,7 +376,9 @@ def test_an_operator_on_two_devices_is_an_error() -> None:
 def test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does() -> None:
     with detect() as found:
         devices = [CudaDevice(i, i) for i in range(2)]
-        busy = [ones(device=f"cuda:{i}") for i in range(2)]  # work of the main streams, for which no copy waits
+        busy = [
+            ones(device=f"cuda:{i}") for i in range(2)
+        ]  # work of the main streams, for which no copy waits
         before = [dict(torch.cuda.current_stream(i).clock) for i in range(2)]  # type: ignore[attr-defined]
         pieces = scatter(torch.zeros(4), devices)
         for i, (piece, work) in enumerate(zip(pieces, busy, strict=True)):

@@ -1,7 +1,9 @@
-"""The engine has no race under any schedule, and each of its calls that order streams or keep memory is needed.
+"""The engine has no race under any schedule, and each of its calls that order streams or keep
+memory is needed.
 
-tests/races simulates the GPUs, and tests/test_races.py shows that the detector finds known races. `REPORTING` names a
-run for each such call of the engine, which has a race when the call is left out.
+tests/races simulates the GPUs, and tests/test_races.py shows that the detector finds known races.
+`REPORTING` names a run for each such call of the engine, which has a race when the call is left
+out.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ PAIR, SHARED, MIXED, FOUR = (0, 1), (0, 0), (0, 0, 1, 1), (0, 1, 2, 3)
 
 
 def runs(schedule: Schedule) -> Iterator[Run]:
-    """Yield the runs of a schedule: on 2 and 4 devices, spread and colocated, in both orders, with other loops."""
+    """Yield the runs of a schedule: on 2 and 4 devices, spread and colocated, in both orders, with
+    other loops.
+    """
     yield from (Run(schedule, ordinals) for ordinals in (PAIR, SHARED, MIXED, FOUR))
     yield from (Run(schedule, ordinals, backwards=True) for ordinals in (SHARED, MIXED))
     yield Run(schedule, PAIR, side=False, nccl=False)
@@ -59,23 +63,33 @@ REPORTING = {
         parse("local_backward"), MIXED, kind="host partly whole"
     ),
     "losses.backward: device.wait(self._devices[0])": Run(parse("local_backward"), SHARED),
-    "losses.backward: device.borrow([self._weight])": Run(parse("local_backward"), PAIR, kind="whole"),
+    "losses.backward: device.borrow([self._weight])": Run(
+        parse("local_backward"), PAIR, kind="whole"
+    ),
     "persistent.modules: root.wait(device)": Run(parse("persistent"), SHARED),
-    "persistent.refresh: device.wait(self._devices[0])": Run(parse("persistent"), SHARED, kind="host"),
+    "persistent.refresh: device.wait(self._devices[0])": Run(
+        parse("persistent"), SHARED, kind="host"
+    ),
     "persistent_step.modules: exchange.wait()": Run(JOINT, PAIR, kind="unusual"),
     "persistent_step._together: exchange.wait()": Run(OVERLAPPED, PAIR),
     "persistent_step._together: exchange.wait() again": Run(parse("persistent"), PAIR),
-    "persistent_step._step: self._devices[0].wait(device)": Run(parse("zero1"), SHARED, kind="short"),
+    "persistent_step._step: self._devices[0].wait(device)": Run(
+        parse("zero1"), SHARED, kind="short"
+    ),
     "persistent_step.close: exchange.lead()": Run(OVERLAPPED, PAIR, kind="failed"),
     "persistent_step.close: self._devices[0].wait(device)": Run(BEST_PLAIN, SHARED, kind="failed"),
     "replicate.replicate: devices[0].wait(device)": Run(Schedule(), SHARED),
     "__init__.holding: device.hold()": Run(OVERLAPPED, SHARED),
     "update.collect: device.wait(other)": Run(parse("local_backward"), SHARED),
-    "update.collect: device.borrow([g for g in gradients if g is not None])": Run(parse("persistent"), MIXED),
+    "update.collect: device.borrow([g for g in gradients if g is not None])": Run(
+        parse("persistent"), MIXED
+    ),
     "update.copy: device.wait(self._devices[j])": Run(parse("zero1"), SHARED),
     "cuda.put: self._follow([tensor])": Run(Schedule(), SHARED),
     "cuda.put: self.borrow([tensor])": Run(Schedule(), SHARED),
-    "cuda._put_from_host: self.stream.wait_stream(self._background)": Run(Schedule(), PAIR, kind="host"),
+    "cuda._put_from_host: self.stream.wait_stream(self._background)": Run(
+        Schedule(), PAIR, kind="host"
+    ),
     "cuda._put_from_host: self.borrow([copy])": Run(Schedule(), PAIR, kind="host"),
     "cuda.clone: self._follow(tensors)": Run(Schedule(), SHARED, kind="host"),
     "cuda.wait: self.stream.wait_stream(stream)": Run(Schedule(), SHARED),
@@ -89,7 +103,9 @@ REPORTING = {
         parse("persistent"), PAIR
     ),
 }
-"""For each call of the engine that orders streams or keeps memory, a run that has a race without this call."""
+"""For each call of the engine that orders streams or keeps memory, a run that has a race without
+this call.
+"""
 
 
 def test_the_table_has_every_call_that_orders_streams() -> None:
@@ -118,11 +134,20 @@ STRATEGIES = ["single", *(f"{FILES / name}.py:strategy" for name in IN_ONE_PROCE
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=["single", *IN_ONE_PROCESS])
 @pytest.mark.parametrize("ordinals", [PAIR, SHARED, FOUR], ids=str)
-def test_no_strategy_within_one_process_has_a_race(strategy: str, ordinals: tuple[int, ...]) -> None:
-    """`dp` is TrainStep, as above; torch_dp copies in torch's C++ code, which the simulated machine does not see."""
+def test_no_strategy_within_one_process_has_a_race(
+    strategy: str, ordinals: tuple[int, ...]
+) -> None:
+    """`dp` is TrainStep, as above.
+
+    Torch_dp copies in torch's C++ code, which the simulated machine does not see.
+    """
     count = 1 if strategy == "single" else len(ordinals)
     case = Case(
-        model="transformer" if count > 2 else "mlp", strategy=strategy, batch_size=8, devices=count, device_kind="cuda"
+        model="transformer" if count > 2 else "mlp",
+        strategy=strategy,
+        batch_size=8,
+        devices=count,
+        device_kind="cuda",
     )
     with detect() as found:
         model, runner = load(case.model, "small", 0), registry.strategy(strategy)
@@ -132,5 +157,7 @@ def test_no_strategy_within_one_process_has_a_race(strategy: str, ordinals: tupl
             step(*batch)
             waits = found.machine.waits
             step(*batch)
-            assert found.machine.waits == waits, "the host waited for a device, which orders everything"
+            assert found.machine.waits == waits, (
+                "the host waited for a device, which orders everything"
+            )
     assert not found.races

@@ -24,8 +24,12 @@ SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_st
 DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
 
 
-def in_ranks(case: Case, tmp_path: Path, look: Callable[[Any, models.Model], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Take one step in every rank of a case, and return what `look` finds in each, given the step and the model."""
+def in_ranks(
+    case: Case, tmp_path: Path, look: Callable[[Any, models.Model], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Take one step in every rank of a case, and return what `look` finds in each, given the step
+    and the model.
+    """
 
     def entry(rank: int) -> dict[str, Any]:
         device = open_devices("cpu", case.devices, own_processes=True)[rank : rank + 1]
@@ -40,19 +44,28 @@ def in_ranks(case: Case, tmp_path: Path, look: Callable[[Any, models.Model], dic
 # ---------------------------------------------------------------- ranks
 
 
-def test_each_rank_of_fsdp_keeps_its_part_of_the_weights_gradients_and_state(tmp_path: Path) -> None:
+def test_each_rank_of_fsdp_keeps_its_part_of_the_weights_gradients_and_state(
+    tmp_path: Path,
+) -> None:
     case = replace(DDP, strategy="fsdp", optimizer="adam", devices=3, batch_size=9)
 
     def look(step: Any, model: models.Model) -> dict[str, Any]:
         weights = dict(model.module.named_parameters())
         state = step.updates._optimizer.state
         return {
-            name: [p.numel(), p.to_local().numel(), p.grad.to_local().numel(), state[p]["exp_avg"].to_local().numel()]
+            name: [
+                p.numel(),
+                p.to_local().numel(),
+                p.grad.to_local().numel(),
+                state[p]["exp_avg"].to_local().numel(),
+            ]
             for name, p in weights.items()
         }
 
     found = in_ranks(case, tmp_path, look)
-    whole = {name: p.numel() for name, p in models.load("mlp", "small", 0).module.named_parameters()}
+    whole = {
+        name: p.numel() for name, p in models.load("mlp", "small", 0).module.named_parameters()
+    }
     for name, count in whole.items():
         parts = [rank[name] for rank in found]
         assert {numel for numel, *_ in parts} == {count}
@@ -80,13 +93,17 @@ def test_after_fsdp_the_module_has_whole_weights_and_gradients(tmp_path: Path) -
 
 
 def test_only_ddp_itself_is_the_control() -> None:
-    names = [name for name in registry.names("strategies") if registry.traits(name).role is Role.CONTROL]
+    names = [
+        name for name in registry.names("strategies") if registry.traits(name).role is Role.CONTROL
+    ]
     assert names == ["ddp"]
     assert registry.traits("fsdp").reduction is Reduction.IN_BACKWARD
 
 
 @pytest.mark.slow
-def test_a_rank_that_runs_out_of_memory_names_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_runs_out_of_memory_names_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
@@ -100,4 +117,6 @@ def test_predictions_that_nothing_has_checked_are_labelled() -> None:
     case = replace(DDP, strategy="fsdp", device_kind="cuda")
     assert labels(Trial(case=case, source=Source.PREDICTED)) == ("PREDICTED", "EXPERIMENTAL")
     assert labels(Trial(case=case)) == ("MEASURED",)
-    assert labels(Trial(case=replace(case, strategy="ddp"), source=Source.PREDICTED)) == ("PREDICTED",)
+    assert labels(Trial(case=replace(case, strategy="ddp"), source=Source.PREDICTED)) == (
+        "PREDICTED",
+    )

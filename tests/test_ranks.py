@@ -1,4 +1,6 @@
-"""Ranks: they listen on loopback alone, report typed failures, and do not outlive the call that starts them."""
+"""Ranks: they listen on loopback alone, report typed failures, and do not outlive the call that
+starts them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from tests.marked import NAME, Mark, marked
 ROOT = Path(dpbench.__file__).parent.parent
 REAL = real_address()
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
-needs_a_real_address = pytest.mark.skipif(REAL is None, reason="no interface has an IPv4 address outside loopback")
+needs_a_real_address = pytest.mark.skipif(
+    REAL is None, reason="no interface has an IPv4 address outside loopback"
+)
 pytestmark = linux
 
 
@@ -41,22 +45,32 @@ def preset() -> dict[str, str]:
     """Return the variables of a user whose ranks use a real interface."""
     name, address = REAL or ("", "")
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-    return {**dict.fromkeys(names, name), "MASTER_ADDR": address, "MASTER_PORT": "29500"} if REAL else {}
+    return (
+        {**dict.fromkeys(names, name), "MASTER_ADDR": address, "MASTER_PORT": "29500"}
+        if REAL
+        else {}
+    )
 
 
 def check(works: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
     """Watch the sockets of works, such as a trial or the ranks of the probe, in another process."""
     env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, "-m", "tests.listening", *works]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     for work, line in zip(works, done.stdout.splitlines(), strict=True):
         told: dict[str, Any] = json.loads(line)
-        listening, reached = ({(ip, port) for ip, port in told[name]} for name in ("listening", "reached"))
+        listening, reached = (
+            {(ip, port) for ip, port in told[name]} for name in ("listening", "reached")
+        )
         found = Seen(told["ended"], listening=listening, reached=reached, attacked=told["attacked"])
         assert found.ended == "ok", work
         listeners = len({port for _, port in found.listening})
-        assert listeners >= (2 if work != "strategies" else 4), f"{work}: each rank listens: the watch was blind"
+        assert listeners >= (2 if work != "strategies" else 4), (
+            f"{work}: each rank listens: the watch was blind"
+        )
         assert (found.attacked > 0) == (work == "strategies"), work
         assert found.outside() == set(), work
         assert found.reached == set(), f"{work}: reached by an address outside loopback"
@@ -68,29 +82,44 @@ def test_no_process_of_any_strategy_listens_outside_loopback_or_obeys_a_hostile_
 
 @pytest.fixture
 def own_host_name(tmp_path: Path) -> list[str]:
-    """Return a command's prefix: in its mount namespace, this machine's name resolves to a real interface's address."""
+    """Return a command's prefix: in its mount namespace, this machine's name resolves to a real
+    interface's address.
+    """
     if REAL is None:
         pytest.skip("no interface has an IPv4 address outside loopback")
     hosts = tmp_path / "hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{REAL[1]} {socket.gethostname()}\n")
     prefix = ["unshare", "-rm", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "sh"]
-    asked = [*prefix, sys.executable, "-c", "import socket; print(socket.gethostbyname(socket.gethostname()))"]
+    asked = [
+        *prefix,
+        sys.executable,
+        "-c",
+        "import socket; print(socket.gethostbyname(socket.gethostname()))",
+    ]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         pytest.skip("no unshare command")
     if done.stdout.strip() != REAL[1]:
-        pytest.skip(f"no mount namespace with another /etc/hosts: {done.stderr.strip() or done.stdout.strip()}")
+        pytest.skip(
+            "no mount namespace with another /etc/hosts:"
+            f" {done.stderr.strip() or done.stdout.strip()}"
+        )
     return prefix
 
 
-def test_no_process_listens_outside_loopback_whatever_the_host_name_resolves_to(own_host_name: list[str]) -> None:
+def test_no_process_listens_outside_loopback_whatever_the_host_name_resolves_to(
+    own_host_name: list[str],
+) -> None:
     check(["trial"], {}, own_host_name)
 
 
 @needs_a_real_address
 def test_the_watch_sees_a_listener_outside_loopback_and_reaches_it() -> None:
-    code = "import socket; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1], flush=True); input()"
+    code = (
+        "import socket; s = socket.create_server(('0.0.0.0', 0)); print(s.getsockname()[1],"
+        " flush=True); input()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -165,15 +194,22 @@ for line in sys.stdin:
             os._exit(1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Forks a fresh process for each program that it reads, as the server does: to load torch takes seconds."""
+"""Forks a fresh process for each program that it reads, as the server does: to load torch takes
+seconds.
+"""
 
 
 @pytest.fixture(scope="module")
 def mother() -> Iterator[tuple[subprocess.Popen[str], Mark]]:
     """Yield the process that forks one for each call, and the mark of both."""
     with marked() as mark:
-        command, env = [sys.executable, "-c", MOTHER], os.environ | mark.env | {"PYTHONPATH": str(ROOT)}
-        with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        command, env = (
+            [sys.executable, "-c", MOTHER],
+            os.environ | mark.env | {"PYTHONPATH": str(ROOT)},
+        )
+        with subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
             yield process, mark
 
 
@@ -182,7 +218,10 @@ Call = Callable[..., SimpleNamespace]
 
 @pytest.fixture
 def called(mother: tuple[subprocess.Popen[str], Mark], tmp_path: Path) -> Iterator[Call]:
-    """Yield a function that runs `entry` in two ranks of a fresh process, see `call`; end what it has left."""
+    """Yield a function that runs `entry` in two ranks of a fresh process, see `call`.
+
+    End what it has left.
+    """
     process, mark = mother
     yield partial(call, mother, tmp_path)
     for left in mark.alive():
@@ -191,16 +230,27 @@ def called(mother: tuple[subprocess.Popen[str], Mark], tmp_path: Path) -> Iterat
 
 
 def call(
-    mother: tuple[subprocess.Popen[str], Mark], folder: Path, entry: str, *, orphans: int = 0, **variables: str
+    mother: tuple[subprocess.Popen[str], Mark],
+    folder: Path,
+    entry: str,
+    *,
+    orphans: int = 0,
+    **variables: str,
 ) -> SimpleNamespace:
-    """Run `entry` in two ranks of a fresh process; return the results or the failures, and check what was left."""
+    """Run `entry` in two ranks of a fresh process.
+
+    Return the results or the failures, and check what was left.
+    """
     process, mark = mother
     assert process.stdin is not None
     assert process.stdout is not None
     request = {
-        "code": PROGRAM.format(entry=textwrap.dedent(entry)), "folder": str(folder), "variables": variables,
-        "out": str(folder / "out"), "err": str(folder / "err"),
-    }  # fmt: skip
+        "code": PROGRAM.format(entry=textwrap.dedent(entry)),
+        "folder": str(folder),
+        "variables": variables,
+        "out": str(folder / "out"),
+        "err": str(folder / "err"),
+    }
     print(json.dumps(request), file=process.stdin, flush=True)
     assert process.stdout.readline() == "0\n", (folder / "err").read_text()
     found = SimpleNamespace(**json.loads((folder / "out").read_text().splitlines()[-1]))
@@ -230,7 +280,9 @@ def test_results_come_in_rank_order_from_one_group_in_a_private_folder(called: C
     """
     found = called(entry, **preset(), NCCL_COMM_ID="192.0.2.1:4000").results
     lo = ranks.loopback()
-    assert [one[:3] for one in found] == [[rank, 3, [str(rank), str(rank), "2", lo, f"={lo}", lo]] for rank in range(2)]
+    assert [one[:3] for one in found] == [
+        [rank, 3, [str(rank), str(rank), "2", lo, f"={lo}", lo]] for rank in range(2)
+    ]
     assert found[0][3] == ["MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID"]
     assert found[0][4] == 0o700
     assert len(found[1][5]) == 10**6
@@ -245,7 +297,11 @@ def test_a_rank_that_raises_is_reported_and_its_waiting_peer_is_ended(called: Ca
     """)
     found = called(entry)
     (failure,) = found.failures
-    assert (failure.rank, failure.exception, failure.status) == (1, "ArithmeticError", Status.FAILED)
+    assert (failure.rank, failure.exception, failure.status) == (
+        1,
+        "ArithmeticError",
+        Status.FAILED,
+    )
     assert failure.reason.startswith("ArithmeticError: planted \udcff [")
     assert "raise ArithmeticError" not in failure.reason
     assert "in entry" in failure.traceback
@@ -319,7 +375,9 @@ def test_a_rank_that_dies_within_its_report_is_a_failure(called: Call) -> None:
     assert (failure.rank, failure.exit_status) == (1, -signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("name", "advice"), [("SIGKILL", "another process sent the signal"), ("SIGSEGV", "")])
+@pytest.mark.parametrize(
+    ("name", "advice"), [("SIGKILL", "another process sent the signal"), ("SIGSEGV", "")]
+)
 def test_a_rank_that_a_signal_ends_is_the_cause_of_its_peers_lost_connection(
     called: Call, name: str, advice: str
 ) -> None:
@@ -387,7 +445,9 @@ def test_a_rank_that_leaves_without_a_result_is_a_failure(called: Call) -> None:
     ],
     ids=["exit", "SIGTERM"],
 )
-def test_the_reason_names_every_rank_that_ended(called: Call, ends: tuple[str, str], said: str) -> None:
+def test_the_reason_names_every_rank_that_ended(
+    called: Call, ends: tuple[str, str], said: str
+) -> None:
     entry = f"""
     def entry(rank):
         (folder / str(rank)).touch()
@@ -419,10 +479,15 @@ def test_a_rank_that_ignores_sigterm_is_killed(called: Call) -> None:
 
 
 def test_ranks_die_with_the_process_that_started_them(tmp_path: Path, mark: Mark) -> None:
-    # one write for each line, because the ranks share the pipe; `print` may write the line and its end separately
-    code = PROGRAM.format(entry="def entry(rank):\n    os.write(1, b'here\\n')\n    time.sleep(3600)")
+    # one write for each line, because the ranks share the pipe; `print` may write the line and its
+    # end separately
+    code = PROGRAM.format(
+        entry="def entry(rank):\n    os.write(1, b'here\\n')\n    time.sleep(3600)"
+    )
     env = os.environ | {"PYTHONPATH": str(ROOT), NAME: mark.value}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=env, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env=env, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None
         try:
             assert [parent.stdout.readline() for _ in range(2)] == [b"here\n"] * 2
@@ -444,7 +509,11 @@ DIED = of_end(-signal.SIGABRT, 1, 2.0)
 
 @pytest.mark.parametrize(
     "record",
-    [failure(0, 1.5, KeyError("a\n\udcff")), failure(1, 2.5, torch.OutOfMemoryError("GPU 1 has")), DIED],
+    [
+        failure(0, 1.5, KeyError("a\n\udcff")),
+        failure(1, 2.5, torch.OutOfMemoryError("GPU 1 has")),
+        DIED,
+    ],
     ids=lambda record: record.exception or "death",
 )
 def test_a_record_survives_its_way_between_processes(record: Failure) -> None:
@@ -456,7 +525,10 @@ def test_a_record_survives_its_way_between_processes(record: Failure) -> None:
 @pytest.mark.parametrize(
     ("records", "first"),
     [
-        ([failure(0, 1.0, LOST), DIED], 1),  # found dead after its peer has reported the lost connection
+        (
+            [failure(0, 1.0, LOST), DIED],
+            1,
+        ),  # found dead after its peer has reported the lost connection
         ([failure(0, 1.0, LOST), failure(1, 1.1, MemoryError())], 1),
         ([failure(0, 1.0, ArithmeticError()), DIED], 0),  # which no death of a peer causes
         ([failure(0, 3.0, ArithmeticError()), DIED], 1),

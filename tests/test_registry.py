@@ -15,7 +15,9 @@ FOLDERS = {"models": "models", "strategies": "strategies", "samplers": "hardware
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_names_are_the_files_without_the_private_ones(folder: str) -> None:
-    files = sorted(p.stem for p in (ROOT / FOLDERS[folder]).glob("*.py") if not p.stem.startswith("_"))
+    files = sorted(
+        p.stem for p in (ROOT / FOLDERS[folder]).glob("*.py") if not p.stem.startswith("_")
+    )
     assert registry.own(folder) == files
     assert files
 
@@ -33,7 +35,9 @@ def test_a_strategy_is_the_object_of_its_file() -> None:
         assert registry.strategy(name) is registry.load("strategies", name).strategy
 
 
-@pytest.mark.parametrize(("folder", "kind"), [("models", "model"), ("strategies", "strategy"), ("samplers", "sampler")])
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("models", "model"), ("strategies", "strategy"), ("samplers", "sampler")]
+)
 def test_unknown_names_list_the_known_and_the_nearest(folder: str, kind: str) -> None:
     known = registry.names(folder)
     for verb in (registry.check, registry.load):
@@ -47,7 +51,9 @@ def test_unknown_names_list_the_known_and_the_nearest(folder: str, kind: str) ->
     assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["", "_tree", "__init__", "__main__", "../records", "mlp.py", "os"])
+@pytest.mark.parametrize(
+    "name", ["", "_tree", "__init__", "__main__", "../records", "mlp.py", "os"]
+)
 def test_what_is_no_plug_cannot_be_loaded(name: str) -> None:
     for folder in FOLDERS:
         with pytest.raises(LookupError):
@@ -62,7 +68,9 @@ def test_a_new_file_is_a_new_plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert registry.names("models") == ["mine"]
 
 
-def test_a_users_module_that_is_not_there_is_refused_without_importing_any(tmp_path, monkeypatch) -> None:
+def test_a_users_module_that_is_not_there_is_refused_without_importing_any(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("raise AssertionError('imported')")
     registry.check_module("mine:net")

@@ -1,4 +1,6 @@
-"""Remedies of findings: their commands select the cases that apply them, and their lines of code run."""
+"""Remedies of findings: their commands select the cases that apply them, and their lines of code
+run.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,12 @@ def test_most_rules_have_a_remedy_to_run() -> None:
 @pytest.mark.parametrize("rung", schedule.RUNGS)
 def test_the_line_of_code_of_a_remedy_runs(rung: str) -> None:
     names = {
-        "dpbench": dpbench, "model": nn.Linear(4, 2), "loss_fn": nn.functional.mse_loss, "device_ids": ["cpu", "cpu"],
+        "dpbench": dpbench,
+        "model": nn.Linear(4, 2),
+        "loss_fn": nn.functional.mse_loss,
+        "device_ids": ["cpu", "cpu"],
         "optimizer_fn": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    }  # fmt: skip
+    }
     exec(findings.TRAIN_STEP.format(rung), names)
     assert names["step"](torch.ones(4, 4), torch.zeros(4, 2)) > 0
 
@@ -59,7 +64,9 @@ def test_the_line_of_code_for_ddp_runs(process_group: None) -> None:
 
 @pytest.fixture
 def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
@@ -76,8 +83,22 @@ def test_three_bullets_explain_an_answer_and_the_command_is_one_line() -> None:
     ]
     said = " ".join(" ".join(lines).split())
     assert re.search(
-        r"takes 5\.00 s \(.*\) on one device and 4\.00 s \(.*\) with this choice, which saves 1\.00 s", said
+        r"takes 5\.00 s \(.*\) on one device and 4\.00 s \(.*\) with this choice, which saves"
+        r" 1\.00 s",
+        said,
     )
-    assert "the most costly finding in dp[reference] on 2 logical CPU devices: replicate takes 38% of the step" in said
-    assert '  code: step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids, schedule="cached")' in lines
-    assert sum(line.startswith("  next: dpbench run --models mlp --strategies single,dp,ddp") for line in lines) == 1
+    assert (
+        "the most costly finding in dp[reference] on 2 logical CPU devices: replicate takes 38% of"
+        " the step" in said
+    )
+    assert (
+        "  code: step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids,"
+        ' schedule="cached")' in lines
+    )
+    assert (
+        sum(
+            line.startswith("  next: dpbench run --models mlp --strategies single,dp,ddp")
+            for line in lines
+        )
+        == 1
+    )

@@ -45,7 +45,9 @@ from tests.report_rows import (
     run_of,
 )
 
-OFFLINE = re.compile(r"https?://|@import|<link|(?<!Object)url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE)
+OFFLINE = re.compile(
+    r"https?://|@import|<link|(?<!Object)url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE
+)
 """What would reach out of the file; the JSON block and the text of users are searched apart."""
 
 
@@ -57,7 +59,9 @@ def test_every_section_is_there_in_order_with_drawings() -> None:
     assert all(len(section.panels) >= 2 for section in sections)
     found = re.findall(r'<section id="([^"]*)"', gpu_page())
     drawn = {section.id for section in sections}
-    assert [name for name in found if name in drawn] == [name for name in page.ORDER if name in drawn]
+    assert [name for name in found if name in drawn] == [
+        name for name in page.ORDER if name in drawn
+    ]
     assert (found[0], found[-4:]) == ("answers", ["cases", "method", "environment", "reproduce"])
     for nav in re.findall(r"<nav.*?</nav>", gpu_page(), re.DOTALL):
         assert re.findall(r'href="#([^"]*)"', nav) == found
@@ -72,7 +76,9 @@ def test_labels_stand_beside_every_figure() -> None:
         parts = dict(re.findall(r'<section id="([^"]*)"(.*?)</section>', text, re.DOTALL))
         for section in figures.sections(run):
             heading = badges(parts[section.id].partition("<figure")[0])
-            found = re.findall(r"<figure.*?</svg>\s*<figcaption>(.*?)</figcaption>", parts[section.id], re.DOTALL)
+            found = re.findall(
+                r"<figure.*?</svg>\s*<figcaption>(.*?)</figcaption>", parts[section.id], re.DOTALL
+            )
             assert len(found) == len(section.panels)
             for caption, panel in zip(found, section.panels, strict=True):
                 assert panel.labels
@@ -90,19 +96,25 @@ def test_labels_stand_beside_every_figure() -> None:
 def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
     found, _ = small_multiples.split(colocated_cpu_and_weak(), per=99)
     (facet,) = found
-    assert [name for name in facet.names if "COLOCATED" in name] == ["COLOCATED dp[reference] ×2, batch 64"]
+    assert [name for name in facet.names if "COLOCATED" in name] == [
+        "COLOCATED dp[reference] ×2, batch 64"
+    ]
     assert len(set(facet.names)) == len(facet.names)
 
 
 def test_same_numbers_give_the_same_bytes_in_another_process() -> None:
     code = (
-        "import sys, hashlib\nfrom dpbench.report import markdown\n"
-        "assert not {'matplotlib', 'torch', 'jinja2'} & set(sys.modules), 'markdown needs no drawing'\n"
-        "from tests import report_rows as t\nprint(hashlib.sha256(t.gpu_page().encode()).hexdigest())"
+        "import sys, hashlib\nfrom dpbench.report import markdown\nassert not {'matplotlib',"
+        " 'torch', 'jinja2'} & set(sys.modules), 'markdown needs no drawing'\nfrom tests import"
+        " report_rows as t\nprint(hashlib.sha256(t.gpu_page().encode()).hexdigest())"
     )
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}
     other = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **paths}, check=True, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env={**os.environ, **paths},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     assert other.stdout.strip() == hashlib.sha256(gpu_page().encode()).hexdigest()
 
@@ -110,14 +122,23 @@ def test_same_numbers_give_the_same_bytes_in_another_process() -> None:
 def test_page_is_offline_and_small() -> None:
     assert not OFFLINE.findall(gpu_page())  # nothing its users wrote there has an address in it
     assert len(gpu_page().encode()) < 400 * 1024
-    loaded = [value for _, a in Tags(gpu_page()).found for name, value in a.items() if name in ("href", "xlink:href")]
+    loaded = [
+        value
+        for _, a in Tags(gpu_page()).found
+        for name, value in a.items()
+        if name in ("href", "xlink:href")
+    ]
     assert all(value.startswith(("#", "data:image/png;base64,")) for value in loaded)
     assert "default-src 'none'" in gpu_page()
 
 
 def test_the_policy_allows_only_the_style_sheet_and_the_script_of_the_page() -> None:
     text = gpu_page()
-    policy = next(a["content"] for a in Tags(text).all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"]
+        for a in Tags(text).all("meta")
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     assert "unsafe" not in policy
     for tag, kind in (("style", "style-src"), ("script", "script-src")):
         content = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
@@ -145,14 +166,34 @@ def test_ids_are_unique_and_every_reference_is_met() -> None:
 
 def test_what_users_wrote_stays_text() -> None:
     rows = [
-        made(Case(model=HOSTILE, strategy='dp"onload=alert(1)', schedule="$\\frac{", batch_size=8), 0.1, 0.1),
-        made(Case(model=HOSTILE, strategy="ddp", batch_size=8, options=(("a", "</desc><b>&\x00\ud800"),)), 0.1, 0.1),
+        made(
+            Case(model=HOSTILE, strategy='dp"onload=alert(1)', schedule="$\\frac{", batch_size=8),
+            0.1,
+            0.1,
+        ),
+        made(
+            Case(
+                model=HOSTILE,
+                strategy="ddp",
+                batch_size=8,
+                options=(("a", "</desc><b>&\x00\ud800"),),
+            ),
+            0.1,
+            0.1,
+        ),
         Row(
-            case=Case(model="m", strategy="s", batch_size=1), source=Source.MEASURED, status=Status.FAILED, reason=STACK
+            case=Case(model="m", strategy="s", batch_size=1),
+            source=Source.MEASURED,
+            status=Status.FAILED,
+            reason=STACK,
         ),
     ]
-    caveats = [Caveat(kind=HOSTILE, text=HOSTILE, cases=((rows[0].case, HOSTILE), (rows[2].case, "")))]
-    said = dict.fromkeys(("subject", "headline", "reason", "certainty", "memory", "command"), HOSTILE)
+    caveats = [
+        Caveat(kind=HOSTILE, text=HOSTILE, cases=((rows[0].case, HOSTILE), (rows[2].case, "")))
+    ]
+    said = dict.fromkeys(
+        ("subject", "headline", "reason", "certainty", "memory", "command"), HOSTILE
+    )
     answers = [answer(rows[0], **said, labels=(HOSTILE,))]
     given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], warnings=caveats, answers=answers)
     provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
@@ -164,9 +205,14 @@ def test_what_users_wrote_stays_text() -> None:
     assert HOSTILE not in text
     assert text.count("alert(1)") > 20
     # the end of a script element inside the JSON block would end the block
-    block = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text, re.DOTALL)[1]
+    block = re.search(
+        r'<script type="application/json" id="numbers">(.*?)</script>', text, re.DOTALL
+    )[1]
     stored = json.loads(block)
-    reasons, models = ([row[stored["columns"].index(name)] for row in stored["rows"]] for name in ("reason", "model"))
+    reasons, models = (
+        [row[stored["columns"].index(name)] for row in stored["rows"]]
+        for name in ("reason", "model")
+    )
     assert STACK in reasons
     assert {*models} == {HOSTILE, "m"}
     text.encode()
@@ -175,7 +221,9 @@ def test_what_users_wrote_stays_text() -> None:
 def test_every_case_is_in_the_table_and_failures_keep_their_reason() -> None:
     rows = gpu_run().rows
     assert gpu_page().count('<tbody class="case"') == len(rows) == 20
-    assert len(json.loads(re.search(r'id="numbers">(.*?)</script>', gpu_page())[1])["rows"]) == len(rows)
+    assert len(json.loads(re.search(r'id="numbers">(.*?)</script>', gpu_page())[1])["rows"]) == len(
+        rows
+    )
     pre = re.search(r"<pre>(.*?)</pre>", gpu_page(), re.DOTALL)[1]
     assert unescape(pre) == STACK
     assert "needs &#34;spread&#34;" in gpu_page()
@@ -183,7 +231,10 @@ def test_every_case_is_in_the_table_and_failures_keep_their_reason() -> None:
 
 def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1)
-    trials = [*ran(row), *(Trial(case=row.case, status=Status.TIMEOUT, reason="60 s", round=n) for n in (3, 5))]
+    trials = [
+        *ran(row),
+        *(Trial(case=row.case, status=Status.TIMEOUT, reason="60 s", round=n) for n in (3, 5)),
+    ]
     (line,) = table.lines([row], trials)
     assert line.status == "ok"
     assert line.notes == (("timeout in rounds 4, 6", "60 s"),)
@@ -191,7 +242,10 @@ def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> Non
 
 def test_an_unverified_case_is_never_shown_as_a_result() -> None:
     case = Case(model="mlp", strategy="dp", batch_size=8)
-    trials = [dataclasses.replace(trial, verified=Verified.NO, reason="differs") for trial in ran(made(case, 0.1))]
+    trials = [
+        dataclasses.replace(trial, verified=Verified.NO, reason="differs")
+        for trial in ran(made(case, 0.1))
+    ]
     (row,) = summary.rows(trials)
     (line,) = table.lines([row], trials)
     assert line.status == "unverified"
@@ -200,7 +254,14 @@ def test_an_unverified_case_is_never_shown_as_a_result() -> None:
     assert not drawings(text)
 
 
-BARE = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1, busy={}, occupied={}, phases={}, host_bytes=0)
+BARE = made(
+    Case(model="mlp", strategy="dp", batch_size=8),
+    0.1,
+    busy={},
+    occupied={},
+    phases={},
+    host_bytes=0,
+)
 ODD = {
     "nothing": run_of(),
     "only failures": run_of(*gpu_run().rows[-2:]),
@@ -209,40 +270,55 @@ ODD = {
     "no provenance": dataclasses.replace(run_of(BARE, trials=[]), provenance={}),
     "predicted": run_of(
         *(
-            dataclasses.replace(row, source=Source.PREDICTED, labels=("PREDICTED",), rounds=1, steps=1)
+            dataclasses.replace(
+                row, source=Source.PREDICTED, labels=("PREDICTED",), rounds=1, steps=1
+            )
             for row in gpu_run().rows[:9]
         )
     ),
     "infinite": run_of(
         made(
-            Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1, 0.1,
-            speedup=Estimate(1, 0, float("inf"), 1), imbalance=Estimate(float("inf"), 1, float("nan"), 1),
+            Case(model="mlp", strategy="dp", batch_size=8, devices=2),
+            0.1,
+            0.1,
+            speedup=Estimate(1, 0, float("inf"), 1),
+            imbalance=Estimate(float("inf"), 1, float("nan"), 1),
         )
     ),
     "idle": run_of(
         made(
-            Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1, 0.1, busy={0: 0.0, 1: 0.0},
-            occupied={0: 0.0}, memory={0: 0, 1: 0}, imbalance=None,
+            Case(model="mlp", strategy="dp", batch_size=8, devices=2),
+            0.1,
+            0.1,
+            busy={0: 0.0, 1: 0.0},
+            occupied={0: 0.0},
+            memory={0: 0, 1: 0},
+            imbalance=None,
         )
     ),
-    "unicode": run_of(made(Case(model="модель_模型_🚀" * 9, strategy="dp", batch_size=8, devices=2), 0.1, 0.1)),
+    "unicode": run_of(
+        made(Case(model="модель_模型_🚀" * 9, strategy="dp", batch_size=8, devices=2), 0.1, 0.1)
+    ),
     "one sample": run_of(
         BARE,
         trials=[
             Trial(
-                case=BARE.case, steps=(Step(0.1, False, 1.0),),
+                case=BARE.case,
+                steps=(Step(0.1, False, 1.0),),
                 samples=(Sample(1.0, -1, "core0_utilization_ratio", 1.7),),
             )
         ],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     run = ODD[name]
     text = page.render(run)
-    assert text.count("<section id=") == 7 + 5 - (not run.provenance)  # of drawings; of others, one with the command
+    assert text.count("<section id=") == 7 + 5 - (
+        not run.provenance
+    )  # of drawings; of others, one with the command
     assert text.count('<tbody class="case"') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
     assert markdown.render(run)
@@ -271,8 +347,17 @@ def test_colours_can_be_read_in_every_theme() -> None:
     for theme in themes:
         assert used <= set(theme)
         for ground in (theme["--bg"], theme["--card"]):
-            assert min(contrast(theme[text], ground) for text in ("--fg", "--muted", "--warn")) >= 4.5
-            assert min(contrast(theme[name], ground) for name in theme if name not in ("--bg", "--card", "--grid")) >= 3
+            assert (
+                min(contrast(theme[text], ground) for text in ("--fg", "--muted", "--warn")) >= 4.5
+            )
+            assert (
+                min(
+                    contrast(theme[name], ground)
+                    for name in theme
+                    if name not in ("--bg", "--card", "--grid")
+                )
+                >= 3
+            )
             for look in svg.PHASES.values():
                 assert look.fill == "none" or contrast(look.fill, ground) >= 3
     for look in svg.PHASES.values():
@@ -289,11 +374,17 @@ def test_markdown_has_the_notes_the_table_and_no_markup_of_users() -> None:
     assert "MEASURED" in text
     assert "skipped: needs" in text
     for one in gpu_run().answers:
-        (line,) = (line for line in text.splitlines() if line.startswith(f"**{one.subject}: {one.headline}**"))
+        (line,) = (
+            line
+            for line in text.splitlines()
+            if line.startswith(f"**{one.subject}: {one.headline}**")
+        )
         assert "Device 0 holds 6.00 GiB." in line
         assert line.endswith(f"Next: `{one.command}`")
     strange = answer(gpu_run().rows[1], command="a `` b")
-    assert "Next: ```a `` b```\n" in markdown.render(dataclasses.replace(gpu_run(), answers=[strange]))
+    assert "Next: ```a `` b```\n" in markdown.render(
+        dataclasses.replace(gpu_run(), answers=[strange])
+    )
     hostile = Row(
         case=Case(model="a|b`c", strategy="@me", batch_size=1),
         source=Source.MEASURED,
@@ -309,10 +400,15 @@ def test_markdown_has_the_notes_the_table_and_no_markup_of_users() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (0.674444, "0.674"), (0.99996, "1.00"), (54.9, "54.9"), (94892.9, "94,893"), (0.0123456, "0.0123"), (0, "0"),
+        (0.674444, "0.674"),
+        (0.99996, "1.00"),
+        (54.9, "54.9"),
+        (94892.9, "94,893"),
+        (0.0123456, "0.0123"),
+        (0, "0"),
         (float("inf"), "–"),
     ],
-)  # fmt: skip
+)
 def test_numbers_have_three_digits(value: float, said: str) -> None:
     assert words.number(value) == said
 
@@ -333,6 +429,8 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
         ({"foreign_load": {"unknown": "no /proc/stat"}, "noisy": {}}, None),
     ],
 )
-def test_the_head_of_the_page_says_whether_other_processes_used_the_cores(facts: dict, said: str | None) -> None:
+def test_the_head_of_the_page_says_whether_other_processes_used_the_cores(
+    facts: dict, said: str | None
+) -> None:
     report = dataclasses.replace(gpu_run(), provenance={**PROVENANCE, **facts})
     assert dict(naming.facts(report)).get("other load") == said

@@ -11,7 +11,18 @@ import pytest
 from dpbench.records import Case, Phase, Source, Status, Step, Trial
 from dpbench.records.trial import Estimate
 from dpbench.report import figures, page, small_multiples, speedup, svg, swim_lanes, table, timeline
-from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, made, many, of_rows, part, ran, run_of, spread
+from tests.report_rows import (
+    colocated_cpu_and_weak,
+    gpu_page,
+    gpu_run,
+    made,
+    many,
+    of_rows,
+    part,
+    ran,
+    run_of,
+    spread,
+)
 
 
 def test_parts_of_a_bar_sum_to_the_step() -> None:
@@ -22,7 +33,11 @@ def test_parts_of_a_bar_sum_to_the_step() -> None:
     edges = re.findall(drawn, panel.svg)
     assert len(edges) >= len(row.phases)
     fills = {look.fill for look in svg.PHASES.values()}
-    width = sum(float(right) - float(left) for left, right, fill in edges[: len(row.phases)] if fill in fills)
+    width = sum(
+        float(right) - float(left)
+        for left, right, fill in edges[: len(row.phases)]
+        if fill in fills
+    )
     assert width == pytest.approx((420 - 30) / 1.02, abs=0.5)
     said = re.search(r"<desc[^>]*>(.*?)</desc>", panel.svg)[1]
     assert sum(map(float, re.findall(r"([\d.]+) ms", said))) == pytest.approx(100, rel=0.01)
@@ -44,12 +59,22 @@ def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
 
 def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
     rows = [
-        made(Case(model="mlp", strategy="dp", schedule=f"rung{i:02}", batch_size=64, devices=n), 0.01 / n, 0.01)
-        for i in range(13) for n in (1, 2, 4)
-    ]  # fmt: skip
+        made(
+            Case(model="mlp", strategy="dp", schedule=f"rung{i:02}", batch_size=64, devices=n),
+            0.01 / n,
+            0.01,
+        )
+        for i in range(13)
+        for n in (1, 2, 4)
+    ]
     panels = part(of_rows(rows), "speedup").panels
-    assert [panel.title for panel in panels] == ["mlp (small), batch 64 (1 of 2)", "mlp (small), batch 64 (2 of 2)"]
-    assert sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2  # each line's key, and each panel's ideal
+    assert [panel.title for panel in panels] == [
+        "mlp (small), batch 64 (1 of 2)",
+        "mlp (small), batch 64 (2 of 2)",
+    ]
+    assert (
+        sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2
+    )  # each line's key, and each panel's ideal
 
 
 @pytest.mark.slow
@@ -59,7 +84,8 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
     assert [panel.svg.count("/s (") // 2 for panel in throughput.panels] == [10] * 6
     assert not throughput.note
     crowd = [
-        dataclasses.replace(row, case=dataclasses.replace(row.case, model=f"m{i:02}")) for i, row in enumerate(many(60))
+        dataclasses.replace(row, case=dataclasses.replace(row.case, model=f"m{i:02}"))
+        for i, row in enumerate(many(60))
     ]
     with svg.theme():
         throughput = figures.throughput(crowd)
@@ -70,13 +96,21 @@ def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
 def test_measured_and_predicted_of_one_case_stay_apart() -> None:
     case = Case(model="mlp", strategy="dp", batch_size=64, devices=2, device_kind="cuda")
     seen = made(case, 0.01, 0.01)
-    foreseen = dataclasses.replace(made(case, 0.02, 0.01), source=Source.PREDICTED, labels=("PREDICTED",), rounds=1)
+    foreseen = dataclasses.replace(
+        made(case, 0.02, 0.01), source=Source.PREDICTED, labels=("PREDICTED",), rounds=1
+    )
     lost = Trial(case=case, status=Status.OOM, reason="full")
     run = run_of(seen, foreseen, trials=[*ran(seen, spans=True), *ran(foreseen, spans=True), lost])
     sections = {section.id: section.panels for section in figures.sections(run)}
     assert {name: len(panels) for name, panels in sections.items()} == {
-        "lanes": 1, "speedup": 1, "throughput": 1, "phases": 1, "imbalance": 2, "steps": 1, "utilisation": 1,
-    }  # fmt: skip
+        "lanes": 1,
+        "speedup": 1,
+        "throughput": 1,
+        "phases": 1,
+        "imbalance": 2,
+        "steps": 1,
+        "utilisation": 1,
+    }
     for name in ("lanes", "speedup", "throughput"):
         assert sections[name][0].labels == ("MEASURED", "PREDICTED")
     assert ">PREDICTED dp: 0.500×" in sections["speedup"][0].svg
@@ -97,7 +131,15 @@ def test_warm_up_and_rounds_are_told_apart_in_the_steps() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=8), 0.1)
     (panel,) = part(of_rows([row], ran(row)), "steps").panels
     keys = re.findall(r">([^<>]+)</text>", panel.svg)
-    assert {"round 1", "round 2", "round 3", "outlier", "warm-up", "median, 95%", "beyond the axis"} <= set(keys)
+    assert {
+        "round 1",
+        "round 2",
+        "round 3",
+        "outlier",
+        "warm-up",
+        "median, 95%",
+        "beyond the axis",
+    } <= set(keys)
 
 
 def test_gaps_in_the_samples_are_gaps_in_the_strip() -> None:
@@ -112,18 +154,25 @@ def test_gaps_in_the_samples_are_gaps_in_the_strip() -> None:
 
 
 SHARMA = (
-    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425), ((50, 2.8361, -74.02), (50, 0, -82.7485), 3.4412),
-    ((50, -1.3802, -84.2814), (50, 0, -82.7485), 1.0), ((50, 0, 0), (50, -1, 2), 2.3669),
-    ((50, 2.49, -0.001), (50, -2.49, 0.0009), 7.1792), ((50, -0.001, 2.49), (50, 0.0009, -2.49), 4.8045),
-    ((50, 2.5, 0), (73, 25, -18), 27.1492), ((50, 2.5, 0), (56, -27, -3), 31.9030),
+    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425),
+    ((50, 2.8361, -74.02), (50, 0, -82.7485), 3.4412),
+    ((50, -1.3802, -84.2814), (50, 0, -82.7485), 1.0),
+    ((50, 0, 0), (50, -1, 2), 2.3669),
+    ((50, 2.49, -0.001), (50, -2.49, 0.0009), 7.1792),
+    ((50, -0.001, 2.49), (50, 0.0009, -2.49), 4.8045),
+    ((50, 2.5, 0), (73, 25, -18), 27.1492),
+    ((50, 2.5, 0), (56, -27, -3), 31.9030),
     ((60.2574, -34.0099, 36.2677), (60.4626, -34.1751, 39.4387), 1.2644),
     ((2.0776, 0.0795, -1.135), (0.9033, -0.0636, -0.5514), 0.9082),
-)  # fmt: skip
-"""Pairs of colours in CIELAB with their published difference: Sharma, Wu and Dalal, "The CIEDE2000 color-difference
-formula", Color Research and Application 30 (2005), table 1."""
+)
+"""Pairs of colours in CIELAB with their published difference: Sharma, Wu and Dalal, "The CIEDE2000
+color-difference formula", Color Research and Application 30 (2005), table 1.
+"""
 MACHADO_RED = (0.152286, 0.114503, -0.003882)
-"""Pure red, in linear sRGB, as a reader with protanopia sees it: the first column of the matrix of Machado, Oliveira
-and Fernandes, "A physiologically-based model for simulation of color vision deficiency" (2009)."""
+"""Pure red, in linear sRGB, as a reader with protanopia sees it: the first column of the matrix of
+Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision
+deficiency" (2009).
+"""
 
 
 def test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficiencies() -> None:
@@ -138,18 +187,23 @@ def test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficienc
     views = {"normal vision": fills}
     for lost in ("protan", "deutan", "tritan"):
         for method in ("machado", "brettel"):
-            views[f"{lost}, {method}"] = {n: c.filter(lost, method=method) for n, c in fills.items()}
+            views[f"{lost}, {method}"] = {
+                n: c.filter(lost, method=method) for n, c in fills.items()
+            }
     # any two phases can be neighbours in a lane or in a legend
     close = [
         (view, one, other, seen[one].delta_e(seen[other], method="2000"))
-        for view, seen in views.items() for one, other in combinations(seen, 2)
-    ]  # fmt: skip
+        for view, seen in views.items()
+        for one, other in combinations(seen, 2)
+    ]
     assert [pair for pair in close if pair[3] < 10] == []
 
 
 def test_every_drawing_takes_the_colours_of_phases_from_one_table() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=64, devices=2, device_kind="cuda"), 0.01)
-    row = dataclasses.replace(row, phases=dict.fromkeys(("data", "clip", "read"), 0.0002) | row.phases)
+    row = dataclasses.replace(
+        row, phases=dict.fromkeys(("data", "clip", "read"), 0.0002) | row.phases
+    )
     run = run_of(row, trials=ran(row, spans=True))
     with svg.theme():
         drawn = [figures.phases([row]), swim_lanes.section([row], run.lanes)]
@@ -164,12 +218,16 @@ def test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow() -> None:
     wild = Estimate(6400.0, 1600.0, 6400.0 * 40, 0)  # a prediction is never in doubt
     row = dataclasses.replace(
         made(Case(model="mlp", strategy="dp", batch_size=64, devices=2), 0.01, 0.01),
-        throughput=wild, speedup=Estimate(2.0, 0.5, 80.0, 0),
-    )  # fmt: skip
+        throughput=wild,
+        speedup=Estimate(2.0, 0.5, 80.0, 0),
+    )
     assert svg.extent([wild, spread(6400.0)]) == 4 * 6400
     assert svg.extent([spread(6400.0)]) == pytest.approx(6400 * 1.03)
     with svg.theme():
-        bars, lines = figures.throughput([steady, row]).panels[0].svg, speedup.section([steady, row]).panels[0].svg
+        bars, lines = (
+            figures.throughput([steady, row]).panels[0].svg,
+            speedup.section([steady, row]).panels[0].svg,
+        )
     assert set(re.findall(r">(\d{2,}k)</text>", bars)) == {"10k", "20k"}
     assert f'x="{12 + 390 / 1.03:.2f}"' in bars  # the arrow, at the end of the axis less some room
     assert {"0", "2", "4", "6", "8"} <= set(re.findall(r">(\d+)</text>", lines))
@@ -179,18 +237,24 @@ def test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow() -> None:
 
 def test_the_sentence_on_device_0_has_the_time_the_interval_and_the_memory() -> None:
     case = Case(model="mlp", strategy="dp", batch_size=64, devices=2, device_kind="cuda")
-    ddp = made(dataclasses.replace(case, strategy="ddp"), 0.01, imbalance=spread(1.01), memory_imbalance=1.0)
+    ddp = made(
+        dataclasses.replace(case, strategy="ddp"),
+        0.01,
+        imbalance=spread(1.01),
+        memory_imbalance=1.0,
+    )
     dp = made(case, 0.01, imbalance=Estimate(1.77, 1.58, 1.97, 3), memory_imbalance=2.1)
     busy, _ = part(of_rows([ddp, dp]), "imbalance").panels
     assert busy.caption.startswith(
-        "With dp ×2, device 0 works 77% longer than the mean of the others (1.77× (1.58–1.97)), and holds 2.10× their "
-        "memory."
+        "With dp ×2, device 0 works 77% longer than the mean of the others (1.77× (1.58–1.97)), and"
+        " holds 2.10× their memory."
     )
     said = re.search(r"<desc[^>]*>(.*?)</desc>", busy.svg)[1]
     assert "dp ×2: device 0 9.00, device 1 6.00 milliseconds of one step" in said
-    (same, _) = part(of_rows([ddp]), "imbalance").panels
+    same, _ = part(of_rows([ddp]), "imbalance").panels
     assert same.caption.startswith(
-        "With ddp ×2, which has the highest ratio, device 0 shows no difference from the others: 1.01× (0.98"
+        "With ddp ×2, which has the highest ratio, device 0 shows no difference from the others:"
+        " 1.01× (0.98"
     )
     doubtful = dataclasses.replace(ddp, imbalance=Estimate(2.0, 1.9, 2.1, 2))
     assert "device 0 works" not in part(of_rows([doubtful]), "imbalance").panels[0].caption

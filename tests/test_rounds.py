@@ -1,4 +1,6 @@
-"""Rounds until a speed-up is known: the cases that get more rounds, the end of a run, and paired measurements."""
+"""Rounds until a speed-up is known: the cases that get more rounds, the end of a run, and paired
+measurements.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_nothing_is_wanted_when_all_is_precise_or_the_most_rounds_are_reached() 
 
 
 def test_rounds_end_when_the_interval_is_as_narrow_as_was_asked() -> None:
-    """The count of rounds follows the noise: (1.96 x spread / precision)^2, and it really is that narrow then."""
+    """The count of rounds follows the noise: (1.96 x spread / precision)^2, and it really is that
+    narrow then.
+    """
     counts = {}
     for noise in (0.01, 0.03):
         rule, number = UntilPrecise(precision=0.02, most=500), 0
@@ -83,13 +87,17 @@ def test_failed_and_unverified_trials_ask_for_no_more_rounds() -> None:
 
 
 def test_another_precision_is_another_plan() -> None:
-    assert plan.plan_hash([DP], UntilPrecise(0.01).name) != plan.plan_hash([DP], UntilPrecise(0.02).name)
+    assert plan.plan_hash([DP], UntilPrecise(0.01).name) != plan.plan_hash(
+        [DP], UntilPrecise(0.02).name
+    )
     assert plan.plan_hash([DP], 3) != plan.plan_hash([DP], 3, "paired")
 
 
 def test_side_by_side_are_cases_of_one_model_that_start_no_processes() -> None:
     other = Case(model="resnet18", strategy="dp", schedule="reference", devices=2, batch_size=64)
-    mine, variant = (Case(model=f"net:{name}", strategy="single", batch_size=8) for name in ("old", "new"))
+    mine, variant = (
+        Case(model=f"net:{name}", strategy="single", batch_size=8) for name in ("old", "new")
+    )
     groups = plan.side_by_side([DP, other, DDP, mine, SINGLE, variant])
     assert groups == [(DP, SINGLE), (other,), (DDP,), (mine, variant)]
 
@@ -112,19 +120,31 @@ def test_side_by_side_for_real(tmp_path) -> None:
 
     cases = [SINGLE, DP]
     with Store.create(tmp_path / "s.db") as store:
-        done = run(cases, store, rounds=2, paired=True, effort=Effort(budget_s=0.2, min_steps=20, max_steps=40))
+        done = run(
+            cases,
+            store,
+            rounds=2,
+            paired=True,
+            effort=Effort(budget_s=0.2, min_steps=20, max_steps=40),
+        )
         trials = store.trials(done.run_id)
-    assert {(t.case, t.round) for t in trials} == {(case, number) for case in cases for number in range(2)}
+    assert {(t.case, t.round) for t in trials} == {
+        (case, number) for case in cases for number in range(2)
+    }
     for number in range(2):
         ours = [t for t in trials if t.round == number]
-        assert all(t.status is Status.OK and t.verified is Verified.BITWISE for t in ours), [t.reason for t in ours]
+        assert all(t.status is Status.OK and t.verified is Verified.BITWISE for t in ours), [
+            t.reason for t in ours
+        ]
         order = sorted((step.end_s, t.case.strategy) for t in ours for step in t.steps)
         changes = sum(a[1] != b[1] for a, b in itertools.pairwise(order))
         assert changes >= 3, "their blocks took turns"
         assert all(t.spans and t.steps[0].warmup and not t.memory for t in ours)
 
 
-def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tmp_path, monkeypatch) -> None:
+def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(
+    tmp_path, monkeypatch
+) -> None:
     from dpbench.measure.worker import trial
     from dpbench.records import Effort
 
@@ -139,12 +159,17 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(tm
 
     def wrong(case, *rest, **named):
         if case == DP:
-            raise trial.Unverified("the case was not timed, because its gradients or buffers are wrong: fc1")
+            raise trial.Unverified(
+                "the case was not timed, because its gradients or buffers are wrong: fc1"
+            )
         return verify(case, *rest, **named)
 
     monkeypatch.setattr(trial, "_verify", wrong)
     done = trial.run_together([DP, SINGLE], small, tmp_path)
-    assert [(t.status, t.verified) for t in done] == [(Status.FAILED, Verified.NO), (Status.OK, Verified.BITWISE)]
+    assert [(t.status, t.verified) for t in done] == [
+        (Status.FAILED, Verified.NO),
+        (Status.OK, Verified.BITWISE),
+    ]
 
 
 def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypatch) -> None:
@@ -155,7 +180,9 @@ def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypa
         raise RuntimeError("planted")
 
     monkeypatch.setattr(bench.CaseTimer, "block", broken)
-    done = trial.run_together([SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path)
+    done = trial.run_together(
+        [SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path
+    )
     assert [t.status for t in done] == [Status.FAILED, Status.FAILED]
     assert all("planted" in t.reason and "other cases that failed too: 1" in t.reason for t in done)
 

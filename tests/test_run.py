@@ -1,4 +1,7 @@
-"""The run's laws: every case every round, once; nothing that happens loses or repeats what was measured."""
+"""The run's laws: every case every round, once.
+
+Nothing that happens loses or repeats what was measured.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,24 @@ def slots(trials):
 
 
 @pytest.mark.usefixtures("quick")
-def test_every_case_is_measured_once_a_round_in_an_order_of_its_own_under_a_server_of_its_own(store):
+def test_every_case_is_measured_once_a_round_in_an_order_of_its_own_under_a_server_of_its_own(
+    store,
+):
     outcome = run(CASES, store, rounds=4)
     trials = store.trials(outcome.run_id)
     assert slots(trials) == Counter((case, number) for case in CASES for number in range(4))
-    assert [trial.round for trial in trials] == [n for n in range(4) for _ in CASES], "one round after the other"
+    assert [trial.round for trial in trials] == [n for n in range(4) for _ in CASES], (
+        "one round after the other"
+    )
     orders = [tuple(t.case for t in trials if t.round == n) for n in range(4)]
     assert len(set(orders)) == 4
     assert len(Server.made) == 4
-    assert [{number for _, number, _ in server.asked} for server in Server.made] == [{0}, {1}, {2}, {3}]
+    assert [{number for _, number, _ in server.asked} for server in Server.made] == [
+        {0},
+        {1},
+        {2},
+        {3},
+    ]
     assert outcome.counts == {Status.OK: 36}
     assert not outcome.resumed
     assert store.runs()[0].status == "finished"
@@ -68,7 +80,9 @@ def test_an_interrupted_run_goes_on_where_it_was_in_the_same_order(store, monkey
     before = store.trials()
     assert len(before) == 11
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
-    outcome = run(list(reversed(CASES)), store, rounds=2)  # the order of the cases names no other plan
+    outcome = run(
+        list(reversed(CASES)), store, rounds=2
+    )  # the order of the cases names no other plan
     assert outcome.resumed
     after = store.trials()
     assert after[:11] == before
@@ -121,7 +135,9 @@ def test_retry_measures_again_what_it_names_and_nothing_else(store, monkeypatch)
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_reason(store, monkeypatch):
+def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_reason(
+    store, monkeypatch
+):
     given, now = [], [0.0]
 
     def tick():
@@ -142,7 +158,9 @@ def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_re
     skipped = [trial for trial in trials if trial.status is Status.SKIPPED]
     assert outcome.counts == {Status.OK: 11, Status.SKIPPED: 79}
     assert all("--budget" in trial.reason for trial in skipped)
-    assert {trial.status for trial in trials[: 90 - len(skipped)]} == {Status.OK}, "what was begun is no skipped one"
+    assert {trial.status for trial in trials[: 90 - len(skipped)]} == {Status.OK}, (
+        "what was begun is no skipped one"
+    )
     assert all(0 < seconds <= 5 for seconds in given)
     assert max(given) < 1, "the timed parts are shortened"
 
@@ -152,7 +170,9 @@ def test_without_a_budget_every_trial_gets_the_whole_effort_and_the_limit(store,
     limits = []
     original = Server.run
     monkeypatch.setattr(
-        Server, "run", lambda self, c, e, n, limit: limits.append(limit) or original(self, c, e, n, limit)
+        Server,
+        "run",
+        lambda self, c, e, n, limit: limits.append(limit) or original(self, c, e, n, limit),
     )
     run(CASES[:2], store, rounds=2, effort=Effort(budget_s=9), limit_s=77)
     assert {effort.budget_s for server in Server.made for _, _, effort in server.asked} == {9}
@@ -183,8 +203,16 @@ def test_a_trial_is_in_the_store_before_its_end_is_told(store):
 @pytest.mark.usefixtures("quick")
 def test_whatever_a_worker_returns_is_stored_and_ends_nothing(store, monkeypatch):
     odd = [
-        {"status": Status.FAILED, "reason": "weights-\udcff.pt\0 [bold]not markup[/]" + "x" * 100_000},
-        {"samples": (Sample(1.0, 0, "power_w", float("nan")), Sample(2.0, 0, "power_w", float("inf")))},
+        {
+            "status": Status.FAILED,
+            "reason": "weights-\udcff.pt\0 [bold]not markup[/]" + "x" * 100_000,
+        },
+        {
+            "samples": (
+                Sample(1.0, 0, "power_w", float("nan")),
+                Sample(2.0, 0, "power_w", float("inf")),
+            )
+        },
         {"status": Status.OK, "steps": ()},
         {"setup": {"verify_s": float("nan")}},
     ]
@@ -195,28 +223,39 @@ def test_whatever_a_worker_returns_is_stored_and_ends_nothing(store, monkeypatch
 
 @pytest.mark.usefixtures("quick")
 def test_a_trial_has_the_samples_of_its_timed_steps_alone(store, monkeypatch, tmp_path):
-    """No readings of its warm-up, of the time before and after, or of devices that it does not use."""
+    """No readings of its warm-up, of the time before and after, or of devices that it does not
+    use.
+    """
     output = tmp_path / "samples.jsonl"
     times = (100.5, 101.0, 101.9, 102.0, 102.5, 103.0, 103.1, 103.9)
-    output.write_text("".join(f'[{at}, {device}, "power_w", 1.0]\n' for at in times for device in (1, 3)))
+    output.write_text(
+        "".join(f'[{at}, {device}, "power_w", 1.0]\n' for at in times for device in (1, 3))
+    )
 
     @contextmanager
     def sampling(ordinals, path):
         yield samplers.SampleFile(output, 0, None)
 
-    steps = tuple(Step(1.0, warmup, end_s) for warmup, end_s in ((True, 101.0), (False, 102.0), (False, 103.0)))
+    steps = tuple(
+        Step(1.0, warmup, end_s)
+        for warmup, end_s in ((True, 101.0), (False, 102.0), (False, 103.0))
+    )
     monkeypatch.setattr(samplers, "sampling", sampling)
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {"steps": steps}))
     case = Case(model="m", strategy="single", batch_size=8, device_kind="cuda", device_ids=(3,))
     (trial,) = store.trials(run([case], store, rounds=1).run_id)
-    assert [(one.time_s, one.device) for one in trial.samples] == [(at, 0) for at in times if 101.0 <= at <= 103.0]
+    assert [(one.time_s, one.device) for one in trial.samples] == [
+        (at, 0) for at in times if 101.0 <= at <= 103.0
+    ]
 
 
 # -- models that fail their check
 
 
 def refuse(model):
-    return lambda case: {"status": Status.FAILED, "reason": "planted\nmore"} if case.model == model else {}
+    return lambda case: (
+        {"status": Status.FAILED, "reason": "planted\nmore"} if case.model == model else {}
+    )
 
 
 @pytest.mark.usefixtures("quick")
@@ -226,23 +265,32 @@ def test_a_model_that_fails_its_check_is_told_once_and_stored_once_a_case_while_
     monkeypatch.setattr(Server, "verdict", staticmethod(refuse("bad")))
     cases = [
         Case(model=model, strategy=strategy, batch_size=size, devices=devices)
-        for model in ("bad", "good") for strategy, devices in (("single", 1), ("ddp", 2)) for size in (8, 32)
-    ]  # fmt: skip
+        for model in ("bad", "good")
+        for strategy, devices in (("single", 1), ("ddp", 2))
+        for size in (8, 32)
+    ]
     heard = []
     outcome = run(cases, store, rounds=3, listen=heard.append)
     trials = store.trials(outcome.run_id)
     assert Counter((one.case.model, one.round, one.status) for one in trials) == {
-        ("bad", 0, Status.FAILED): 4, ("good", 0, Status.OK): 4, ("good", 1, Status.OK): 4, ("good", 2, Status.OK): 4,
-    }  # fmt: skip
+        ("bad", 0, Status.FAILED): 4,
+        ("good", 0, Status.OK): 4,
+        ("good", 1, Status.OK): 4,
+        ("good", 2, Status.OK): 4,
+    }
     assert all("planted" in one.reason for one in trials if one.case.model == "bad")
     assert [event.text for event in heard if isinstance(event, Note)] == [
-        "bad (small) failed its check (failed), so its 4 cases will not be measured; reason: planted"
+        "bad (small) failed its check (failed), so its 4 cases will not be measured; reason:"
+        " planted"
     ]
     ended = [event for event in heard if isinstance(event, Ended)]
     assert (ended[0].done, ended[0].total, ended[-1].done, ended[-1].total) == (1, 12, 12, 12)
-    assert sorted((case.model, case.strategy, case.devices, case.batch_size) for case in Server.checked) == [
-        ("bad", "single", 1, 32), ("good", "single", 1, 32),
-    ]  # fmt: skip
+    assert sorted(
+        (case.model, case.strategy, case.devices, case.batch_size) for case in Server.checked
+    ) == [
+        ("bad", "single", 1, 32),
+        ("good", "single", 1, 32),
+    ]
     assert all(case.batch_size >= 1 and case.devices == 1 for case in Server.checked)
     assert store.runs()[0].status == "finished"
 
@@ -271,7 +319,9 @@ def test_where_no_model_passes_nothing_is_measured(store, monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_model_that_failed_its_check_is_measured_when_it_is_retried_and_passes(store, monkeypatch):
+def test_a_model_that_failed_its_check_is_measured_when_it_is_retried_and_passes(
+    store, monkeypatch
+):
     monkeypatch.setattr(Server, "verdict", staticmethod(refuse("m0")))
     run(CASES[:2], store, rounds=2)
     monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {}))
@@ -283,8 +333,12 @@ def test_a_model_that_failed_its_check_is_measured_when_it_is_retried_and_passes
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round(store, monkeypatch):
-    monkeypatch.setattr(Server, "verdict", staticmethod(lambda case: {"status": Status.KILLED, "reason": "planted"}))
+def test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round(
+    store, monkeypatch
+):
+    monkeypatch.setattr(
+        Server, "verdict", staticmethod(lambda case: {"status": Status.KILLED, "reason": "planted"})
+    )
     heard = []
     outcome = run(CASES[:2], store, rounds=2, listen=heard.append)
     assert outcome.counts == {Status.OK: 4}
@@ -296,7 +350,9 @@ def test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_nex
 @pytest.mark.usefixtures("quick")
 def test_the_same_call_measures_again_what_was_killed_and_nothing_else(store, monkeypatch):
     killed = {"status": Status.KILLED, "steps": (), "reason": "planted"}
-    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: killed if case.model == "m1" else {}))
+    monkeypatch.setattr(
+        Server, "act", staticmethod(lambda case, effort: killed if case.model == "m1" else {})
+    )
     first = run(CASES[:3], store, rounds=2)
     assert first.counts == {Status.OK: 4, Status.KILLED: 2}
     assert store.runs()[0].status == "interrupted"

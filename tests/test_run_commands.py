@@ -15,9 +15,16 @@ from tests.marked import patience
 from tests.test_run import slots
 
 PARENT = [
-    "measure.run", "records.plan", "store", "measure.server", "hardware.provenance", "api.progress", "cli",
-    "hardware.foreign_load", "measure.checks",
-]  # fmt: skip
+    "measure.run",
+    "records.plan",
+    "store",
+    "measure.server",
+    "hardware.provenance",
+    "api.progress",
+    "cli",
+    "hardware.foreign_load",
+    "measure.checks",
+]
 
 
 def test_the_parent_of_the_workers_never_loads_torch():
@@ -28,7 +35,9 @@ for name in {PARENT}:
     if "torch" in sys.modules:
         sys.exit(f"dpbench.{{name}} loads torch")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=commands.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=commands.ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -37,10 +46,18 @@ ENDS = {"interrupt": 130, "interrupt group": 130, "terminate": 143, "kill": -9, 
 
 
 def refuses_a_second(folder, first, command):
-    """Check that the command of a run that `first` is at is refused; `first` can go on afterwards."""
+    """Check that the command of a run that `first` is at is refused.
+
+    `first` can go on afterwards.
+    """
     first.send_signal(signal.SIGSTOP)  # or it might finish before the second one has begun
     second = subprocess.run(
-        [*commands.COMMAND, *command], cwd=folder.path, env=folder.env, capture_output=True, text=True, check=False
+        [*commands.COMMAND, *command],
+        cwd=folder.path,
+        env=folder.env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     first.send_signal(signal.SIGCONT)
     assert second.returncode == 2
@@ -51,13 +68,26 @@ def refuses_a_second(folder, first, command):
 
 
 @pytest.mark.slow
-def test_however_it_is_ended_the_same_command_completes_the_run_once_without_repeating_a_trial(folder):
-    """Five cases; the command is ended in five ways, each time while a rank hangs that no signal but SIGKILL ends.
+def test_however_it_is_ended_the_same_command_completes_the_run_once_without_repeating_a_trial(
+    folder,
+):
+    """Five cases; the command is ended in five ways, each time while a rank hangs that no signal
+    but SIGKILL ends.
 
-    Each command but the first completes a trial before. The last one goes on while the same command is refused.
+    Each command but the first completes a trial before. The last one goes on while the same command
+    is refused.
     """
     axes = ("--strategies", "ddp", "--devices", "2", "--batch-sizes", "16,20,24,28,32")
-    command = ("run", "--model", "tests.hungry:STUBBORN_WHEN_TOLD", *axes, "--rounds", "1", "--store", "acceptance.db")
+    command = (
+        "run",
+        "--model",
+        "tests.hungry:STUBBORN_WHEN_TOLD",
+        *axes,
+        "--rounds",
+        "1",
+        "--store",
+        "acceptance.db",
+    )
     folder.store, passing = folder.path / "acceptance.db", folder.path / "passing"
     kept: list[tuple] = []
     for number, (how, code) in enumerate(ENDS.items()):
@@ -65,7 +95,9 @@ def test_however_it_is_ended_the_same_command_completes_the_run_once_without_rep
         process = folder.start(*command)
         commands.poll(lambda: passing.read_text() == "-1", 60)
         assert folder.wait_for(process, number), folder.err
-        assert len(folder.mark.alive()) >= 6, "the command, its sampler, the server, the worker, two ranks"
+        assert len(folder.mark.alive()) >= 6, (
+            "the command, its sampler, the server, the worker, two ranks"
+        )
         ended = commands.end(process, how)
         assert folder.mark.settles(0) == "", f"{how}: these have outlived the command"
         rows = folder.final()
@@ -84,7 +116,9 @@ def test_however_it_is_ended_the_same_command_completes_the_run_once_without_rep
     assert last.wait(patience(60)) == 0, folder.err
     assert f"which has {len(kept)} of 5 trials" in folder.err
     assert folder.final()[: len(kept)] == kept
-    assert list(folder.temporary.iterdir()) == [], "the next run removes what killed runs left, and leaves nothing"
+    assert list(folder.temporary.iterdir()) == [], (
+        "the next run removes what killed runs left, and leaves nothing"
+    )
     assert folder.mark.settles(0) == ""
     with Store.read(folder.store) as store:
         (found,) = store.runs()

@@ -18,7 +18,9 @@ BUSY = Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0)
 
 @pytest.fixture
 def crowded(quick, monkeypatch):
-    """Let other processes use the cores during the trials with these numbers, counted from the first."""
+    """Let other processes use the cores during the trials with these numbers, counted from the
+    first.
+    """
     numbers: set[int] = set()
     began = []
 
@@ -27,12 +29,16 @@ def crowded(quick, monkeypatch):
         return BUSY if len(began) - 1 in numbers else QUIET
 
     monkeypatch.setattr(foreign_load, "since", since)
-    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {"verified": Verified.BITWISE}))
+    monkeypatch.setattr(
+        Server, "act", staticmethod(lambda case, effort: {"verified": Verified.BITWISE})
+    )
     return numbers
 
 
 def measured(outcome, store):
-    """Return how many trials the run has, how many of them count, and the reasons to call it noisy."""
+    """Return how many trials the run has, how many of them count, and the reasons to call it
+    noisy.
+    """
     (found,) = [one for one in store.runs() if one.id == outcome.run_id]
     every = store.trials(outcome.run_id, superseded=True)
     return len(every), len(store.trials(outcome.run_id)), found.provenance["noisy"]
@@ -44,14 +50,18 @@ def test_a_trial_beside_others_is_measured_once_more_at_the_end_and_that_one_cou
     outcome = run(CASES[:3], store, rounds=2, patience_s=1, listen=heard.append)
     assert measured(outcome, store) == (8, 6, {})
     every = store.trials(outcome.run_id, superseded=True)
-    assert [(one.case, one.round) for one in every[6:]] == [(every[i].case, every[i].round) for i in (1, 4)]
+    assert [(one.case, one.round) for one in every[6:]] == [
+        (every[i].case, every[i].round) for i in (1, 4)
+    ]
     assert set(slots(store.trials(outcome.run_id)).values()) == {1}
     assert every[1] not in store.trials(outcome.run_id)
     assert outcome.counts == {Status.OK: 6}
     assert [event.done for event in heard if isinstance(event, Ended)] == [*range(1, 9)]
 
 
-def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_third_time(store, crowded):
+def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_third_time(
+    store, crowded
+):
     crowded.update({1, 6})
     outcome = run(CASES[:3], store, rounds=2, patience_s=1)
     assert measured(outcome, store) == (7, 6, {"during": "1 trial ran under too much foreign load"})
@@ -63,14 +73,22 @@ def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_thi
 def test_without_patience_noisy_trials_are_labelled_and_not_repeated(store, crowded):
     crowded.update({1, 4})
     outcome = run(CASES[:3], store, rounds=2, patience_s=0)
-    assert measured(outcome, store) == (6, 6, {"during": "2 trials ran under too much foreign load"})
+    assert measured(outcome, store) == (
+        6,
+        6,
+        {"during": "2 trials ran under too much foreign load"},
+    )
 
 
 def test_when_the_budget_is_spent_nothing_is_repeated(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
     monkeypatch.setattr(module._Session, "_spent", lambda self: len(self._times) >= 3)
     outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
-    assert measured(outcome, store) == (3, 3, {"during": "3 trials ran under too much foreign load"})
+    assert measured(outcome, store) == (
+        3,
+        3,
+        {"during": "3 trials ran under too much foreign load"},
+    )
 
 
 def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
@@ -117,7 +135,11 @@ def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
     monkeypatch.setattr(module._Session, "_spent", lambda self: self._times.total() >= 4)
     outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
-    assert measured(outcome, store) == (4, 3, {"during": "2 trials ran under too much foreign load"})
+    assert measured(outcome, store) == (
+        4,
+        3,
+        {"during": "2 trials ran under too much foreign load"},
+    )
 
 
 def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypatch):
@@ -157,5 +179,7 @@ def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
     monkeypatch.setattr(foreign_load, "measure", lambda: UnknownLoad("no counts here"))
     outcome = run(CASES[:1], store, rounds=1)
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "it is unknown whether other processes used the cores: no counts here" in map(str, content.warnings)
+    assert "it is unknown whether other processes used the cores: no counts here" in map(
+        str, content.warnings
+    )
     assert "NOISY" not in " ".join(content.notes)

@@ -1,4 +1,6 @@
-"""The samplers' laws: the contract of every plug-in, the intervals of ticks, and the calls of NVML."""
+"""The samplers' laws: the contract of every plug-in, the intervals of ticks, and the calls of
+NVML.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def test_late_ticks_are_skipped_and_the_rest_keep_their_place(durations_s, expec
         return False
 
     seen = []
-    for tick, duration_s in zip(samplers.ticks(1.0, wait, lambda: clock_s[0]), durations_s, strict=False):
+    for tick, duration_s in zip(
+        samplers.ticks(1.0, wait, lambda: clock_s[0]), durations_s, strict=False
+    ):
         seen.append((tick, clock_s[0]))
         clock_s[0] += duration_s
     assert seen == [(tick, 100.0 + tick) for tick in expected]
@@ -109,7 +113,10 @@ def test_fault_in_a_sampler_ends_its_series_only(caplog):
 
 
 def test_interval_must_be_positive():
-    with pytest.raises(ValueError, match="interval_s must be positive, not 0"), samplers.every(0, print):
+    with (
+        pytest.raises(ValueError, match="interval_s must be positive, not 0"),
+        samplers.every(0, print),
+    ):
         pass
 
 
@@ -118,9 +125,12 @@ def test_interval_must_be_positive():
 
 def test_pcie_never_delays_the_fast_counters():
     with nvml_sampler.start((0, 1), 0.01, recorded("h100_x4")) as samples:
-        assert poll(lambda: Counter((s.device, s.metric) for s in samples)[1, "pcie_rx_bytes_per_s"] >= 4)
+        assert poll(
+            lambda: Counter((s.device, s.metric) for s in samples)[1, "pcie_rx_bytes_per_s"] >= 4
+        )
         counts = Counter((s.device, s.metric) for s in samples)
-    # eight fast readings of two GPUs fit into 10 ms; four PCIe calls take 80 ms, at most five times a second
+    # eight fast readings of two GPUs fit into 10 ms; four PCIe calls take 80 ms, at most five times
+    # a second
     assert counts[1, "power_w"] > 3 * counts[1, "pcie_rx_bytes_per_s"]
     slow_s = [s.time_s for s in samples if (s.device, s.metric) == (1, "pcie_rx_bytes_per_s")]
     assert slow_s[-1] - slow_s[0] > (len(slow_s) - 2) * nvml_sampler.SLOW_INTERVAL_S
@@ -141,7 +151,10 @@ class Jumping:
 
 
 def replayed(which, count, interval_s, seconds, slower=1.0):
-    """Run one cadence over some GPUs of a recording; return its library, and the delay of each tick."""
+    """Run one cadence over some GPUs of a recording.
+
+    Return its library, and the delay of each tick.
+    """
     clock = Jumping()
     library = recorded("h100_x4")
     library.recording["uuids"] = [f"GPU-{i:08d}-0000-0000-0000-000000000000" for i in range(count)]
@@ -179,7 +192,9 @@ def test_pcie_counters_keep_a_slow_cadence_of_their_own():
     assert len(late_s) == 300
     pcie = sum(count for (call, _), count in library.calls.items() if "Pcie" in call)
     assert pcie == 300 * 4 * 2
-    assert {call for call, _ in library.calls if "Pcie" not in call} == {"nvmlDeviceGetComputeRunningProcesses_v3"}
+    assert {call for call, _ in library.calls if "Pcie" not in call} == {
+        "nvmlDeviceGetComputeRunningProcesses_v3"
+    }
 
 
 @pytest.mark.slow
@@ -242,7 +257,9 @@ def test_process_memory_is_that_of_our_tree(monkeypatch):
 
 def test_memory_of_others_is_what_our_tree_does_not_hold(monkeypatch):
     for ours, expected in (((4242, 9), [536870912]), ((4242, 4243, 9), [0]), ((1,), [])):
-        monkeypatch.setattr(nvml_sampler.ProcessTree, "pids", lambda self, ours=ours: frozenset(ours))
+        monkeypatch.setattr(
+            nvml_sampler.ProcessTree, "pids", lambda self, ours=ours: frozenset(ours)
+        )
         samples = []
         with open_nvml(recorded("h100_x4")) as nvml:
             nvml_sampler.readings(nvml.gpus[:1], samples)[SLOW]()

@@ -63,7 +63,10 @@ def gone(pid):
 def test_clock_is_that_of_the_fastest_usable_core(tmp_path):
     assert host.cpu_clock_hz(str(tmp_path)) is None
     cores = sorted(os.sched_getaffinity(0))
-    for core, khz in [*zip(cores, itertools.cycle(["1200000", "2600000"]), strict=False), (max(cores) + 1, "9900000")]:
+    for core, khz in [
+        *zip(cores, itertools.cycle(["1200000", "2600000"]), strict=False),
+        (max(cores) + 1, "9900000"),
+    ]:
         folder = tmp_path / f"cpu{core}" / "cpufreq"
         folder.mkdir(parents=True)
         (folder / "scaling_cur_freq").write_text(f"{khz}\n")
@@ -97,7 +100,9 @@ def test_host_sees_a_busy_child(child):
     assert statistics.mean(values["process_cpu_ratio"]) == pytest.approx(used, rel=0.5, abs=0.05)
     assert values["rss_bytes"][-1] > 2**20
     assert {f"core{core}_utilization_ratio" for core in os.sched_getaffinity(0)} <= set(values)
-    assert all(0 <= value <= 1 for name in values for value in values[name] if name.startswith("core"))
+    assert all(
+        0 <= value <= 1 for name in values for value in values[name] if name.startswith("core")
+    )
     assert len(values["load_1m"]) == len(values["rss_bytes"])
     assert len(values["process_cpu_ratio"]) == len(values["rss_bytes"]) - 1
 
@@ -194,7 +199,9 @@ def test_tree_holds_all_descendants(child, monkeypatch, children_files):
 
 def test_tree_leaves_out_this_process_and_walks_at_most_twice_a_second(monkeypatch):
     walks = []
-    monkeypatch.setattr(host, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid())))
+    monkeypatch.setattr(
+        host, "descendants", lambda root: walks.append(root) or frozenset((root, os.getpid()))
+    )
     clock_s = itertools.count(0.0, 0.2)
     tree = host.ProcessTree(1, now=lambda: next(clock_s))
     for _ in range(20):
@@ -239,7 +246,10 @@ def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path)
     series = SampleFile(output, output.stat().st_size, None)
     with output.open("a") as file:
         file.write('[3.0, -1, "load_1m", 3.0]\n[2.0, -1, "load_1m", 2.0]\nnonsense\n[4.0, -1, "lo')
-    assert series.cut(0.0, 9.0) == (Sample(2.0, -1, "load_1m", 2.0), Sample(3.0, -1, "load_1m", 3.0))
+    assert series.cut(0.0, 9.0) == (
+        Sample(2.0, -1, "load_1m", 2.0),
+        Sample(3.0, -1, "load_1m", 3.0),
+    )
     with output.open("a") as file:
         file.write('ad_1m", 4.0]\n')
     assert [s.time_s for s in series.cut(2.5, 3.5)] == [3.0]
@@ -249,12 +259,19 @@ def test_series_forgets_what_lies_before_and_ignores_what_others_wrote(tmp_path)
 
 def test_series_of_hours_keeps_whole_seconds_that_are_spread_evenly(tmp_path, monkeypatch):
     output = tmp_path / "samples.jsonl"
-    lines = [json.dumps([k / 2, device, "load_1m", 1.0]) + "\n" for k in range(4_000) for device in (-1, 0)]
+    lines = [
+        json.dumps([k / 2, device, "load_1m", 1.0]) + "\n"
+        for k in range(4_000)
+        for device in (-1, 0)
+    ]
     output.write_text("".join(lines))
     monkeypatch.setattr(package, "MOST_BYTES", output.stat().st_size // 10)
     found = SampleFile(output, 0, None).cut(0.0, 2_000.0)
     assert len(found) == pytest.approx(800, rel=0.02)
-    assert all(len({s.device for s in found if s.time_s == at}) == 2 for at in {found[0].time_s, found[-1].time_s})
+    assert all(
+        len({s.device for s in found if s.time_s == at}) == 2
+        for at in {found[0].time_s, found[-1].time_s}
+    )
     quarters = [sum(a <= s.time_s < a + 500 for s in found) for a in range(0, 2_000, 500)]
     assert min(quarters) > 0.98 * max(quarters)
     monkeypatch.setattr(package, "MOST_BYTES", output.stat().st_size)
@@ -262,7 +279,16 @@ def test_series_of_hours_keeps_whole_seconds_that_are_spread_evenly(tmp_path, mo
 
 
 def command(output):
-    options = ["--root-pid", str(os.getpid()), "--interval", "0.1", "--devices", "", "--output", str(output)]
+    options = [
+        "--root-pid",
+        str(os.getpid()),
+        "--interval",
+        "0.1",
+        "--devices",
+        "",
+        "--output",
+        str(output),
+    ]
     return [sys.executable, "-m", "dpbench.hardware.samplers._process", *options]
 
 
@@ -271,7 +297,9 @@ def command(output):
 def test_process_says_ready_and_ends_in_order(tmp_path, way):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     pipe = subprocess.PIPE
-    with subprocess.Popen(command(tmp_path / "out"), stdin=pipe, stdout=pipe, env=environment) as process:
+    with subprocess.Popen(
+        command(tmp_path / "out"), stdin=pipe, stdout=pipe, env=environment
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(signal.SIGINT)  # a Ctrl-C is for the parent
         time.sleep(0.3)
@@ -293,7 +321,9 @@ def test_process_that_cannot_write_its_samples_says_so_in_one_line(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     (tmp_path / "out").symlink_to("/dev/full")
     pipe = subprocess.PIPE
-    with subprocess.Popen(command(tmp_path / "out"), stdin=pipe, stdout=pipe, stderr=pipe, env=environment) as process:
+    with subprocess.Popen(
+        command(tmp_path / "out"), stdin=pipe, stdout=pipe, stderr=pipe, env=environment
+    ) as process:
         assert process.stdout.readline() == b"ready\n"
         time.sleep(0.3)
         _, error = process.communicate(b"7\n", timeout=patience(10))
@@ -313,7 +343,9 @@ with sampling((), Path(sys.argv[1])) as series:
 
 
 @linux
-def test_process_ends_at_once_also_while_a_forked_process_keeps_its_stdin_open(tmp_path, monkeypatch):
+def test_process_ends_at_once_also_while_a_forked_process_keeps_its_stdin_open(
+    tmp_path, monkeypatch
+):
     late = []
     wait = subprocess.Popen.wait
 
@@ -374,7 +406,9 @@ def test_process_whose_parent_is_gone_already_ends_at_once(tmp_path, child):
     former.wait()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     arguments = [*command(tmp_path / "out"), "--parent-pid", str(former.pid)]
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as process:
         assert process.wait(patience(8)) == 1, "nobody is there to be told"
         assert process.stdout.read() == b""
 
@@ -437,10 +471,10 @@ def test_process_brings_gpu_samples_too(tmp_path, monkeypatch):
 
 def test_samplers_never_load_torch():
     code = (
-        "import sys\nfrom dpbench.records import registry\nimport dpbench.hardware.samplers._process\n"
-        "[registry.load('samplers', name) for name in registry.names('samplers')]\n"
-        "from dpbench.hardware.nvml import describe\ndescribe()\n"
-        "assert not {'torch', 'numpy', 'pandas'} & set(sys.modules)"
+        "import sys\nfrom dpbench.records import registry\nimport"
+        " dpbench.hardware.samplers._process\n[registry.load('samplers', name) for name in"
+        " registry.names('samplers')]\nfrom dpbench.hardware.nvml import"
+        " describe\ndescribe()\nassert not {'torch', 'numpy', 'pandas'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,4 +1,6 @@
-"""Schedules: one table of switches, a ladder that changes one switch per rung, and forbidden combinations."""
+"""Schedules: one table of switches, a ladder that changes one switch per rung, and forbidden
+combinations.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ import pytest
 from dpbench.records import schedule
 from dpbench.records.schedule import RUNGS, SWITCHES, Schedule
 
-any_schedule = st.fixed_dictionaries({name: st.sampled_from(positions) for name, positions in SWITCHES.items()})
+any_schedule = st.fixed_dictionaries(
+    {name: st.sampled_from(positions) for name, positions in SWITCHES.items()}
+)
 
 
 def turned(one: Schedule, other: Schedule) -> set[str]:

@@ -45,7 +45,9 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Odd(nn.Module):
-    """Layers whose sizes fit no vector register, a buffer that counts, a tied, a frozen and an unused weight."""
+    """Layers whose sizes fit no vector register, a buffer that counts, a tied, a frozen and an
+    unused weight.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +63,9 @@ class Odd(nn.Module):
         return out
 
 
-def problem(name: str, rows: int, steps: int = STEPS) -> tuple[nn.Module, Any, list[tuple[Any, Any]]]:
+def problem(
+    name: str, rows: int, steps: int = STEPS
+) -> tuple[nn.Module, Any, list[tuple[Any, Any]]]:
     """Return module, loss and batches, the same ones every time."""
     if name != "odd":
         model = models.load(name, "small", 0)
@@ -69,13 +73,20 @@ def problem(name: str, rows: int, steps: int = STEPS) -> tuple[nn.Module, Any, l
     torch.manual_seed(0)
     module, generator = Odd(), torch.Generator().manual_seed(1)
     batches = [
-        (torch.randn(rows, 12, generator=generator), torch.randn(rows, 1, generator=generator)) for _ in range(steps)
+        (torch.randn(rows, 12, generator=generator), torch.randn(rows, 1, generator=generator))
+        for _ in range(steps)
     ]
     return module, nn.MSELoss(), batches
 
 
 def train(
-    name: str, schedule: str | Schedule, n: int, rows: int, optimizer: str = "sgd", steps: int = STEPS, **options: Any
+    name: str,
+    schedule: str | Schedule,
+    n: int,
+    rows: int,
+    optimizer: str = "sgd",
+    steps: int = STEPS,
+    **options: Any,
 ) -> tuple[nn.Module, list[float]]:
     """Return the module after some steps, and the losses."""
     module, loss, batches = problem(name, rows, steps)
@@ -87,7 +98,9 @@ def train(
 def differing(left: nn.Module, right: nn.Module) -> list[str]:
     """Return the names of the weights and buffers that are not bitwise equal."""
     theirs = right.state_dict()
-    return [name for name, tensor in left.state_dict().items() if not torch.equal(tensor, theirs[name])]
+    return [
+        name for name, tensor in left.state_dict().items() if not torch.equal(tensor, theirs[name])
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +131,9 @@ def matrix() -> Iterable[tuple[str, int, str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "n", "optimizer", "rows"), list(matrix()))
-def test_every_rung_makes_the_weights_of_reference(name: str, n: int, optimizer: str, rows: int) -> None:
+def test_every_rung_makes_the_weights_of_reference(
+    name: str, n: int, optimizer: str, rows: int
+) -> None:
     steps = STEPS if name in SMALL else 2
     expected, losses = train(name, "reference", n, rows, optimizer, steps)
     for rung in [*[*RUNGS][1:], "fastest"]:
@@ -145,7 +160,9 @@ def test_every_legal_combination_makes_the_weights_of_reference() -> None:
 def test_every_rule_is_enforced_and_named() -> None:
     for switch, position, need in RULES:
         other, _, wanted = need.partition("=")
-        against = {other: next(p for p in reversed(SWITCHES[other]) if p != wanted)} if wanted else {}
+        against = (
+            {other: next(p for p in reversed(SWITCHES[other]) if p != wanted)} if wanted else {}
+        )
         schedule = Schedule(**{**against, switch: position})
         if need == TRAIN_STEP:
             with pytest.raises(ValueError, match=rf"{switch}={position} needs TrainStep"):
@@ -173,7 +190,9 @@ def test_the_planted_faults_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # sums in another order
         original = Update.collect
         patch.setattr(
-            Update, "collect", lambda self, i, sources, numbers=None: original(self, i, sources[::-1], numbers)
+            Update,
+            "collect",
+            lambda self, i, sources, numbers=None: original(self, i, sources[::-1], numbers),
         )
         assert differing(expected, train("odd", "persistent", 3, 8)[0])
     with monkeypatch.context() as patch:  # weights that are not exchanged
@@ -194,7 +213,9 @@ def test_chunk_sizes_equal_a_reference_with_those_chunks(rung: str) -> None:
         module, loss, batches = problem("odd", 10)
         sizes: list[int] = []
         module.first.register_forward_hook(lambda m, args, out: sizes.append(len(args[0])))
-        with TrainStep(module, loss, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule, chunk_sizes=weights) as step:
+        with TrainStep(
+            module, loss, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule, chunk_sizes=weights
+        ) as step:
             for batch in batches:
                 step(*batch)
         return module, sizes
@@ -213,18 +234,34 @@ def test_losses_without_a_sum_are_refused_or_left_gathered() -> None:
 
     x, module = torch.randn(6, 4), nn.Linear(4, 4)
     with pytest.raises(Refused, match="loss=local needs a loss whose mean has a known divisor"):
-        TrainStep(module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")
+        TrainStep(
+            module,
+            lambda o, t: (o - t).square().mean(),
+            OPTIMIZERS["sgd"],
+            ["cpu", "cpu"],
+            "local_loss",
+        )
     with pytest.raises(Refused, match="known divisor"):
         TrainStep(module, contrastive, OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")
     with pytest.raises(ValueError, match="not a sum over rows"):
-        TrainStep(module, (contrastive, lambda o, t: len(o)), OPTIMIZERS["sgd"], ["cpu", "cpu"], "local_loss")(x, x)
-    step = TrainStep(module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"])
+        TrainStep(
+            module,
+            (contrastive, lambda o, t: len(o)),
+            OPTIMIZERS["sgd"],
+            ["cpu", "cpu"],
+            "local_loss",
+        )(x, x)
+    step = TrainStep(
+        module, lambda o, t: (o - t).square().mean(), OPTIMIZERS["sgd"], ["cpu", "cpu"]
+    )
     assert (step.schedule.loss, step.schedule.backward) == ("gathered", "joint")
     with pytest.raises(ValueError, match="LBFGS"):
         TrainStep(module, F.mse_loss, torch.optim.LBFGS, ["cpu", "cpu"], "cached")
 
 
-def test_numbers_that_replicas_exchange_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_replicas_exchange_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log: list[Any] = []
 
     @contextmanager
@@ -233,9 +270,13 @@ def test_numbers_that_replicas_exchange_wait_for_each_other(monkeypatch: pytest.
         yield
 
     weigh = (lambda o, t: F.mse_loss(o, t, reduction="sum"), lambda o, t: torch.tensor(len(t)))
-    monkeypatch.setattr(HostDevice, "wait", lambda self, other: log.append((self.index, other.index)))
+    monkeypatch.setattr(
+        HostDevice, "wait", lambda self, other: log.append((self.index, other.index))
+    )
     schedule = Schedule(workers="serial", replicas="persistent", loss="local", backward="local")
-    with TrainStep(nn.Linear(4, 4), weigh, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule, mark=mark) as step:
+    with TrainStep(
+        nn.Linear(4, 4), weigh, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule, mark=mark
+    ) as step:
         step(torch.randn(6, 4), torch.randn(6, 4))
     took = log.index((Phase.LOSS, 2))
     added = log.index((Phase.LOSS, 0), took)

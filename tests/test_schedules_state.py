@@ -1,4 +1,6 @@
-"""State on every schedule: checkpoints, overflows, changes between steps, and the state after a step is closed."""
+"""State on every schedule: checkpoints, overflows, changes between steps, and the state after a
+step is closed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def test_schedulers_reach_every_devices_optimizer(rung: str) -> None:
 
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize(
-    ("first", "second"), [("zero1", "reference"), ("reference", "zero1"), ("flat_optimizer", "allreduce")]
+    ("first", "second"),
+    [("zero1", "reference"), ("reference", "zero1"), ("flat_optimizer", "allreduce")],
 )
 def test_checkpoints_move_between_rungs(first: str, second: str, optimizer: str) -> None:
     def halves(schedules: tuple[str, str]) -> nn.Module:
@@ -80,7 +83,9 @@ def test_state_has_the_same_names_and_values_on_every_rung() -> None:
         assert found["state"].keys() == expected["state"].keys(), rung
         for number, values in expected["state"].items():
             assert values.keys() == found["state"][number].keys(), rung
-            assert all(torch.equal(value, found["state"][number][name]) for name, value in values.items()), rung
+            assert all(
+                torch.equal(value, found["state"][number][name]) for name, value in values.items()
+            ), rung
 
 
 @pytest.mark.parametrize("rung", EXACT)
@@ -118,7 +123,9 @@ def test_changes_of_weights_modules_and_attributes_between_steps_are_seen(rung: 
             step(x, y)
             module[2] = nn.Tanh()
             step(x, y)
-            module.load_state_dict({k: v * 0.9 if v.is_floating_point() else v for k, v in module.state_dict().items()})
+            module.load_state_dict(
+                {k: v * 0.9 if v.is_floating_point() else v for k, v in module.state_dict().items()}
+            )
             step(x, y)
             module[0].weight.data *= 2
             step.sync()
@@ -150,7 +157,9 @@ def test_a_module_that_moves_between_steps_takes_its_gradients_along(rung: str) 
 
 
 class Stateful(nn.Module):
-    """A forward that depends on an attribute it writes: torch's replicas forget it after every call."""
+    """A forward that depends on an attribute it writes: torch's replicas forget it after every
+    call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,17 +177,24 @@ class Stateful(nn.Module):
 def test_what_forward_writes_into_a_replica_is_forgotten_on_every_rung(rung: str) -> None:
     torch.manual_seed(0)
     module, x = Stateful(), torch.randn(4, 4)
-    with TrainStep(module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0), ["cpu", "cpu"], rung) as step:
+    with TrainStep(
+        module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.0), ["cpu", "cpu"], rung
+    ) as step:
         losses = {float(step(x, x)) for _ in range(4)}
     assert len(losses) == 1
     assert (module.calls, float(module.seen)) == (0, 0.0)
 
 
-@pytest.mark.parametrize("schedule", ["pool", "cached", "flat_storage", "workers=serial", "reduce=overlap", "fastest"])
+@pytest.mark.parametrize(
+    "schedule", ["pool", "cached", "flat_storage", "workers=serial", "reduce=overlap", "fastest"]
+)
 def test_a_wrapper_trains_the_same_on_every_schedule_it_can_have(schedule: str) -> None:
     def run(name: str) -> nn.Module:
         module, loss, batches = problem("odd", 8)
-        wrapped, optimizer = DataParallel(module, ["cpu"] * 3, schedule=name), OPTIMIZERS["adam"](module.parameters())
+        wrapped, optimizer = (
+            DataParallel(module, ["cpu"] * 3, schedule=name),
+            OPTIMIZERS["adam"](module.parameters()),
+        )
         for inputs, target in batches:
             optimizer.zero_grad()
             loss(wrapped(inputs), target).backward()

@@ -27,20 +27,33 @@ from dpbench.strategies import Strategy
 ROOT = Path(dpbench.__file__).parent
 NAMES = frozenset(registry.own("strategies"))
 WORDING = {
-    "records/plan.py": "the strategies that a run without --strategies measures on each kind of device",
+    "records/plan.py": (
+        "the strategies that a run without --strategies measures on each kind of device"
+    ),
     "report/devices.py": "headings of a table",
     "report/figures.py": "texts of a drawing",
     "analysis/findings/scale.py": "the name of a finding",
 }
 """The modules in which the name of a strategy means something else, or is a default or a text."""
-TINY = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
+TINY = Effort(
+    budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
+)
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=8)
-EMULATED = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=8, device_kind="emulated")
+EMULATED = Case(
+    model="mlp",
+    strategy="dp",
+    schedule="reference",
+    devices=2,
+    batch_size=8,
+    device_kind="emulated",
+)
 
 
 def named(tree: ast.AST) -> Iterator[ast.Constant]:
     """Yield the constants of a module that are exactly a strategy's name."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in NAMES)
+    return (
+        node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node.value in NAMES
+    )
 
 
 def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
@@ -48,7 +61,9 @@ def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
 
 
 def decides(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a constant is compared with the strategy of something, or given as the strategy of a case."""
+    """Return whether a constant is compared with the strategy of something, or given as the
+    strategy of a case.
+    """
     around = above[node]
     if isinstance(around, ast.keyword):
         return around.arg == "strategy"
@@ -60,7 +75,9 @@ def decides(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
     return any(getattr(side, "attr", getattr(side, "id", "")) == "strategy" for side in sides)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_only_strategies_know_a_strategy_by_its_name(path: Path) -> None:
     if path.parent.name == "strategies":
         return
@@ -106,8 +123,8 @@ def run(case: Case, folder: Path, **_: Any) -> Trial:
 def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
     """Run a case whose emulated device 1 alone has too little memory.
 
-    The trial has a thread for itself: torch keeps the graph of a backward that failed, with tensors on the devices,
-    until its thread ends.
+    The trial has a thread for itself: torch keeps the graph of a backward that failed, with tensors
+    on the devices, until its thread ends.
     """
 
     @contextmanager
@@ -121,7 +138,9 @@ def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "bound", bound)
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(trial.run, case, TINY, folder).result()
-    while _ledger.ledger.now(torch.device("lazy", 0)):  # torch frees it after Python's part of the thread has ended
+    while _ledger.ledger.now(
+        torch.device("lazy", 0)
+    ):  # torch frees it after Python's part of the thread has ended
         gc.collect()
     return done
 
@@ -139,9 +158,13 @@ CASES: dict[str, tuple[Callable[..., Trial], Case, tuple[Status, int | None, Ver
     "device 1 is full": (bounded_device_1, EMULATED, (Status.OOM, 1, Verified.NOT_APPLICABLE)),
     "wrong gradients": (planted(Wrong()), DP, (Status.FAILED, None, Verified.NO)),
     "an error": (planted(Raising(ValueError("a"))), DP, FAILED),
-    "the host is full": (planted(Raising(MemoryError("a"))), DP, (Status.OOM, None, Verified.NOT_APPLICABLE)),
+    "the host is full": (
+        planted(Raising(MemoryError("a"))),
+        DP,
+        (Status.OOM, None, Verified.NOT_APPLICABLE),
+    ),
     "no such model": (run, Case(model="none", strategy="dp", batch_size=1), FAILED),
-}  # fmt: skip
+}
 
 
 def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +176,9 @@ def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ending", lambda status: "-")
     monkeypatch.setattr(processes, "advice", lambda status, killed_before, peak_bytes: "-")
     monkeypatch.setattr(errors, "_rebuilt", lambda error, message: RuntimeError("-"))
-    monkeypatch.setattr(_ledger.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-"))
+    monkeypatch.setattr(
+        _ledger.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-")
+    )
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["as usual", "every message changed"])
@@ -169,11 +194,18 @@ def test_the_outcome_of_a_failure_depends_on_no_message(
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["as usual", "every message changed"])
-def test_the_record_of_a_rank_depends_on_no_message(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_of_a_rank_depends_on_no_message(
+    silent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if silent:
         say_nothing(monkeypatch)
     wrong = failures.of_rank(failures.Unverified("-" if silent else "wrong"), 1, 0.0)
-    assert (wrong.status, wrong.rank, wrong.device, wrong.verified) == (Status.FAILED, 1, None, Verified.NO)
+    assert (wrong.status, wrong.rank, wrong.device, wrong.verified) == (
+        Status.FAILED,
+        1,
+        None,
+        Verified.NO,
+    )
     full = failures.of_rank(torch.OutOfMemoryError("-"), 1, 0.0)
     assert (full.status, full.device, full.perhaps_secondary) == (Status.OOM, 1, False)
     ended = failures.of_end(-9, 0, 1.0)

@@ -1,7 +1,8 @@
-"""Errors that people meet with DataParallel: each is provoked, its message says the cause, and its cure is tried.
+"""Errors that people meet with DataParallel: each is provoked, its message says the cause, and its
+cure is tried.
 
-The four of a well-known tutorial: tensors on different devices, too little memory, an attribute of the wrapped module,
-and names of a checkpoint with or without "module.".
+The four of a well-known tutorial: tensors on different devices, too little memory, an attribute of
+the wrapped module, and names of a checkpoint with or without "module.".
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from dpbench.measure.worker.trial import run_together
 from dpbench.records import Case, Effort, Status
 
 TWO = ["emulated:0", "emulated:1"]
-TINY = Effort(budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False)
+TINY = Effort(
+    budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
+)
 
 
 def simple() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -41,7 +44,8 @@ def cure(message: str, pattern: str) -> str:
     return found.group(1)
 
 
-# ---------------------------------------------------------------- Expected all tensors to be on the same device
+# ---------------------------------------------------------------- Expected all tensors to be on the
+# same device
 
 
 def test_a_module_that_was_not_moved_is_refused_with_the_call_that_moves_it() -> None:
@@ -62,7 +66,9 @@ def test_a_batch_on_the_host_is_moved_by_the_wrapper_and_with_its_target_by_the_
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         F.cross_entropy(output, target)  # the user's own call
     expected = F.cross_entropy(output, target.to(output.device)).item()
-    step = dpbench.TrainStep(module, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), TWO, schedule="reference")
+    step = dpbench.TrainStep(
+        module, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), TWO, schedule="reference"
+    )
     assert step(inputs, target).item() == pytest.approx(expected)
 
 
@@ -79,7 +85,9 @@ class Scaled(nn.Module):
 
 
 def stepping(module: nn.Module, schedule: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    step = dpbench.TrainStep(module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), TWO, schedule=schedule)
+    step = dpbench.TrainStep(
+        module, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), TWO, schedule=schedule
+    )
     return lambda x: step(x, torch.zeros(4, 4))
 
 
@@ -98,9 +106,14 @@ def test_a_tensor_that_was_left_behind_is_named_with_the_call_that_registers_it(
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as told:
         run(module)(torch.ones(4, 4))
     text = "\n".join([str(told.value), *getattr(told.value, "__notes__", [])])
-    assert "the attribute inner.scale is a tensor on cpu, and neither a parameter nor a buffer" in text
+    assert (
+        "the attribute inner.scale is a tensor on cpu, and neither a parameter nor a buffer" in text
+    )
     tensor = module.inner.__dict__.pop("scale").to("lazy:0")
-    eval(cure(text, r"(module\.register_buffer\('scale', tensor\))"), {"module": module.inner, "tensor": tensor})
+    eval(
+        cure(text, r"(module\.register_buffer\('scale', tensor\))"),
+        {"module": module.inner, "tensor": tensor},
+    )
     assert run(module)(torch.ones(4, 4)).isfinite().all()
 
 
@@ -115,15 +128,24 @@ def test_an_error_without_a_tensor_left_behind_has_no_hint() -> None:
 # ---------------------------------------------------------------- out of memory
 
 
-def test_too_little_memory_is_recorded_with_the_device_and_a_batch_that_fits_is_measured(tmp_path: Path) -> None:
+def test_too_little_memory_is_recorded_with_the_device_and_a_batch_that_fits_is_measured(
+    tmp_path: Path,
+) -> None:
     case = Case(
-        model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=2000, device_kind="emulated",
+        model="mlp",
+        strategy="dp",
+        schedule="reference",
+        devices=2,
+        batch_size=2000,
+        device_kind="emulated",
         device_memory_bytes=2_000_000,
-    )  # fmt: skip
+    )
     (full,) = run_together([case], TINY, tmp_path)
     assert full.status is Status.OOM
     assert full.failed_device == 0
-    assert re.match(r"out of memory on .*emulated:0; use a smaller batch, or more devices; error: ", full.reason)
+    assert re.match(
+        r"out of memory on .*emulated:0; use a smaller batch, or more devices; error: ", full.reason
+    )
     assert "bytes" in full.reason
     (smaller,) = run_together([replace(case, batch_size=64)], TINY, tmp_path)
     assert smaller.status is Status.OK, smaller.reason
@@ -135,15 +157,23 @@ def test_too_little_memory_is_recorded_with_the_device_and_a_batch_that_fits_is_
 def test_an_attribute_of_the_wrapped_module_is_found_where_the_message_says() -> None:
     module, *_ = simple()
     wrapped = dpbench.DataParallel(module, ["cpu", "cpu"])
-    with pytest.raises(AttributeError, match=r"'DataParallel' object has no attribute 'fc1'") as told:
+    with pytest.raises(
+        AttributeError, match=r"'DataParallel' object has no attribute 'fc1'"
+    ) as told:
         _ = wrapped.fc1
-    assert eval("wrapped" + cure(str(told.value), r"use (\.module\.fc1)"), {"wrapped": wrapped}) is module.fc1
+    assert (
+        eval("wrapped" + cure(str(told.value), r"use (\.module\.fc1)"), {"wrapped": wrapped})
+        is module.fc1
+    )
 
 
 # ---------------------------------------------------------------- KeyError when loading state_dict
 
 Wrap = Callable[[nn.Module], nn.Module]
-WRAPS: dict[str, Wrap] = {"plain": lambda one: one, "wrapped": lambda one: dpbench.DataParallel(one, ["cpu", "cpu"])}
+WRAPS: dict[str, Wrap] = {
+    "plain": lambda one: one,
+    "wrapped": lambda one: dpbench.DataParallel(one, ["cpu", "cpu"]),
+}
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -153,17 +183,24 @@ def test_a_checkpoint_of_the_plain_module_is_loaded_as_the_message_says(strict: 
     wrapped, state = WRAPS["wrapped"](target), source.state_dict()
     with pytest.raises(RuntimeError, match=r'the names lack the prefix "module\."') as told:
         wrapped.load_state_dict(state, strict=strict)
-    eval(cure(str(told.value), r"(wrapped\.module\.load_state_dict\(state\))"), {"wrapped": wrapped, "state": state})
+    eval(
+        cure(str(told.value), r"(wrapped\.module\.load_state_dict\(state\))"),
+        {"wrapped": wrapped, "state": state},
+    )
     assert torch.equal(target.fc1.weight, source.fc1.weight)
 
 
 def test_a_checkpoint_of_the_wrapped_module_is_loaded_as_the_message_says() -> None:
     (source, *_), (target, *_) = simple(), simple()
     nn.init.ones_(source.fc1.weight)
-    state: Any = {f"module.{name}": value for name, value in WRAPS["wrapped"](source).state_dict().items()}
+    state: Any = {
+        f"module.{name}": value for name, value in WRAPS["wrapped"](source).state_dict().items()
+    }
     with pytest.raises(RuntimeError, match="once too often") as told:
         WRAPS["wrapped"](target).load_state_dict(state)
-    call = cure(str(told.value), r"strip the prefix: torch\.nn\.modules\.utils\.(\w+\(state, 'module\.'\))")
+    call = cure(
+        str(told.value), r"strip the prefix: torch\.nn\.modules\.utils\.(\w+\(state, 'module\.'\))"
+    )
     eval(call, {**vars(nn.modules.utils), "state": state})
     WRAPS["wrapped"](target).load_state_dict(state)
     assert torch.equal(target.fc1.weight, source.fc1.weight)

@@ -1,4 +1,6 @@
-"""The server's laws: every outcome of a worker becomes a trial, and no process or file of it remains."""
+"""The server's laws: every outcome of a worker becomes a trial, and no process or file of it
+remains.
+"""
 
 import errno
 import json
@@ -65,7 +67,10 @@ def _nothing_stays(mark: Mark):
         if "dpbench.measure.worker" not in process.cmdline() or process.ppid() != os.getpid():
             process.kill()
     assert left == "", "only the server may be left"
-    assert all(process.status() != psutil.STATUS_ZOMBIE for process in psutil.Process().children(recursive=True))
+    assert all(
+        process.status() != psutil.STATUS_ZOMBIE
+        for process in psutil.Process().children(recursive=True)
+    )
 
 
 def trial(server: Server, wanted: Case, limit_s: float = 60.0, number: int = 0):
@@ -158,7 +163,11 @@ def user(tmp_path_factory) -> Path:
     """The folder of a user's modules."""
     folder = tmp_path_factory.mktemp("user")
     texts = {name: text for name, (text, _) in BROKEN.items()}
-    texts |= {"pid_model": PID_MODEL.format(path=str(folder / "pids")), "stateful": STATEFUL, "noisy": NOISY}
+    texts |= {
+        "pid_model": PID_MODEL.format(path=str(folder / "pids")),
+        "stateful": STATEFUL,
+        "noisy": NOISY,
+    }
     for name, text in texts.items():
         (folder / f"{name}.py").write_text(text)
     return folder
@@ -183,7 +192,9 @@ def users_server(mark, user):
 def test_each_trial_has_a_fresh_process_that_one_server_has_forked(users_server, user):
     trials = [trial(users_server, case("pid_model:")) for _ in range(6)]
     assert [t.status for t in trials] == [Status.OK] * 6, trials[0].reason
-    pids, parents = zip(*(line.split() for line in (user / "pids").read_text().splitlines()), strict=True)
+    pids, parents = zip(
+        *(line.split() for line in (user / "pids").read_text().splitlines()), strict=True
+    )
     assert len(set(pids)) == 6
     assert len(set(parents)) == 1, "forked, so that none waits for torch to be imported"
     assert not {*pids, *parents} & {str(os.getpid())}
@@ -278,14 +289,18 @@ def test_a_rank_that_raises_tells_its_own_error_not_its_peers_broken_connections
     assert "rank 1" in found.reason
     assert "ArithmeticError: planted in one rank" in found.reason
     assert "onnection" not in found.reason
-    assert time.monotonic() - began_s < TIMEOUT.total_seconds(), "the other rank is not waited for until it times out"
+    assert time.monotonic() - began_s < TIMEOUT.total_seconds(), (
+        "the other rank is not waited for until it times out"
+    )
     assert works(server)
 
 
 def test_a_rank_that_aborts_is_a_failed_trial_and_no_rank_stays(server):
     found = trial(server, case("tests.hungry:DIES_IN_RANK_1", "ddp", 2))
     assert found.status is Status.FAILED
-    assert "SIGABRT" in found.reason or "signal 6" in found.reason.lower() or "-6" in found.reason, found.reason
+    assert (
+        "SIGABRT" in found.reason or "signal 6" in found.reason.lower() or "-6" in found.reason
+    ), found.reason
     assert works(server)
 
 
@@ -339,7 +354,9 @@ KILLS = [("worker", "SIGKILL"), ("worker", "SIGTERM"), ("server", "SIGKILL"), ("
 
 
 class Killed:
-    """A model that sends a signal to its worker, to the server or to its rank, in its first attempts."""
+    """A model that sends a signal to its worker, to the server or to its rank, in its first
+    attempts.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path, self._file = folder / "killed.py", folder / "kills"
@@ -390,7 +407,9 @@ def test_a_crash_is_a_failure_that_is_not_tried_again(server, killed, name):
     assert killed.left == 8
 
 
-def test_a_process_that_was_killed_for_memory_has_failed_and_is_not_tried_again(server, killed, monkeypatch):
+def test_a_process_that_was_killed_for_memory_has_failed_and_is_not_tried_again(
+    server, killed, monkeypatch
+):
     counts = iter(range(99))
     monkeypatch.setattr(processes, "killed_for_memory", lambda: next(counts))
     killed.plan("worker", "SIGKILL", 9)
@@ -424,7 +443,9 @@ def test_a_folder_of_temporary_files_that_was_removed_is_an_error_that_names_the
     assert raised.value.errno == errno.ENOENT
 
 
-def test_a_server_that_does_not_answer_is_a_failed_trial_and_the_next_gets_a_new_one(server, mark, monkeypatch):
+def test_a_server_that_does_not_answer_is_a_failed_trial_and_the_next_gets_a_new_one(
+    server, mark, monkeypatch
+):
     assert works(server)
     old = the_server(mark)
     monkeypatch.setattr(module, "START_LIMIT_S", 0.2)
@@ -441,7 +462,11 @@ def test_a_server_that_does_not_answer_is_a_failed_trial_and_the_next_gets_a_new
 
 
 def the_server(mark: Mark) -> psutil.Process:
-    servers = [p for p in mark.alive() if "dpbench.measure.worker" in p.cmdline() and p.ppid() == os.getpid()]
+    servers = [
+        p
+        for p in mark.alive()
+        if "dpbench.measure.worker" in p.cmdline() and p.ppid() == os.getpid()
+    ]
     assert len(servers) == 1
     return servers[0]
 
@@ -452,7 +477,9 @@ def test_a_server_killed_in_the_middle_is_replaced_and_the_trial_is_tried_once_m
     killed = []
 
     def kill():
-        killed.append(poll(lambda: len(old.children(recursive=True)) >= 3))  # the worker and its ranks
+        killed.append(
+            poll(lambda: len(old.children(recursive=True)) >= 3)
+        )  # the worker and its ranks
         time.sleep(0.3)  # so that the ranks are at work
         old.kill()
 
@@ -493,13 +520,18 @@ def test_an_idle_server_that_died_is_replaced_without_losing_a_trial(server, mar
     assert works(server)
 
 
-def test_closing_leaves_no_process_no_zombie_no_descriptor_and_no_folder_for_the_next_server(tmp_path, mark):
+def test_closing_leaves_no_process_no_zombie_no_descriptor_and_no_folder_for_the_next_server(
+    tmp_path, mark
+):
     def descriptors():
         return psutil.Process().num_fds()
 
     present = {process.pid for process in mark.alive()}
     before = descriptors()
-    for model in ("mlp", "tests.hungry:DIES"):  # a new server often has the address, and so the id, of the last one
+    for model in (
+        "mlp",
+        "tests.hungry:DIES",
+    ):  # a new server often has the address, and so the id, of the last one
         with Server(tmp_path) as own:
             assert works(own)
             trial(own, case(model))
@@ -525,7 +557,9 @@ def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
     """
     with marked() as own:
         env = os.environ | own.env | {"PYTHONPATH": str(ROOT)}
-        parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, cwd=ROOT)
+        parent = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, cwd=ROOT
+        )
         # the parent, its server, the worker, two ranks
         poll(lambda: len(own.alive()) >= 5, 30)
         assert len(own.alive()) >= 5
@@ -560,13 +594,23 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
     subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code), str(output)],
-        env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True, timeout=60,
-    )  # fmt: skip
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=60,
+    )
     result = json.loads(output.read_text())
     assert result["seen"] == []
     assert result["cuda"] is False
-    assert result["pandas"] is False, "only readers make tables, and every command with a worker would wait for it"
-    public = [path for folder in ("models", "strategies") for path in (ROOT / "dpbench" / folder).glob("[!_]*.py")]
+    assert result["pandas"] is False, (
+        "only readers make tables, and every command with a worker would wait for it"
+    )
+    public = [
+        path
+        for folder in ("models", "strategies")
+        for path in (ROOT / "dpbench" / folder).glob("[!_]*.py")
+    ]
     plugs = {f"dpbench.{path.parent.name}.{path.stem}" for path in public}
     assert plugs <= set(result["loaded"]), "every plug is loaded before the first fork"
 
@@ -578,7 +622,9 @@ def test_workers_have_one_thread_an_operation_whatever_the_parent_has(users_serv
     assert {"OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1"} <= set(variables)
 
 
-def test_nothing_but_its_log_is_left_in_the_scratch_folder_that_another_trial_could_trip_over(server, scratch):
+def test_nothing_but_its_log_is_left_in_the_scratch_folder_that_another_trial_could_trip_over(
+    server, scratch
+):
     assert works(server), "the server writes its log when it starts"
     first = {entry.name for entry in scratch.iterdir()}
     assert works(server)

@@ -1,4 +1,7 @@
-"""Signals end a command once, at once and without a traceback; what a killed process leaves behind is removed."""
+"""Signals end a command once, at once and without a traceback.
+
+What a killed process leaves behind is removed.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,15 @@ from tests.marked import patience
 
 def started(code: str) -> subprocess.Popen[str]:
     """Start Python code that knows dpbench."""
-    default = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # a suite under nohup ignores it
+    default = (  # a suite under nohup ignores it
+        "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", default + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", default + code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
 
 
@@ -110,12 +119,18 @@ except ProcessLookupError:
     assert started(code).communicate(timeout=patience(30)) == ("ended\n", "")
 
 
-def test_folders_of_killed_processes_are_removed_by_their_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_processes_are_removed_by_their_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folders = {name: tmp_path / f"dpbench-{name}" for name in ("killed", "nameless", "foreign", "locked")}
+    folders = {
+        name: tmp_path / f"dpbench-{name}" for name in ("killed", "nameless", "foreign", "locked")
+    }
     for path in folders.values():
         path.mkdir()
-    (folders["foreign"] / scratch.LOCK).write_text("the lock of another program\n", encoding="utf-8")
+    (folders["foreign"] / scratch.LOCK).write_text(
+        "the lock of another program\n", encoding="utf-8"
+    )
     with scratch.folder() as used:
         for name in ("killed", "locked"):
             (folders[name] / scratch.LOCK).write_bytes((used / scratch.LOCK).read_bytes())
@@ -136,7 +151,10 @@ def test_a_folder_of_temporary_files_that_cannot_be_used_is_named_with_its_varia
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(OSError, match=rf"{tmp_path / 'missing'}.*TMPDIR") as raised, scratch.folder():
+    with (
+        pytest.raises(OSError, match=rf"{tmp_path / 'missing'}.*TMPDIR") as raised,
+        scratch.folder(),
+    ):
         pass
     assert raised.value.errno == errno.ENOENT
 

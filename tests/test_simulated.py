@@ -21,7 +21,9 @@ def recorded(line: Timeline, stream: Stream) -> Event:
     return event
 
 
-def test_kernels_of_a_stream_run_one_after_another_while_the_host_runs_ahead(line: Timeline) -> None:
+def test_kernels_of_a_stream_run_one_after_another_while_the_host_runs_ahead(
+    line: Timeline,
+) -> None:
     stream = Stream(0)
     begin = recorded(line, stream)
     for _ in range(3):
@@ -67,7 +69,9 @@ def test_a_copy_runs_on_its_source_and_holds_both_streams(line: Timeline) -> Non
     assert source.end_s == target.end_s == pytest.approx(1003.00001)
 
 
-def test_a_collective_starts_everywhere_and_moves_data_when_all_have_arrived(line: Timeline) -> None:
+def test_a_collective_starts_everywhere_and_moves_data_when_all_have_arrived(
+    line: Timeline,
+) -> None:
     streams = [Stream(0), Stream(1)]
     line.kernel(streams[1], 2.0, "k")
     line.collective(streams, 0.5, "nccl")

@@ -1,4 +1,7 @@
-"""Host spans have times of the host, steps those of a simulated GPU; work of other streams may outlast the steps."""
+"""Host spans have times of the host, steps those of a simulated GPU.
+
+Work of other streams may outlast the steps.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ FORWARD_S, BACKWARD_S = 2e-3, 4e-3
     ("load_s", "exposed_s"),
     [
         (10e-3, 4e-3),  # the GPU is idle for 4 ms of every step, while the host waits for data
-        (5e-3, 0.0),  # the host is ahead, and waits for data while the GPU still computes earlier steps
+        (
+            5e-3,
+            0.0,
+        ),  # the host is ahead, and waits for data while the GPU still computes earlier steps
     ],
 )
 def test_data_is_charged_where_the_gpu_waits_for_it(load_s: float, exposed_s: float) -> None:
@@ -47,12 +53,17 @@ def test_data_is_charged_where_the_gpu_waits_for_it(load_s: float, exposed_s: fl
     ("copy_s", "excess"),
     [
         (1e-3, 0.0),
-        (2e-3, 0.0),  # the copy of the last step outlasts the block, but the next steps would not be slower
+        (
+            2e-3,
+            0.0,
+        ),  # the copy of the last step outlasts the block, but the next steps would not be slower
         (2.2e-3, 0.1),
         (5e-3, 1.5),  # a step takes 2 ms by its events, and 5 ms in truth
     ],
 )
-def test_work_for_which_no_step_waits_is_labelled_if_it_outlasts_them(copy_s: float, excess: float) -> None:
+def test_work_for_which_no_step_waits_is_labelled_if_it_outlasts_them(
+    copy_s: float, excess: float
+) -> None:
     machine = Machine([Gpu(0, offset_s=3.0, drift=2e-5)])
     line, side = machine.timeline, Stream(0)
     machine.streams.append(side)

@@ -1,7 +1,9 @@
-"""Ranks with overlapped reduction on simulated GPUs: the reduce phase, for which no event can be recorded, is true.
+"""Ranks with overlapped reduction on simulated GPUs: the reduce phase, for which no event can be
+recorded, is true.
 
-Every rank has a separate CudaClock, as in its process. Backward fills buckets of gradients; each bucket is reduced on
-another stream of the GPU, and the main stream waits for the last bucket before the update.
+Every rank has a separate CudaClock, as in its process. Backward fills buckets of gradients; each
+bucket is reduced on another stream of the GPU, and the main stream waits for the last bucket before
+the update.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ FORWARD_S, BUCKET_S, UPDATE_S, STEPS, RANKS = 2e-3, 2e-3, 1e-3, 6, 4
 
 
 def trained(machine: Machine, reduce_s: float, buckets: int = 2, *, in_turn: bool = False) -> Trial:
-    """Return the merged trial of ranks, of which each bucket of gradients is all-reduced in `reduce_s` seconds.
+    """Return the merged trial of ranks, of which each bucket of gradients is all-reduced in
+    `reduce_s` seconds.
 
-    With `in_turn`, in each step another rank needs twice as long as the others. All steps but the first are profiled.
+    With `in_turn`, in each step another rank needs twice as long as the others. All steps but the
+    first are profiled.
     """
     line, ranks = machine.timeline, range(RANKS)
     devices = [SimulatedDevice(rank, machine) for rank in ranks]
@@ -61,50 +65,91 @@ def trained(machine: Machine, reduce_s: float, buckets: int = 2, *, in_turn: boo
     parts = []
     for rank in ranks:
         profile = [
-            [Activity(w.device, w.name, w.start_s, w.end_s) for w in line.work[start:stop] if w.device == rank]
+            [
+                Activity(w.device, w.name, w.start_s, w.end_s)
+                for w in line.work[start:stop]
+                if w.device == rank
+            ]
             for start, stop in pairwise([*begins[1:], len(line.work)])
         ]
         spans = clocks[rank].spans()
         exposed = merging.exposed_reductions(case, profile)[rank]
         parts.append(
             Trial(
-                case=case, status=Status.OK, verified=Verified.BITWISE, steps=clocks[rank].steps(),
+                case=case,
+                status=Status.OK,
+                verified=Verified.BITWISE,
+                steps=clocks[rank].steps(),
                 spans=(*spans, *merging.reductions(case, spans, profile)),
                 samples=tuple(Sample(0.0, rank, EXPOSED_REDUCTION, seconds) for seconds in exposed),
             )
-        )  # fmt: skip
+        )
     return merging.merge(parts)
 
 
 def machine(speed: float = 1.0) -> Machine:
     """Return a machine with four GPUs, of which GPU 2 has this speed."""
     return Machine(
-        [Gpu(i, offset_s=7.0 * i, drift=i * 1e-5, speeds=[(0.0, speed if i == 2 else 1.0)]) for i in range(4)]
+        [
+            Gpu(i, offset_s=7.0 * i, drift=i * 1e-5, speeds=[(0.0, speed if i == 2 else 1.0)])
+            for i in range(4)
+        ]
     )
 
 
 @pytest.mark.parametrize(
     ("speed", "reduce_s", "forward_s", "backward_s", "exposed_s", "update_s"),
     [
-        (1.0, 1e-3, 2e-3, 4e-3, 1e-3, 1e-3),  # the first bucket is hidden behind the second part of backward
-        (1.0, 3e-3, 2e-3, 4e-3, 4e-3, 1e-3),  # the second bucket waits for the first, of which 2 ms are hidden
-        (0.5, 1e-3, 4e-3, 8e-3, 1e-3, 2e-3),  # the fast ranks' wait for the slow one does not count as reduction
+        (
+            1.0,
+            1e-3,
+            2e-3,
+            4e-3,
+            1e-3,
+            1e-3,
+        ),  # the first bucket is hidden behind the second part of backward
+        (
+            1.0,
+            3e-3,
+            2e-3,
+            4e-3,
+            4e-3,
+            1e-3,
+        ),  # the second bucket waits for the first, of which 2 ms are hidden
+        (
+            0.5,
+            1e-3,
+            4e-3,
+            8e-3,
+            1e-3,
+            2e-3,
+        ),  # the fast ranks' wait for the slow one does not count as reduction
     ],
-)  # fmt: skip
+)
 def test_the_reduce_phase_of_ranks_is_the_exposed_part_of_the_collectives(
-    speed: float, reduce_s: float, forward_s: float, backward_s: float, exposed_s: float, update_s: float
+    speed: float,
+    reduce_s: float,
+    forward_s: float,
+    backward_s: float,
+    exposed_s: float,
+    update_s: float,
 ) -> None:
     check(trained(machine(speed), reduce_s), [forward_s, backward_s, exposed_s, update_s])
 
 
 def test_ranks_that_are_late_in_turn_do_not_make_the_reduction_longer() -> None:
-    """The late rank needs 4 ms for forward and 8 ms for backward; the others wait 6 ms for it, in every step."""
+    """The late rank needs 4 ms for forward and 8 ms for backward.
+
+    The others wait 6 ms for it, in every step.
+    """
     trial = trained(machine(), 1e-3, in_turn=True)
     check(trial, [2 * FORWARD_S, 4 * BUCKET_S, 1e-3, UPDATE_S])
 
 
 def check(trial: Trial, phases_s: list[float]) -> None:
-    """Check that the ledger has these seconds of forward, backward, reduce and optimizer within 1 % of their sum."""
+    """Check that the ledger has these seconds of forward, backward, reduce and optimizer within 1 %
+    of their sum.
+    """
     expected = dict(zip(("forward", "backward", "reduce", "optimizer"), phases_s, strict=True))
     step_s = sum(expected.values())
     found = trial.ledger.typical()

@@ -1,7 +1,8 @@
-"""dpbench's timing loop, clock, samplers and report on simulated GPUs return the truth that the simulation knows.
+"""dpbench's timing loop, clock, samplers and report on simulated GPUs return the truth that the
+simulation knows.
 
-Every scenario runs the engine on the simulated machine, and compares with the simulation's own times within 1 % of the
-step. The simulation shares no code with the clock and the ledger.
+Every scenario runs the engine on the simulated machine, and compares with the simulation's own
+times within 1 % of the step. The simulation shares no code with the clock and the ledger.
 """
 
 from __future__ import annotations
@@ -40,20 +41,30 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "slow link one way": {"count": 3, "slow_links": {(2, 0): 0.5, (0, 2): 1.0}},
     "slow host link": {"count": 3, "slow_links": {(HOST, 0): 0.002}},
     "rather slow link": {"count": 4, "slow_links": {(0, 2): 0.7}},
-}  # fmt: skip
+}
 Ran = tuple[Machine, Trial, Truth, Report]
 
 
 def machine(
-    count: int, speeds: dict[int, list[tuple[float, float]]] | None = None, drift: float = 0.0,
-    resolution_s: float = 0.5e-6, **changed: Any,
-) -> Machine:  # fmt: skip
-    """Return a machine whose event clocks all differ, and whose PCI order is the reverse of CUDA's."""
+    count: int,
+    speeds: dict[int, list[tuple[float, float]]] | None = None,
+    drift: float = 0.0,
+    resolution_s: float = 0.5e-6,
+    **changed: Any,
+) -> Machine:
+    """Return a machine whose event clocks all differ, and whose PCI order is the reverse of
+    CUDA's.
+    """
     gpus = [
-        Gpu(i, offset_s=10.0 * i, drift=drift * (i + 1), resolution_s=resolution_s,
-            speeds=(speeds or {}).get(i, [(0.0, 1.0)]))
+        Gpu(
+            i,
+            offset_s=10.0 * i,
+            drift=drift * (i + 1),
+            resolution_s=resolution_s,
+            speeds=(speeds or {}).get(i, [(0.0, 1.0)]),
+        )
         for i in range(count)
-    ]  # fmt: skip
+    ]
     return Machine(gpus, **changed)
 
 
@@ -85,7 +96,9 @@ def test_steps_and_phases_and_occupied_times_are_the_true_ones(ran: Ran) -> None
     assert {key for key in true if key[0] in truth.timed} <= set(found)
     for key, spans in found.items():
         if key[0] in truth.timed:
-            assert np.array(sorted(spans)) == pytest.approx(np.array(sorted(true[key])), abs=0.01 * step_s, rel=0), key
+            assert np.array(sorted(spans)) == pytest.approx(
+                np.array(sorted(true[key])), abs=0.01 * step_s, rel=0
+            ), key
     for device in range(trial.case.devices):
         assert row.occupied[device] == pytest.approx(truth.occupied_s(device), rel=0.01)
 
@@ -110,13 +123,17 @@ SHARDED = "workers=pool,replicas=persistent,loss=local,backward=local,reduce=ove
     ],
     ids=str,
 )
-def test_other_strategies_and_schedules_have_their_true_times(count: int, changed: dict[str, Any]) -> None:
+def test_other_strategies_and_schedules_have_their_true_times(
+    count: int, changed: dict[str, Any]
+) -> None:
     simulated = machine(count, drift=1e-3, speeds={0: [(0.0, 0.5)]})
     trial, truth = run(simulated, case_of(count, **changed), replace(EFFORT, budget_s=1.0))
     ran = simulated, trial, truth, report_of(as_rounds(trial))
     test_steps_and_phases_and_occupied_times_are_the_true_ones(ran)
     test_busy_times_and_their_imbalance_are_the_true_ones(ran)
-    collectives = {work.name.split("_")[1] for work in simulated.timeline.work if work.kind == "collective"}
+    collectives = {
+        work.name.split("_")[1] for work in simulated.timeline.work if work.kind == "collective"
+    }
     assert collectives >= {"each": {"AllReduce"}, "sharded": {"Reduce"}}.get(
         trial.case.schedule.rpartition("=")[2], set()
     )
@@ -129,7 +146,9 @@ def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> No
         waits_s, _ = truth.waits_and_works_s(phase)
         assert waits_s > 1e-3
         (slow_s,) = [
-            s.end_s - s.start_s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], needed, 2)
+            s.end_s - s.start_s
+            for s in truth.spans
+            if (s.step, s.phase, s.device) == (truth.timed[-1], needed, 2)
         ]
         assert row.phases[needed.value] == pytest.approx(slow_s, abs=0.01 * truth.step_s())
 
@@ -137,8 +156,12 @@ def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> No
 def test_waiting_for_a_slow_scatter_counts_as_scatter() -> None:
     _, _, truth, report = ran_of("slow host link")
     (row,) = report.rows
-    found = [s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], Phase.SCATTER, 0)]
-    assert row.phases["scatter"] == pytest.approx(sum(s.end_s - s.start_s for s in found), abs=0.01 * truth.step_s())
+    found = [
+        s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], Phase.SCATTER, 0)
+    ]
+    assert row.phases["scatter"] == pytest.approx(
+        sum(s.end_s - s.start_s for s in found), abs=0.01 * truth.step_s()
+    )
 
 
 def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:
@@ -148,7 +171,10 @@ def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:
 
     def busy_s(*kinds: str) -> dict[int, list[float]]:
         devices = range(trial.case.devices)
-        return {d: [simulated.busy_s(d, *window, kinds=kinds) for window in simulated.profiled] for d in devices}
+        return {
+            d: [simulated.busy_s(d, *window, kinds=kinds) for window in simulated.profiled]
+            for d in devices
+        }
 
     for device, seconds in busy_s("compute", "copy").items():
         assert trial.readings("kernel_busy_s")[device] == pytest.approx(seconds, rel=0.01)
@@ -174,7 +200,9 @@ def test_the_host_runs_ahead_of_its_devices_unless_it_is_slow() -> None:
     for name, ahead in (("four", True), ("slow host", False)):
         _, _, truth, _ = ran_of(name)
         lead_s = [
-            truth.steps[s.step][0] - s.end_s for s in truth.spans if s.device == HOST and s.step == truth.timed[-1]
+            truth.steps[s.step][0] - s.end_s
+            for s in truth.spans
+            if s.device == HOST and s.step == truth.timed[-1]
         ]
         assert (min(lead_s) > 0) is ahead
 
@@ -185,15 +213,26 @@ def test_a_slow_gpu_is_found_and_named(name: str) -> None:
     (diagnosis,) = report.diagnoses
     (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.name == "slow device"]
     assert "device 2 is slow: it is busy 1.99×" in says
-    throttled = [detail for one in report.warnings if one.kind == "throttling" for _, detail in one.cases]
-    assert [detail.partition(" on ")[2] for detail in throttled] == ["GPU 2, heat (driver)"] * (name != "slow GPU")
+    throttled = [
+        detail for one in report.warnings if one.kind == "throttling" for _, detail in one.cases
+    ]
+    assert [detail.partition(" on ")[2] for detail in throttled] == ["GPU 2, heat (driver)"] * (
+        name != "slow GPU"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "ends"),
-    [("slow link", (0, 2)), ("slow link aside", (2, 3)), ("slow link one way", (2, 0)), ("slow host link", (-1, 0))],
+    [
+        ("slow link", (0, 2)),
+        ("slow link aside", (2, 3)),
+        ("slow link one way", (2, 0)),
+        ("slow host link", (-1, 0)),
+    ],
 )
-def test_a_slow_link_is_found_and_named_with_its_true_rate(name: str, ends: tuple[int, int]) -> None:
+def test_a_slow_link_is_found_and_named_with_its_true_rate(
+    name: str, ends: tuple[int, int]
+) -> None:
     simulated, trial, _, report = ran_of(name)
     (diagnosis,) = report.diagnoses
     (says,) = [one.evidence.says for one in diagnosis.findings if "link" in one.rule.name]
@@ -206,7 +245,9 @@ def test_a_slow_link_is_found_and_named_with_its_true_rate(name: str, ends: tupl
         pair: simulated.host_s(pair[1], size) if pair[0] == HOST else simulated.link_s(*pair, size)
         for pair in (ends, (ends[0], 1))
     }
-    assert [found.rate, found.others] == [pytest.approx(size / seconds, rel=0.01) for seconds in times_s.values()]
+    assert [found.rate, found.others] == [
+        pytest.approx(size / seconds, rel=0.01) for seconds in times_s.values()
+    ]
     assert f"{number(found.rate / 1e9)} GB/s, the others {number(found.others / 1e9)} GB/s" in says
 
 
@@ -217,13 +258,20 @@ def test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate(
     for link in found:
         true_s = simulated.link_s(link.source, link.target, link.bytes)
         assert true_s < simulated.timeline.call_s
-        assert link.seconds == pytest.approx([true_s] * facts.LINK_COPIES, rel=0.03)  # the clock's resolution
+        assert link.seconds == pytest.approx(
+            [true_s] * facts.LINK_COPIES, rel=0.03
+        )  # the clock's resolution
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_link_is_called_slow_without_reason(name: str) -> None:
     *_, report = ran_of(name)
-    found = [one.rule.name for found in report.diagnoses for one in found.findings if "link" in one.rule.name]
+    found = [
+        one.rule.name
+        for found in report.diagnoses
+        for one in found.findings
+        if "link" in one.rule.name
+    ]
     assert found == ["slow host link" if "host" in name else "slow link"] * (
         name.startswith(("slow link", "slow host l"))
     )
@@ -233,4 +281,6 @@ def test_no_link_is_called_slow_without_reason(name: str) -> None:
 def test_no_gpu_is_called_slow_or_throttled_without_reason(name: str) -> None:
     *_, report = ran_of(name)
     assert not [one for one in report.warnings if one.kind in ("throttling", "outlasting")]
-    assert "slow device" not in {one.rule.name for found in report.diagnoses for one in found.findings}
+    assert "slow device" not in {
+        one.rule.name for found in report.diagnoses for one in found.findings
+    }

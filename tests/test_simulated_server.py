@@ -1,4 +1,6 @@
-"""A run with simulated GPUs through the real server, whose forked worker verifies, times and profiles the case."""
+"""A run with simulated GPUs through the real server, whose forked worker verifies, times and
+profiles the case.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ from dpbench.records.work import CopyTimes
 from tests.simulated import server
 from tests.simulated.scenario import as_rounds, case_of, report_of
 
-EFFORT = Effort(budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_steps=4, memory_by_phase=False)
+EFFORT = Effort(
+    budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_steps=4, memory_by_phase=False
+)
 
 
-def test_a_slow_gpu_is_named_by_a_run_through_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_gpu_is_named_by_a_run_through_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = server.executable(tmp_path, count=3, speeds=[1.0, 1.0, 0.5])
     monkeypatch.setattr("dpbench.measure.server.sys", SimpleNamespace(executable=str(program)))
     with Server(tmp_path) as started:
@@ -32,7 +38,9 @@ def test_a_slow_gpu_is_named_by_a_run_through_the_server(tmp_path: Path, monkeyp
     assert np.diff(ends_s) == pytest.approx(np.diff(truth["ends_s"]), rel=0.01)
     report = report_of(as_rounds(trial))
     (row,), (diagnosis,) = report.rows, report.diagnoses
-    assert row.busy == pytest.approx({d: np.median(seconds) for d, seconds in enumerate(truth["busy_s"])}, rel=0.01)
+    assert row.busy == pytest.approx(
+        {d: np.median(seconds) for d, seconds in enumerate(truth["busy_s"])}, rel=0.01
+    )
     (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.name == "slow device"]
     assert "device 2 is slow" in says
     assert not [one for one in diagnosis.findings if "link" in one.rule.name]

@@ -28,18 +28,30 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurms.Slurm]:
 def start(folder: Folder, slurm: slurms.Slurm, *command: str) -> subprocess.Popen[str]:
     """Start a command in a folder with the test's models; its output is in the folder's files."""
     (folder.path / "nets.py").write_text(MODELS)
-    env = folder.env | slurm.env | {"MASTER_ADDR": "127.0.0.1"}  # the nodes' names are known to Slurm only
+    env = (
+        folder.env | slurm.env | {"MASTER_ADDR": "127.0.0.1"}
+    )  # the nodes' names are known to Slurm only
     with (folder.path / "out").open("w") as out, (folder.path / "err").open("w") as err:
         return subprocess.Popen(
-            command, cwd=folder.path, env=env, text=True, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            command,
+            cwd=folder.path,
+            env=env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 def agent_of(folder: Folder, rank: int) -> int:
     """Return the process id of a rank's agent, from its environment."""
     for process in folder.mark.alive():
-        if process.environ().get("SLURM_PROCID") == str(rank) and process.cmdline()[1:4] == ["-m", "dpbench", "run"]:
+        if process.environ().get("SLURM_PROCID") == str(rank) and process.cmdline()[1:4] == [
+            "-m",
+            "dpbench",
+            "run",
+        ]:
             return process.pid
     raise LookupError(rank)
 
@@ -64,13 +76,18 @@ def test_srun_measures_over_two_nodes_and_goes_on_after_daemons_and_ranks_were_k
     assert poll(folder.final, 60), folder.err
     os.kill(slurm.pid("n2"), signal.SIGKILL)  # the daemon of a node: its tasks go on
     (slurm.folder / "n2.pid").unlink()
-    assert poll(lambda: any(row[3] == "ok" and '"hosts": 2' in case for row, case in cases(folder)), 60), folder.err
+    assert poll(
+        lambda: any(row[3] == "ok" and '"hosts": 2' in case for row, case in cases(folder)), 60
+    ), folder.err
     os.kill(agent_of(folder, 1), signal.SIGKILL)
     process.wait(100)
     with Store.read(folder.store) as store:
         trials = store.trials()
     spread = [trial for trial in trials if trial.case.hosts == 2]
-    assert [host.name for host in next(t for t in spread if t.status.value == "ok").hosts] == ["n1", "n2"]
+    assert [host.name for host in next(t for t in spread if t.status.value == "ok").hosts] == [
+        "n1",
+        "n2",
+    ]
     assert all(t.reason.startswith("rank 1 on n2: ") for t in trials if t.status.value != "ok")
     assert "rank 1 on n2" in folder.err
     kept = folder.final()

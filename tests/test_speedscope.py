@@ -1,6 +1,8 @@
-"""The Chrome trace in speedscope, in a real browser: every phase of every step on every device is there.
+"""The Chrome trace in speedscope, in a real browser: every phase of every step on every device is
+there.
 
-Takes the npm package `speedscope` (its folder: $SPEEDSCOPE, as in `npm install speedscope`'s node_modules/speedscope).
+Takes the npm package `speedscope` (its folder: $SPEEDSCOPE, as in `npm install speedscope`'s
+node_modules/speedscope).
 """
 
 from __future__ import annotations
@@ -26,14 +28,24 @@ from tests.exported import DP, STEP_S, made
 PACKAGE = Path(os.environ.get("SPEEDSCOPE", "")) / "dist" / "release"
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="there is no chromium with its driver on this system"),
     pytest.mark.skipif(
-        not (PACKAGE / "index.html").is_file(), reason="speedscope is not there: npm install it, set $SPEEDSCOPE"
+        not CHROMIUM or not DRIVER, reason="there is no chromium with its driver on this system"
+    ),
+    pytest.mark.skipif(
+        not (PACKAGE / "index.html").is_file(),
+        reason="speedscope is not there: npm install it, set $SPEEDSCOPE",
     ),
 ]
 # the page draws with WebGL, in software here; nothing but this machine is to be reached
-SHOWN = (*FLAGS, "--enable-unsafe-swiftshader", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
-KEEP = "window.blobs = []; URL.createObjectURL = (blob) => { window.blobs.push(blob); return 'data:,'; };"
+SHOWN = (
+    *FLAGS,
+    "--enable-unsafe-swiftshader",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)
+KEEP = (
+    "window.blobs = []; URL.createObjectURL = (blob) => { window.blobs.push(blob); return"
+    " 'data:,'; };"
+)
 """Keeps what the page exports, its own reading of the trace."""
 
 
@@ -79,8 +91,9 @@ def opened(browser: Any, site: str, trial: Trial) -> dict[str, Any]:
 
     def find(text: str) -> Any:
         return browser.execute_script(
-            "return [...document.querySelectorAll('div')].filter(e => e.innerText.trim().endsWith(arguments[0]))"
-            ".sort((a, b) => a.innerText.length - b.innerText.length)[0] || null",
+            "return [...document.querySelectorAll('div')].filter(e =>"
+            " e.innerText.trim().endsWith(arguments[0])).sort((a, b) => a.innerText.length -"
+            " b.innerText.length)[0] || null",
             text,
         )
 
@@ -90,14 +103,21 @@ def opened(browser: Any, site: str, trial: Trial) -> dict[str, Any]:
 
 
 def overlapping() -> Trial:
-    """Return a trial with spans of one phase and device that overlap, and run into the next step's."""
+    """Return a trial with spans of one phase and device that overlap, and run into the next
+    step's.
+    """
     trial = made(DP, steps=40, warmup=5)
     found = [s for s in trial.spans if s.phase is Phase.REDUCE]
-    late = [Span(s.step, s.phase, s.device, s.clock, s.start_s + STEP_S / 20, s.end_s + STEP_S * 0.9) for s in found]
+    late = [
+        Span(s.step, s.phase, s.device, s.clock, s.start_s + STEP_S / 20, s.end_s + STEP_S * 0.9)
+        for s in found
+    ]
     return Trial(**{**vars(trial), "spans": (*trial.spans, *late)})
 
 
-def test_speedscope_shows_every_phase_of_every_step_on_every_device(browser: Any, site: str) -> None:
+def test_speedscope_shows_every_phase_of_every_step_on_every_device(
+    browser: Any, site: str
+) -> None:
     trial = overlapping()
     group = opened(browser, site, trial)
     frames = [frame["name"] for frame in group["shared"]["frames"]]
@@ -106,18 +126,30 @@ def test_speedscope_shows_every_phase_of_every_step_on_every_device(browser: Any
     for profile in group["profiles"]:
         assert profile["unit"] == "microseconds"
         assert profile["name"].startswith(f"{process} (pid 1), ")
-        track = profile["name"].removeprefix(f"{process} (pid 1), ").partition(" (tid ")[0].partition(" #")[0]
+        track = (
+            profile["name"]
+            .removeprefix(f"{process} (pid 1), ")
+            .partition(" (tid ")[0]
+            .partition(" #")[0]
+        )
         opens = [event for event in profile["events"] if event["type"] == "O"]
         seen.update((track, frames[event["frame"]]) for event in opens)
         assert len(opens) * 2 == len(profile["events"]), "each frame that opens closes"
     wanted = Counter(
-        (f"{'host' if s.device == HOST else f'device {s.device}'} {s.phase}", f'{s.phase} {{"step":{s.step}}}')
+        (
+            f"{'host' if s.device == HOST else f'device {s.device}'} {s.phase}",
+            f'{s.phase} {{"step":{s.step}}}',
+        )
         for s in trial.spans
     )
     steps = Counter({key: count for key, count in seen.items() if key[0] == "steps"})
     assert seen - steps == wanted
     assert [name.partition(" {")[0] for _, name in steps] == [f"step {i}" for i in range(40)]
-    complaints = [entry["message"] for entry in browser.get_log("browser") if entry["level"] in ("WARNING", "SEVERE")]
+    complaints = [
+        entry["message"]
+        for entry in browser.get_log("browser")
+        if entry["level"] in ("WARNING", "SEVERE")
+    ]
     assert [text for text in complaints if "GL Driver Message" not in text] == []
     body = browser.execute_script("return document.body.innerText")
     assert process in body
@@ -130,5 +162,7 @@ def test_speedscope_adds_up_the_same_seconds(browser: Any, site: str) -> None:
     (profile,) = [one for one in group["profiles"] if ", device 1 backward (" in one["name"]]
     ends = [(event["at"], event["type"]) for event in profile["events"]]
     total = sum(at if kind == "C" else -at for at, kind in ends)
-    mine = sum(s.end_s - s.start_s for s in trial.spans if (s.device, s.phase) == (1, Phase.BACKWARD))
+    mine = sum(
+        s.end_s - s.start_s for s in trial.spans if (s.device, s.phase) == (1, Phase.BACKWARD)
+    )
     assert total == pytest.approx(mine * 1e6, rel=1e-6)

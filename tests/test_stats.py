@@ -10,7 +10,9 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-import scipy  # scipy.stats is imported at its first use: each process of the suite collects this file
+
+# scipy.stats is imported at its first use: each process of the suite collects this file
+import scipy
 
 from dpbench.analysis import stats
 from dpbench.measure.stopping import Stopping, half_width, warmup
@@ -21,10 +23,15 @@ series = st.lists(positive, min_size=1, max_size=12)
 rounds = st.dictionaries(st.integers(0, 5), series, min_size=1, max_size=4)
 
 
-def simulated(generator: np.random.Generator, count: int, steps: int, between: float, within: float) -> stats.Rounds:
+def simulated(
+    generator: np.random.Generator, count: int, steps: int, between: float, within: float
+) -> stats.Rounds:
     """Return rounds of lognormal steps around 1, the rounds' own levels apart by `between`."""
     levels = np.exp(between * generator.standard_normal(count))
-    return {r: list(level * np.exp(within * generator.standard_normal(steps))) for r, level in enumerate(levels)}
+    return {
+        r: list(level * np.exp(within * generator.standard_normal(steps)))
+        for r, level in enumerate(levels)
+    }
 
 
 @hypothesis.given(rounds)
@@ -36,12 +43,18 @@ def test_value_is_the_median_of_the_rounds_medians(given: stats.Rounds) -> None:
 
 
 def test_interval_of_many_rounds_agrees_with_scipy() -> None:
-    """With one step a round the two levels are one, and scipy's bootstrap of the median must agree."""
+    """With one step a round the two levels are one, and scipy's bootstrap of the median must
+    agree.
+    """
     for seed in range(5):
         sample = np.random.default_rng(seed).lognormal(0, 0.3, 41)
         ours = stats.median(dict(enumerate([v] for v in sample)))
         theirs = scipy.stats.bootstrap(
-            (sample,), np.median, n_resamples=9999, method="percentile", rng=np.random.default_rng(seed)
+            (sample,),
+            np.median,
+            n_resamples=9999,
+            method="percentile",
+            rng=np.random.default_rng(seed),
         ).confidence_interval
         assert ours.value == np.median(sample)
         # theirs are percentiles, ours Student's t around the median: as wide, and apart by the skew
@@ -85,7 +98,10 @@ def test_intervals_of_equals_miss_1_no_more_often_than_they_say(count: int, pair
 
     trials = 300
     for level, missing in ((0.95, 15), (0.99, 3)):
-        found = [stats.ratio(rounds(), rounds(), paired=paired, level=level, seed=n) for n in range(trials)]
+        found = [
+            stats.ratio(rounds(), rounds(), paired=paired, level=level, seed=n)
+            for n in range(trials)
+        ]
         missed = sum(not e.low <= 1 <= e.high for e in found)
         assert missed <= missing + 3 * np.sqrt(missing), f"{missed} of {trials} intervals miss 1"
         assert sum(stats.verdict(e) in ("faster", "slower") for e in found) <= missed
@@ -106,7 +122,9 @@ def test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_to
     one, other = simulated(np.random.default_rng(1), 8, 5, 0.05, 0.01), {r: [1.0] for r in range(8)}
     usual, wide = (stats.ratio(one, other, level=level) for level in (0.95, stats.together(5)))
     half = [np.log(e.high / e.low) / 2 for e in (usual, wide)]
-    assert half[1] / half[0] == pytest.approx(scipy.stats.t.ppf(0.995, 7) / scipy.stats.t.ppf(0.975, 7))
+    assert half[1] / half[0] == pytest.approx(
+        scipy.stats.t.ppf(0.995, 7) / scipy.stats.t.ppf(0.975, 7)
+    )
     assert (usual.value, usual.level, wide.level) == (wide.value, 0.95, pytest.approx(0.99))
     assert [stats.together(1), stats.together(10, 0.99)] == [0.95, pytest.approx(0.999)]
     seconds = [stats.difference(one, other, level=level) for level in (0.95, stats.together(5))]
@@ -127,8 +145,12 @@ def test_a_verdict_is_what_the_shown_interval_says() -> None:
 
 
 def test_rounds_to_decide_are_about_as_many_as_it_takes() -> None:
-    few = [stats.ratio(simulated(np.random.default_rng(s), 8, 9, 0.05, 0.01), {r: [0.97] for r in range(8)})
-           for s in range(30)]  # fmt: skip
+    few = [
+        stats.ratio(
+            simulated(np.random.default_rng(s), 8, 9, 0.05, 0.01), {r: [0.97] for r in range(8)}
+        )
+        for s in range(30)
+    ]
     said = float(np.median([stats.rounds_to_decide(e) for e in few]))
     # a 3 % difference at 5 % a round: (1.96 x 0.05 / 0.03)^2 is 11, and some more for Student's t
     assert 8 <= said <= 30
@@ -145,20 +167,34 @@ def test_the_rounds_to_decide_are_those_after_which_the_interval_decides() -> No
         now = Estimate(value, value * np.exp(-half), value * np.exp(half), 5, level=level)
         error = half / scipy.stats.t.ppf((1 + level) / 2, 4) * np.sqrt(5)
 
-        def excludes(n: int, against: float, level: float = level, error: float = error, value: float = value) -> bool:
-            return bool(scipy.stats.t.ppf((1 + level) / 2, n - 1) * error / np.sqrt(n) < abs(np.log(value / against)))
+        def excludes(
+            n: int, against: float, level: float = level, error: float = error, value: float = value
+        ) -> bool:
+            return bool(
+                scipy.stats.t.ppf((1 + level) / 2, n - 1) * error / np.sqrt(n)
+                < abs(np.log(value / against))
+            )
 
         for against in (1.0, 1.2):
             rounds = stats.rounds_to_decide(now, against=against, margin=0.0)
             assert excludes(rounds, against)
-            assert not excludes(int(rounds * 0.97), against), "a few rounds less would not be enough"
+            assert not excludes(int(rounds * 0.97), against), (
+                "a few rounds less would not be enough"
+            )
 
 
 def test_interval_is_no_wider_than_it_must_be() -> None:
-    """A useless interval would also be right: this one must shrink with the rounds like the spread of a median."""
+    """A useless interval would also be right: this one must shrink with the rounds like the spread
+    of a median.
+    """
     generator = np.random.default_rng(5)
     few, many = (
-        np.median([e.high - e.low for e in (stats.median(simulated(generator, n, 9, 0.1, 0.02)) for _ in range(30))])
+        np.median(
+            [
+                e.high - e.low
+                for e in (stats.median(simulated(generator, n, 9, 0.1, 0.02)) for _ in range(30))
+            ]
+        )
         for n in (8, 32)
     )
     assert 1.5 <= few / many <= 2.7
@@ -169,7 +205,9 @@ def test_interval_is_no_wider_than_it_must_be() -> None:
 def test_interval_is_students_at_95_percent(count: int) -> None:
     """Few rounds have few resamples, which are all listed here; the bootstrap draws from them."""
     logs = np.random.default_rng(count).normal(0, 0.1, count)
-    found = stats.ratio({r: [math.exp(value)] for r, value in enumerate(logs)}, {r: [1.0] for r in range(count)})
+    found = stats.ratio(
+        {r: [math.exp(value)] for r, value in enumerate(logs)}, {r: [1.0] for r in range(count)}
+    )
     centres = [
         np.median([(a + b) / 2 for a, b in itertools.combinations_with_replacement(drawn, 2)])
         for drawn in itertools.product(logs, repeat=count)
@@ -180,14 +218,18 @@ def test_interval_is_students_at_95_percent(count: int) -> None:
 
 
 def test_interval_of_one_round_is_95_percent_of_its_resamples() -> None:
-    """Of 1001 steps the median's rank is nearly normal around 501, with a deviation of sqrt(1001) / 2."""
+    """Of 1001 steps the median's rank is nearly normal around 501, with a deviation of sqrt(1001) /
+    2.
+    """
     found = stats.median({0: list(range(1, 1002))})
     half = scipy.stats.norm.ppf(0.975) * math.sqrt(1001) / 2  # 31.0; at 90 % it would be 26.0
     assert (501 - found.low, found.high - 501) == pytest.approx((half, half), abs=2.5)
 
 
 def test_steps_alone_do_not_narrow_what_rounds_spread() -> None:
-    """A hundred times as many steps in two rounds that differ do not hide the difference of the rounds."""
+    """A hundred times as many steps in two rounds that differ do not hide the difference of the
+    rounds.
+    """
     found = stats.median({0: [1.0] * 1000, 1: [2.0] * 1000})
     assert (found.value, found.n) == (pytest.approx(1.5), 2)
     assert found.low < 1.0
@@ -207,12 +249,16 @@ def test_ratio_of_a_series_with_itself_contains_1(one: stats.Rounds, other: stat
 
 @hypothesis.given(rounds, rounds)
 @hypothesis.settings(max_examples=50)
-def test_a_difference_is_that_of_the_medians_and_turns_its_sign(one: stats.Rounds, other: stats.Rounds) -> None:
+def test_a_difference_is_that_of_the_medians_and_turns_its_sign(
+    one: stats.Rounds, other: stats.Rounds
+) -> None:
     assert stats.difference(one, one).value == 0
     found = stats.difference(one, other)
     assert found.low <= found.value <= found.high
     if set(one) == set(other):
-        assert found.value == pytest.approx(stats.median(one).value - stats.median(other).value, abs=1e-12)
+        assert found.value == pytest.approx(
+            stats.median(one).value - stats.median(other).value, abs=1e-12
+        )
         assert stats.difference(other, one).value == pytest.approx(-found.value)
 
 
@@ -226,14 +272,21 @@ def test_what_all_rounds_share_is_no_part_of_a_difference() -> None:
 @hypothesis.given(rounds, st.sampled_from([1e-6, 0.5, 2.0, 1024.0]))
 @hypothesis.settings(max_examples=50)
 def test_scale_does_not_matter(given: stats.Rounds, scale: float) -> None:
-    plain, scaled = stats.median(given), stats.median({k: [v * scale for v in s] for k, s in given.items()})
+    plain, scaled = (
+        stats.median(given),
+        stats.median({k: [v * scale for v in s] for k, s in given.items()}),
+    )
     assert (scaled.value, scaled.low, scaled.high) == pytest.approx(
         (plain.value * scale, plain.low * scale, plain.high * scale), rel=1e-9
     )
     other = {key: [*reversed(steps), 1.0] for key, steps in given.items()}
     left = stats.ratio(given, other)
-    right = stats.ratio(*({k: [v * scale for v in s] for k, s in side.items()} for side in (given, other)))
-    assert (left.value, left.low, left.high) == pytest.approx((right.value, right.low, right.high), rel=1e-9)
+    right = stats.ratio(
+        *({k: [v * scale for v in s] for k, s in side.items()} for side in (given, other))
+    )
+    assert (left.value, left.low, left.high) == pytest.approx(
+        (right.value, right.low, right.high), rel=1e-9
+    )
 
 
 def test_rounds_in_common_cancel_their_drift() -> None:
@@ -265,12 +318,20 @@ def test_the_same_seed_gives_the_same_interval_in_any_order_of_rounds() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "rounds", "expected"),
     [
-        (1.05, 1.2, 9, "faster"), (0.8, 0.9, 9, "slower"), (0.995, 1.005, 3, "same"), (0.9, 1.1, 9, "undecided"),
-        (0.991, 1.0099, 5, "same"), (0.98, 1.001, 9, "undecided"), (1.001, 1.005, 9, "same"),
-        (1.0, 1.5, 9, "undecided"), (1.05, 1.2, 3, "faster"), (0.5, 1.9, 3, "undecided"),
-        (1.05, 1.2, 1, "undecided"), (1.0, 1.0, 1, "undecided"),
+        (1.05, 1.2, 9, "faster"),
+        (0.8, 0.9, 9, "slower"),
+        (0.995, 1.005, 3, "same"),
+        (0.9, 1.1, 9, "undecided"),
+        (0.991, 1.0099, 5, "same"),
+        (0.98, 1.001, 9, "undecided"),
+        (1.001, 1.005, 9, "same"),
+        (1.0, 1.5, 9, "undecided"),
+        (1.05, 1.2, 3, "faster"),
+        (0.5, 1.9, 3, "undecided"),
+        (1.05, 1.2, 1, "undecided"),
+        (1.0, 1.0, 1, "undecided"),
     ],
-)  # fmt: skip
+)
 def test_verdict_is_what_the_interval_and_its_rounds_decide(
     low: float, high: float, rounds: int, expected: str
 ) -> None:
@@ -324,7 +385,9 @@ def test_a_steady_series_has_no_warm_up() -> None:
     generator = np.random.default_rng(4)
     found = []
     for _ in range(200):
-        series = np.exp(0.05 * generator.standard_normal(100) + (generator.random(100) < 0.05) * 0.5)
+        series = np.exp(
+            0.05 * generator.standard_normal(100) + (generator.random(100) < 0.05) * 0.5
+        )
         found.append(warmup(list(series)))
     assert np.mean([cut == 0 for cut in found]) >= 0.95
     assert warmup([1.0] * 50, least=5) == 5
@@ -358,7 +421,9 @@ def test_a_handful_of_steps_is_never_called_precise(steps: int) -> None:
 
 @pytest.mark.parametrize("n", [10, 15, 30, 100])
 def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
-    """The interval by order statistics assumes no distribution: its coverage follows from the binomial distribution."""
+    """The interval by order statistics assumes no distribution: its coverage follows from the
+    binomial distribution.
+    """
     ordered = list(np.linspace(1.0, 2.0, n))
     spread = half_width(ordered) * ordered[n // 2] * 2
     kept = round(spread / (1 / (n - 1))) + 1
@@ -371,7 +436,9 @@ def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
 def test_half_width_is_a_fraction_whatever_the_unit(given: list[float], scale: float) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert half_width([v * scale for v in given]) == pytest.approx(half_width(given), rel=1e-9, abs=1e-12)
+        assert half_width([v * scale for v in given]) == pytest.approx(
+            half_width(given), rel=1e-9, abs=1e-12
+        )
     assert half_width(given) >= 0
 
 

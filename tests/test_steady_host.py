@@ -68,10 +68,14 @@ def test_a_thread_stays_and_roams_again() -> None:
 
 @linux
 @pytest.mark.parametrize("workers", [Spawn(), Pool()])
-def test_replicas_of_a_case_work_on_a_core_each_and_the_caller_stays_where_it_is(workers: Workers) -> None:
+def test_replicas_of_a_case_work_on_a_core_each_and_the_caller_stays_where_it_is(
+    workers: Workers,
+) -> None:
     devices = open_devices("cpu", 2)
     for _ in range(2):
-        found = parallel_apply([Where(), Where()], [torch.ones(1)] * 2, None, devices, workers=workers)
+        found = parallel_apply(
+            [Where(), Where()], [torch.ones(1)] * 2, None, devices, workers=workers
+        )
         for i, (thread, where) in enumerate(found):
             assert where == (set(processes.CORES) if thread == threading.get_ident() else core(i))
     assert here() == set(processes.CORES)
@@ -80,7 +84,9 @@ def test_replicas_of_a_case_work_on_a_core_each_and_the_caller_stays_where_it_is
 
 @linux
 def test_one_thread_for_all_replicas_is_not_moved_about() -> None:
-    found = parallel_apply([Where()] * 2, [torch.ones(1)] * 2, None, open_devices("cpu", 2), workers=Serial())
+    found = parallel_apply(
+        [Where()] * 2, [torch.ones(1)] * 2, None, open_devices("cpu", 2), workers=Serial()
+    )
     assert [where for _, where in found] == 2 * [set(processes.CORES)]
 
 
@@ -106,7 +112,9 @@ def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
         return load(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(models, "load", watched)
-    done = trial.run(Case(model="mlp", strategy=strategy, batch_size=4), Effort(budget_s=0.01), tmp_path)
+    done = trial.run(
+        Case(model="mlp", strategy=strategy, batch_size=4), Effort(budget_s=0.01), tmp_path
+    )
     assert done.status == "ok"
     assert seen
     assert all(where == expected for where in seen)
@@ -150,7 +158,9 @@ def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         found[mode], resident, released = map(int, done.stdout.split())
         if mode == "keep":
-            assert released < resident - 8 * 2**20, "what is not in use is given back when asked for"
+            assert released < resident - 8 * 2**20, (
+                "what is not in use is given back when asked for"
+            )
     each = 16 * 2**20 // 4096  # pages of one of twenty rounds
     assert found["keep"] < each
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")

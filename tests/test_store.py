@@ -1,4 +1,6 @@
-"""The store's laws: trials are read as they were written, bit by bit, and SQL can read their columns."""
+"""The store's laws: trials are read as they were written, bit by bit, and SQL can read their
+columns.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpbench.records import Case, Memory, Phase, Sample, Source, Span, Status, Step, Trial, Verified, visible
+from dpbench.records import (
+    Case,
+    Memory,
+    Phase,
+    Sample,
+    Source,
+    Span,
+    Status,
+    Step,
+    Trial,
+    Verified,
+    visible,
+)
 from dpbench.store import Store
 
 CASE = Case(model="mlp", strategy="dp", batch_size=64, devices=2, schedule="reference")
@@ -23,20 +37,45 @@ ENDED = [status for status in Status if status is not Status.KILLED]
 def make_trial(**changes) -> Trial:
     steps = tuple(Step(0.25 * (i + 1), i < 2, 10.0 + i) for i in range(5))
     spans = tuple(
-        Span(i, phase, device, "host", 10.0 + i, 10.1 + i) for i in range(5) for phase in Phase for device in (0, 1)
+        Span(i, phase, device, "host", 10.0 + i, 10.1 + i)
+        for i in range(5)
+        for phase in Phase
+        for device in (0, 1)
     )
-    samples = tuple(Sample(t / 7, d, m, t * d + 0.1) for t in range(9) for d in (-1, 0, 1) for m in ("power_w", "rss"))
+    samples = tuple(
+        Sample(t / 7, d, m, t * d + 0.1)
+        for t in range(9)
+        for d in (-1, 0, 1)
+        for m in ("power_w", "rss")
+    )
     trial = Trial(
-        case=CASE, verified=Verified.BITWISE, steps=steps, spans=spans, samples=samples,
-        memory=(Memory(0, 123, "ledger"), Memory(0, 99, "ledger", "forward", "reserved"), Memory(-1, 1 << 40, "rss")),
-        failed_device=1, setup={"start_s": 0.0125, "verify_s": 1.5},
-        provenance={"torch": "2.13.0", "threads": 1, "nested": {"ä": [1, None]}}, round=1, started_s=1.5,
-    )  # fmt: skip
+        case=CASE,
+        verified=Verified.BITWISE,
+        steps=steps,
+        spans=spans,
+        samples=samples,
+        memory=(
+            Memory(0, 123, "ledger"),
+            Memory(0, 99, "ledger", "forward", "reserved"),
+            Memory(-1, 1 << 40, "rss"),
+        ),
+        failed_device=1,
+        setup={"start_s": 0.0125, "verify_s": 1.5},
+        provenance={"torch": "2.13.0", "threads": 1, "nested": {"ä": [1, None]}},
+        round=1,
+        started_s=1.5,
+    )
     return replace(trial, **changes)
 
 
 def begin(store: Store, **changes) -> tuple[str, bool]:
-    keys = {"plan": "plan", "host": "host", "code": "code", "rounds": 3, "provenance": {"command": "run"}}
+    keys = {
+        "plan": "plan",
+        "host": "host",
+        "code": "code",
+        "rounds": 3,
+        "provenance": {"command": "run"},
+    }
     return store.begin_run(**(keys | changes))
 
 
@@ -47,8 +86,13 @@ def put(store: Store, run_id: str, trial: Trial) -> int:
 
 
 def same(found: Trial, stored: Trial) -> bool:
-    """Compare two trials without the order of their series and without the time of start, which the store sets."""
-    plain = [replace(t, samples=tuple(sorted(t.samples, key=repr)), started_s=0.0) for t in (found, stored)]
+    """Compare two trials without the order of their series and without the time of start, which the
+    store sets.
+    """
+    plain = [
+        replace(t, samples=tuple(sorted(t.samples, key=repr)), started_s=0.0)
+        for t in (found, stored)
+    ]
     return plain[0] == plain[1]
 
 
@@ -89,24 +133,45 @@ texts = st.text().map(visible.visible)
 @given(
     steps=st.lists(st.builds(Step, finite, st.booleans(), finite), max_size=4),
     spans=st.lists(
-        st.builds(Span, st.integers(0, 9), st.sampled_from(Phase), counts, st.just("cuda_event"), finite, finite),
+        st.builds(
+            Span,
+            st.integers(0, 9),
+            st.sampled_from(Phase),
+            counts,
+            st.just("cuda_event"),
+            finite,
+            finite,
+        ),
         max_size=4,
     ),
     samples=st.lists(
-        st.builds(Sample, finite, st.integers(-1, 3), st.sampled_from(["a", "ß"]), st.floats(-1e300, 1e300)), max_size=6
+        st.builds(
+            Sample,
+            finite,
+            st.integers(-1, 3),
+            st.sampled_from(["a", "ß"]),
+            st.floats(-1e300, 1e300),
+        ),
+        max_size=6,
     ),
     memory=st.lists(st.builds(Memory, counts, counts, texts), max_size=3),
     reason=texts,
     setup=st.dictionaries(texts, finite, max_size=3),
     number=st.integers(0, 1000),
-)  # fmt: skip
+)
 def test_any_finite_reading_comes_back_bit_for_bit(
     tmp_path_factory, steps, spans, samples, memory, reason, setup, number
 ):
     trial = Trial(
-        case=CASE, steps=tuple(steps), spans=tuple(spans), samples=tuple(samples), memory=tuple(memory), reason=reason,
-        setup=setup, round=number,
-    )  # fmt: skip
+        case=CASE,
+        steps=tuple(steps),
+        spans=tuple(spans),
+        samples=tuple(samples),
+        memory=tuple(memory),
+        reason=reason,
+        setup=setup,
+        round=number,
+    )
     path = tmp_path_factory.mktemp("any") / "store.db"
     with Store.create(path) as store:
         run_id, _ = begin(store)
@@ -115,10 +180,17 @@ def test_any_finite_reading_comes_back_bit_for_bit(
 
 
 def test_a_reason_that_is_no_valid_unicode_is_stored_all_the_same(path):
-    """Python puts undecodable bytes of file names into messages so; a user's exception may quote one."""
+    """Python puts undecodable bytes of file names into messages so.
+
+    A user's exception may quote one.
+    """
     with Store.create(path) as store:
         run_id, _ = begin(store)
-        put(store, run_id, make_trial(status=Status.FAILED, reason="no such file: weights-\udcff.pt"))
+        put(
+            store,
+            run_id,
+            make_trial(status=Status.FAILED, reason="no such file: weights-\udcff.pt"),
+        )
         (found,) = store.trials(run_id)
     assert found.status is Status.FAILED
     assert "no such file: weights-" in found.reason
@@ -162,7 +234,9 @@ def test_what_a_trial_stores_is_plain_to_sql(path):
     ((case,),) = query(path, f"SELECT case_json FROM trial WHERE id={trial_id}")
     assert Case.from_dict(json.loads(case)) == CASE
     assert query(path, "SELECT sum(seconds) FROM step WHERE warmup=0") == [(3.0,)]
-    assert query(path, "SELECT n, peak FROM series WHERE device=1 AND metric='power_w'") == [(9, 8.1)]
+    assert query(path, "SELECT n, peak FROM series WHERE device=1 AND metric='power_w'") == [
+        (9, 8.1)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,14 +250,18 @@ def test_what_a_trial_stores_is_plain_to_sql(path):
         ([(Status.OK, "bitwise"), (Status.OK, "bitwise"), (Status.KILLED, "")], 1),
     ],
 )
-def test_of_a_slot_that_was_measured_again_the_last_trusted_trial_counts_and_all_are_kept(path, ends, counted):
+def test_of_a_slot_that_was_measured_again_the_last_trusted_trial_counts_and_all_are_kept(
+    path, ends, counted
+):
     case = Case(model="mlp", strategy="single", batch_size=8)
     with Store.create(path) as store:
         run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
         for number, (status, verified) in enumerate(ends):
             trial_id = store.begin_trial(run_id, case, 0)
             if status is not Status.KILLED:  # left as running: the end of the run kills it
-                store.end_trial(trial_id, Trial(case=case, status=status, reason=str(number), verified=verified))
+                store.end_trial(
+                    trial_id, Trial(case=case, status=status, reason=str(number), verified=verified)
+                )
         store.end_run(run_id)
         (found,) = store.trials(run_id)
         assert found.reason == str(counted)

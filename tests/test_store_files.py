@@ -1,4 +1,6 @@
-"""The files that the store opens: files of other programs are not changed, and older stores are migrated."""
+"""The files that the store opens: files of other programs are not changed, and older stores are
+migrated.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def newer(path: Path, kind: str) -> None:
-    """Make the file of a newer dpbench: closed well, in either journal mode, or killed with its log left behind."""
+    """Make the file of a newer dpbench: closed well, in either journal mode, or killed with its log
+    left behind.
+    """
     code = f"""
 import os, sqlite3, sys
 db = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -54,10 +58,14 @@ def test_a_newer_file_is_refused_before_anything_is_written(path, kind, open_):
     after = contents(path.parent)
     # the lock's shared memory is no data, but it must not be left where none was
     assert after.keys() == before.keys()
-    assert {k: v for k, v in after.items() if "-shm" not in k} == {k: v for k, v in before.items() if "-shm" not in k}
+    assert {k: v for k, v in after.items() if "-shm" not in k} == {
+        k: v for k, v in before.items() if "-shm" not in k
+    }
 
 
-@pytest.mark.parametrize("bytes_", [b"model,seconds\n" * 500, b"SQLite format 3\0" + b"\xff" * 5000, b"x"])
+@pytest.mark.parametrize(
+    "bytes_", [b"model,seconds\n" * 500, b"SQLite format 3\0" + b"\xff" * 5000, b"x"]
+)
 @pytest.mark.parametrize("open_", [Store.create, Store.read], ids=["create", "read"])
 def test_a_file_that_is_no_database_is_refused_and_left_alone(path, bytes_, open_):
     path.write_bytes(bytes_)
@@ -121,7 +129,9 @@ def test_an_older_file_is_brought_up_with_its_trials(path, monkeypatch):
     with Store.create(path) as store:
         run_id, _ = begin(store)
         put(store, run_id, make_trial())
-    monkeypatch.setattr(module, "MIGRATIONS", (*module.MIGRATIONS, "CREATE TABLE note (text TEXT);"))
+    monkeypatch.setattr(
+        module, "MIGRATIONS", (*module.MIGRATIONS, "CREATE TABLE note (text TEXT);")
+    )
     with Store.create(path) as store:
         assert same(store.trials(run_id)[0], make_trial())
     assert query(path, "PRAGMA user_version") == [(NEWER,)]
@@ -140,7 +150,11 @@ def test_a_file_of_schema_1_is_read_as_what_it_holds(path, writes):
     with Store.read(path) as store:
         good, oom, *rest = store.trials()
     assert query(path, "PRAGMA user_version") == [(len(module.MIGRATIONS) if writes else 1,)]
-    assert good.memory == (Memory(0, 300, "allocator"), Memory(1, 100, "allocator"), Memory(-1, 1000, "rss"))
+    assert good.memory == (
+        Memory(0, 300, "allocator"),
+        Memory(1, 100, "allocator"),
+        Memory(-1, 1000, "rss"),
+    )
     assert (len(good.steps), len(good.spans), len(good.samples), good.schema) == (3, 6, 6, 1)
     assert (oom.status, oom.failed_device) == (Status.OOM, None)
     assert [same(trial, make_trial()) for trial in rest] == [True] * writes
@@ -151,7 +165,9 @@ def test_a_migration_that_fails_changes_nothing(path, monkeypatch):
         run_id, _ = begin(store)
         put(store, run_id, make_trial())
     good = module.MIGRATIONS
-    monkeypatch.setattr(module, "MIGRATIONS", (*good, "CREATE TABLE note (text TEXT); CREATE TABLE run (twice);"))
+    monkeypatch.setattr(
+        module, "MIGRATIONS", (*good, "CREATE TABLE note (text TEXT); CREATE TABLE run (twice);")
+    )
     with pytest.raises(StoreError, match=str(path)):
         Store.create(path)
     assert query(path, "PRAGMA user_version") == [(NEWER - 1,)]

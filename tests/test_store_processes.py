@@ -1,4 +1,6 @@
-"""The store used by several processes: acknowledged trials survive any kill, and a run has one writer."""
+"""The store used by several processes: acknowledged trials survive any kill, and a run has one
+writer.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's capabil
 
 
 class _Opened:
-    """The files that Python opens, as the interpreter reports them to an audit hook, which cannot be removed."""
+    """The files that Python opens, as the interpreter reports them to an audit hook, which cannot
+    be removed.
+    """
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
@@ -48,9 +52,13 @@ class _Opened:
 
     @contextmanager
     def __call__(self, *stores: Path) -> Iterator[list[str]]:
-        """Yield the list to which each opened file of these stores is appended until the end of the context."""
+        """Yield the list to which each opened file of these stores is appended until the end of the
+        context.
+        """
         self._seen = []
-        self._names = frozenset(f"{store}{end}" for store in stores for end in ("", "-wal", "-shm", "-journal"))
+        self._names = frozenset(
+            f"{store}{end}" for store in stores for end in ("", "-wal", "-shm", "-journal")
+        )
         try:
             yield self._seen
         finally:
@@ -132,7 +140,10 @@ def test_a_killed_writer_loses_at_most_the_trial_in_flight(path, child):
         rounds = [trial.round for trial in found]
         assert rounds == list(range(len(rounds))), "a trial is missing or stored twice"
         assert acknowledged <= max(rounds) <= acknowledged + 1
-        assert all(len(t.steps) == len(t.spans) == len(t.samples) == 200 and len(t.memory) == 1 for t in found)
+        assert all(
+            len(t.steps) == len(t.spans) == len(t.samples) == 200 and len(t.memory) == 1
+            for t in found
+        )
         acknowledged = max(rounds)
     assert len(query(path, "SELECT id FROM run")) == 1, "each writer went on with the same run"
     statuses = Counter(status for (status,) in query(path, "SELECT status FROM trial"))
@@ -159,13 +170,17 @@ def test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next(p
     assert path.with_name(f"{path.name}-journal").stat().st_size > 512
     with open_(path) as store:
         found = store.trials()
-    assert [same(trial, make_trial(round=number)) for number, trial in enumerate(found)] == [True] * 3
+    assert [same(trial, make_trial(round=number)) for number, trial in enumerate(found)] == [
+        True
+    ] * 3
     assert query(path, "PRAGMA integrity_check") == [("ok",)]
 
 
 def test_what_ran_in_a_dead_process_is_killed_and_redone(path, child):
     dead = child(
-        "store = Store.create(path); run, _ = begin(store); store.begin_trial(run, case, 2); os._exit(9)", path
+        "store = Store.create(path); run, _ = begin(store); store.begin_trial(run, case, 2);"
+        " os._exit(9)",
+        path,
     )
     assert dead.wait() == 9, dead.stderr.read()
     assert query(path, "SELECT status FROM trial") == [("running",)]
@@ -220,7 +235,9 @@ def test_of_several_unfinished_runs_the_right_one_is_resumed(path):
 
 
 def test_a_run_that_a_living_process_fills_is_refused_naming_it(path, child):
-    holder = child("store = Store.create(path); begin(store); print(1, flush=True); time.sleep(600)", path)
+    holder = child(
+        "store = Store.create(path); begin(store); print(1, flush=True); time.sleep(600)", path
+    )
     assert holder.stdout.readline(), holder.stderr.read()
     with Store.create(path) as store:
         with pytest.raises(StoreError, match=str(holder.pid)) as refused:
@@ -255,7 +272,10 @@ def test_final_statuses_are_done_killed_is_not_and_retry_opens_what_it_names(pat
         assert store.done(run_id) == set(slots.values())
         for status in ENDED:
             assert store.done(run_id, retry=[status.value]) == set(slots.values()) - {slots[status]}
-        assert store.done(run_id, retry=["failed", "oom"]) == set(slots.values()) - {slots["failed"], slots["oom"]}
+        assert store.done(run_id, retry=["failed", "oom"]) == set(slots.values()) - {
+            slots["failed"],
+            slots["oom"],
+        }
         assert store.done(run_id, retry=[status.value for status in ENDED]) == set()
         # a slot that failed and was then measured is done, whatever is retried
         put(store, run_id, make_trial(status=Status.OK, round=slots["failed"][1]))
@@ -296,7 +316,9 @@ def test_writers_of_different_runs_share_a_fresh_file(path, child):
 
 
 def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, child):
-    """A writer that has also read its store, as every run does for its forecast, still holds its locks."""
+    """A writer that has also read its store, as every run does for its forecast, still holds its
+    locks.
+    """
     visitor = """
         with Store.create(path) as store:
             try:
@@ -326,7 +348,9 @@ def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, chil
 
 
 def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
-    """To close any descriptor of a file drops all locks that the process has on it, those of SQLite too."""
+    """To close any descriptor of a file drops all locks that the process has on it, those of SQLite
+    too.
+    """
     part = path.with_name("part.db")
     first = stored(part, made(), naming=Naming(name="part"))
     with Store.create(path) as store:
@@ -348,7 +372,10 @@ def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
             )
             for command in commands:
                 code, _, err = dpbench(*command, "--store", path)
-                assert (code, err.count("error: ")) == (3 if command[0] == "compare" else 0, 0), (command, err)
+                assert (code, err.count("error: ")) == (3 if command[0] == "compare" else 0, 0), (
+                    command,
+                    err,
+                )
             assert len(load(path, run_id).trials) == 1
     assert seen == []
 
@@ -434,7 +461,9 @@ def test_a_reader_never_writes(path):
 
 
 def without_privilege():
-    """Give up root's right to write anywhere, from the next exec on: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH."""
+    """Give up root's right to write anywhere, from the next exec on: CAP_DAC_OVERRIDE and
+    CAP_DAC_READ_SEARCH.
+    """
     libc = ctypes.CDLL(None)
     for capability in (1, 2):
         libc.prctl(24, capability, 0, 0, 0)
@@ -444,7 +473,10 @@ def without_privilege():
 @pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
 def test_a_read_only_copy_can_be_read(path, child, killed):
     if killed:  # its rows are in the WAL
-        code = "s = Store.create(path); r, _ = begin(s); s.end_trial(s.begin_trial(r, case, 0), trial(0)); os._exit(0)"
+        code = (
+            "s = Store.create(path); r, _ = begin(s); s.end_trial(s.begin_trial(r, case, 0),"
+            " trial(0)); os._exit(0)"
+        )
         assert child(code, path).wait() == 0
     else:
         with Store.create(path) as store:
@@ -531,7 +563,10 @@ def holder(path, child):
     """Yield a process that has locked a store of one trial."""
     with Store.create(path) as store:
         put(store, begin(store)[0], make_trial())
-    code = "import sqlite3; sqlite3.connect(path).execute('BEGIN EXCLUSIVE'); print('locked', flush=True); input()"
+    code = (
+        "import sqlite3; sqlite3.connect(path).execute('BEGIN EXCLUSIVE'); print('locked',"
+        " flush=True); input()"
+    )
     process = child(code, path, stdin=subprocess.PIPE)
     assert process.stdout.readline() == "locked\n"
     return process
@@ -545,7 +580,9 @@ def test_a_store_that_stays_locked_is_refused_with_the_process_that_has_locked_i
     clock = Waiting()
     monkeypatch.setattr(module, "time", clock)
     named = f"the store {re.escape(str(path))} is locked by process {holder.pid} \\(.*python"
-    with pytest.raises(StoreError, match=rf"{named}.* for more than 30 s: wait until that process has ended"):
+    with pytest.raises(
+        StoreError, match=rf"{named}.* for more than 30 s: wait until that process has ended"
+    ):
         open_(path)
     assert 30 < clock.now_s < 31
     (said,) = caplog.messages
@@ -554,7 +591,9 @@ def test_a_store_that_stays_locked_is_refused_with_the_process_that_has_locked_i
 
 @linux
 @pytest.mark.parametrize(("after_s", "said"), [(1.9, 0), (2.1, 1)])
-def test_a_store_that_is_locked_for_a_while_is_read_then(path, holder, monkeypatch, caplog, after_s, said):
+def test_a_store_that_is_locked_for_a_while_is_read_then(
+    path, holder, monkeypatch, caplog, after_s, said
+):
     clock = Waiting(after_s, lambda: holder.communicate("\n"))
     monkeypatch.setattr(module, "time", clock)
     with Store.read(path) as store:
@@ -591,7 +630,10 @@ def test_a_signal_after_a_checkpoint_does_not_keep_the_run_from_being_ended(path
 def test_a_row_of_a_locked_store_is_not_called_unreadable(path, holder, child, monkeypatch):
     holder.communicate("\n")
     with Store.read(path) as store:
-        code = "import sqlite3; sqlite3.connect(path).execute('BEGIN EXCLUSIVE'); print('locked', flush=True); input()"
+        code = (
+            "import sqlite3; sqlite3.connect(path).execute('BEGIN EXCLUSIVE'); print('locked',"
+            " flush=True); input()"
+        )
         other = child(code, path, stdin=subprocess.PIPE)
         assert other.stdout.readline() == "locked\n"
         monkeypatch.setattr(module, "time", Waiting())
@@ -623,11 +665,16 @@ def test_a_store_with_a_log_in_a_read_only_folder_is_read_or_refused(path, child
             print(error)
     """
     try:
-        out, err = child(code, folder / "store.db", preexec_fn=without_privilege).communicate(timeout=60)
+        out, err = child(code, folder / "store.db", preexec_fn=without_privilege).communicate(
+            timeout=60
+        )
     finally:
         folder.chmod(0o755)
     assert err == ""
     if changes:
-        assert "has changes in store.db-wal, which cannot be read in a folder that is read-only: copy both" in out
+        assert (
+            "has changes in store.db-wal, which cannot be read in a folder that is read-only: copy"
+            " both" in out
+        )
     else:
         assert out == "1\n"

@@ -1,4 +1,6 @@
-"""Profiles from a results file: the newest run's steps of one device, and the message if there are none."""
+"""Profiles from a results file: the newest run's steps of one device, and the message if there are
+none.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def trial(case: Case, step_s: float) -> Trial:
 
 
 def single(batch: int, **changed: object) -> Case:
-    given = {"model": "mlp", "strategy": "single", "batch_size": batch, "device_kind": "cuda"} | changed
+    given = {
+        "model": "mlp",
+        "strategy": "single",
+        "batch_size": batch,
+        "device_kind": "cuda",
+    } | changed
     return Case(**given)  # type: ignore[arg-type]
 
 
@@ -42,7 +49,9 @@ def write(path: Path, *runs: Sequence[tuple[Case, float]]) -> Path:
     with Store.create(path) as store:
         for number, trials in enumerate(runs):
             facts = {"host": {"cpu": "a processor"}, "gpus": {"gpus": [{"name": GPU}]}}
-            run, _ = store.begin_run(plan=str(number), host="h", code="c", rounds=1, provenance=facts, reopen=False)
+            run, _ = store.begin_run(
+                plan=str(number), host="h", code="c", rounds=1, provenance=facts, reopen=False
+            )
             for case, step_s in trials:
                 store.end_trial(store.begin_trial(run, case, 0), trial(case, step_s))
             store.end_run(run)
@@ -73,18 +82,29 @@ def test_one_batch_size_leaves_a_tenth_fixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"device_kind": "cpu"}, {"size": "full"}, {"precision": "bf16"}, {"model": "vgg16"}, {"strategy": "ddp"}]
+    "other",
+    [
+        {"device_kind": "cpu"},
+        {"size": "full"},
+        {"precision": "bf16"},
+        {"model": "vgg16"},
+        {"strategy": "ddp"},
+    ],
 )
 def test_other_steps_do_not_stand_for_a_model(tmp_path: Path, other: dict[str, str]) -> None:
     path = write(tmp_path / "x.db", [(single(32, **other), 0.3)])
-    with pytest.raises(UnknownMachine, match=r"of mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"):
+    with pytest.raises(
+        UnknownMachine, match=r"of mlp \(small, fp32, sgd, cuda\).*dpbench run --models mlp"
+    ):
         stored.read(path, ASKED, MACHINE)
 
 
 def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None:
     path = write(tmp_path / "x.db", [(single(32), 0.3)])
     measured = stored.read(path, ASKED, MACHINE)
-    predictor = Predictor(MACHINE, measured={KEY: replace(measured[KEY].profile, forward=Cost(1.0))})
+    predictor = Predictor(
+        MACHINE, measured={KEY: replace(measured[KEY].profile, forward=Cost(1.0))}
+    )
     keep(path, [predictor.predict(single(32))], MACHINE)
     assert stored.read(path, ASKED, MACHINE) == measured
     other = tmp_path / "y.db"
@@ -96,7 +116,10 @@ def test_a_prediction_in_the_same_file_is_no_measurement(tmp_path: Path) -> None
 def test_the_way_out_is_a_command_that_measures_the_case() -> None:
     case = single(3, model="vgg16", size="full", precision="bf16")
     said = stored.way_out(case, "x.db")
-    assert "run --models vgg16 --size full --precision bf16 --device-kind cuda --strategies single" in said
+    assert (
+        "run --models vgg16 --size full --precision bf16 --device-kind cuda --strategies single"
+        in said
+    )
     assert "--batch-sizes 1,3 --store x.db" in said
     assert "--model tests.net:net" in stored.way_out(single(3, model="tests.net:net"))
     assert "give --step-s SECONDS, or your own model" in stored.way_out(single(3, model="resnet50"))
@@ -125,8 +148,21 @@ def test_a_measured_step_is_what_a_prediction_starts_from(
 ) -> None:
     path = write(tmp_path / "x.db", [(single(16), 0.2), (single(32), 0.3)])
     call = command(tmp_path, monkeypatch, capfd)
-    options = ("predict", "--machine", "rtx-3090-x2", "--models", "mlp", "--size", "small", "--from", path,
-               "--strategies", "single,ddp", "--devices", "1,2")  # fmt: skip
+    options = (
+        "predict",
+        "--machine",
+        "rtx-3090-x2",
+        "--models",
+        "mlp",
+        "--size",
+        "small",
+        "--from",
+        path,
+        "--strategies",
+        "single,ddp",
+        "--devices",
+        "1,2",
+    )
     code, said, _ = call(*options)
     assert code == 0
     assert f"MEASURED on {GPU}" in said
@@ -142,11 +178,24 @@ def test_an_old_prediction_for_logical_cpu_devices_is_shown_with_its_labels(
 ) -> None:
     case = Case(model="mlp", strategy="dp", schedule="fastest", devices=2, batch_size=64)
     old = Trial(
-        case=case, source=Source.PREDICTED, steps=(Step(0.0125, False, 0.0125),), reason="predicted for here",
+        case=case,
+        source=Source.PREDICTED,
+        steps=(Step(0.0125, False, 0.0125),),
+        reason="predicted for here",
         spans=(Span(0, Phase.FORWARD, 0, "predicted", 0.0, 0.0125),),
-        provenance={"machine": "here", "profile": "measured", "interval_80_s": [0.01, 0.015], "draws": [0.0] * 200},
-    )  # fmt: skip
-    facts = {"host": {"name": "here (described, not measured)", "cpu": "EPYC, 2 cores: logical CPU devices"}}
+        provenance={
+            "machine": "here",
+            "profile": "measured",
+            "interval_80_s": [0.01, 0.015],
+            "draws": [0.0] * 200,
+        },
+    )
+    facts = {
+        "host": {
+            "name": "here (described, not measured)",
+            "cpu": "EPYC, 2 cores: logical CPU devices",
+        }
+    }
     with Store.create(tmp_path / "dpbench.db") as store:
         store.add([old], plan="p", host="predicted:here", code="", provenance=facts)
     call = command(tmp_path, monkeypatch, capfd)

@@ -15,7 +15,18 @@ from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.measure.server import Server
 from dpbench.measure.worker import trial
-from dpbench.records import Case, Effort, Phase, Profile, Status, Task, Trial, Verified, no_mark, registry
+from dpbench.records import (
+    Case,
+    Effort,
+    Phase,
+    Profile,
+    Status,
+    Task,
+    Trial,
+    Verified,
+    no_mark,
+    registry,
+)
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import LADDER
 from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of, precision_of
@@ -26,9 +37,15 @@ LAUNCHED = [name for name in NAMES if registry.traits(name).ranks]
 SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=4)
 """Six steps, whatever they take: a budget that they could exceed would cut their warm-up."""
 PROFILE = Profile(
-    model="mlp", parameter_tensors=6, parameter_bytes=1000, buffer_bytes=10, input_bytes=50.0, output_bytes=4.0,
-    forward_flop=1e3, backward_flop=2e3,
-)  # fmt: skip
+    model="mlp",
+    parameter_tensors=6,
+    parameter_bytes=1000,
+    buffer_bytes=10,
+    input_bytes=50.0,
+    output_bytes=4.0,
+    forward_flop=1e3,
+    backward_flop=2e3,
+)
 UNITS = ("flop", "bytes", "s", "launches", "modules", "tensors", "threads", "wakes")
 every_strategy = pytest.mark.parametrize("name", NAMES)
 DevicePhase = tuple[Phase, int]
@@ -36,7 +53,9 @@ DevicePhase = tuple[Phase, int]
 
 def case_of(name: str, **changed: Any) -> Case:
     """Return a case in the form that a plan gives it: a strategy of one device has one."""
-    return normalise(Case(**{"model": "mlp", "strategy": name, "devices": 2, "batch_size": 7, **changed}))
+    return normalise(
+        Case(**{"model": "mlp", "strategy": name, "devices": 2, "batch_size": 7, **changed})
+    )
 
 
 def runnable(case: Case) -> Strategy:
@@ -57,7 +76,9 @@ def measured(server: Server, case: Case) -> Trial:
 
 
 def collapsed(tasks: Sequence[Task], *, overlap: bool) -> set[tuple[DevicePhase, DevicePhase]]:
-    """Return the edges between different (phase, device), those marked overlap alone or left out."""
+    """Return the edges between different (phase, device), those marked overlap alone or left
+    out.
+    """
     found = set()
     for task in tasks:
         for before in task.overlap if overlap else task.after:
@@ -82,7 +103,10 @@ def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
         assert task.unit in UNITS
         assert task.device in range(-1, devices)
         assert task.resource
-    work = {phase: sum(t.amount for t in tasks if t.phase is phase and t.unit == "flop") for phase in Phase}
+    work = {
+        phase: sum(t.amount for t in tasks if t.phase is phase and t.unit == "flop")
+        for phase in Phase
+    }
     assert work[Phase.FORWARD] == pytest.approx(rows * PROFILE.forward_flop)
     assert work[Phase.BACKWARD] == pytest.approx(rows * PROFILE.backward_flop)
 
@@ -98,9 +122,13 @@ def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows
     hold(measured(server, case), plug.tasks(case, PROFILE))
 
 
-@pytest.mark.parametrize("name", [*LADDER, "workers=serial", "replicas=cached,update=root,storage=flat"])
+@pytest.mark.parametrize(
+    "name", [*LADDER, "workers=serial", "replicas=cached,update=root,storage=flat"]
+)
 @pytest.mark.parametrize(("devices", "rows"), [(2, 7), (3, 2)])
-def test_a_trace_of_every_rung_is_what_tasks_say(server: Server, name: str, devices: int, rows: int) -> None:
+def test_a_trace_of_every_rung_is_what_tasks_say(
+    server: Server, name: str, devices: int, rows: int
+) -> None:
     case = case_of("dp", devices=devices, batch_size=rows, schedule=name)
     plug = runnable(case)
     # replicas that persist are filled in the first step, on devices without rows too
@@ -108,7 +136,9 @@ def test_a_trace_of_every_rung_is_what_tasks_say(server: Server, name: str, devi
 
 
 def hold(done: Trial, tasks: Sequence[Task], first: int = 0) -> None:
-    """Hold a trace, from step `first` on, against the tasks: the phases on each device, and their dependencies."""
+    """Hold a trace, from step `first` on, against the tasks: the phases on each device, and their
+    dependencies.
+    """
     assert len(done.steps) >= SHORT.warmup_steps + SHORT.min_steps
     edges = collapsed(tasks, overlap=False)
     strict = edges - collapsed(tasks, overlap=True)
@@ -117,19 +147,28 @@ def hold(done: Trial, tasks: Sequence[Task], first: int = 0) -> None:
         assert {(s.phase, s.device) for s in spans} == {(t.phase, t.device) for t in tasks}
         assert all(s.start_s <= s.end_s for s in spans)
         assert all(s.end_s <= step.end_s for s in spans)
-        times = {key: sorted((s.start_s, s.end_s) for s in spans if (s.phase, s.device) == key) for key in
-                 {(s.phase, s.device) for s in spans}}  # fmt: skip
+        times = {
+            key: sorted((s.start_s, s.end_s) for s in spans if (s.phase, s.device) == key)
+            for key in {(s.phase, s.device) for s in spans}
+        }
         for before, after in strict:
-            # what comes twice in a step (weights before forward, and after the update) is late the first time already
+            # what comes twice in a step (weights before forward, and after the update) is late the
+            # first time already
             twice = reaches(after, before, edges)
             ended = times[before][0 if twice else -1][1]
-            assert ended <= times[after][-1][0], f"step {number}: {after} starts before {before} has ended"
+            assert ended <= times[after][-1][0], (
+                f"step {number}: {after} starts before {before} has ended"
+            )
         for before, after in collapsed(tasks, overlap=True):
             if before[1] in (after[1], -1):  # beside it, but not before it: a stale timer would be
-                assert times[before][0][0] <= times[after][-1][0], f"step {number}: {after} starts before {before} does"
+                assert times[before][0][0] <= times[after][-1][0], (
+                    f"step {number}: {after} starts before {before} does"
+                )
 
 
-def reaches(start: DevicePhase, goal: DevicePhase, edges: set[tuple[DevicePhase, DevicePhase]]) -> bool:
+def reaches(
+    start: DevicePhase, goal: DevicePhase, edges: set[tuple[DevicePhase, DevicePhase]]
+) -> bool:
     """Return whether a chain of edges leads from one (phase, device) to another."""
     seen, todo = {start}, [start]
     while todo:
@@ -158,7 +197,9 @@ def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
 def test_at_most_max_steps_are_timed(server: Server, name: str) -> None:
     case = case_of(name)
     runnable(case)
-    done = server.run(case, Effort(budget_s=9.0, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3), 0, 60)
+    done = server.run(
+        case, Effort(budget_s=9.0, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3), 0, 60
+    )
     assert sum(not step.warmup for step in done.steps) <= 5, done.reason
 
 
@@ -169,11 +210,18 @@ def verdict(
     plug: Strategy, name: str, devices: int, rows: int = 11, strategy: str = "dp", **changed: Any
 ) -> verification.Verification:
     case = case_of(strategy, model=name, devices=devices, batch_size=rows, **changed)
-    opened = resolve(["cpu" if case.device_kind == "cpu" else f"emulated:{i}" for i in range(case.devices)])
+    opened = resolve(
+        ["cpu" if case.device_kind == "cpu" else f"emulated:{i}" for i in range(case.devices)]
+    )
     return verification.check(
-        plug.start, case, models.load(name, "small", 0), opened, precision_of, split=plug.split,
+        plug.start,
+        case,
+        models.load(name, "small", 0),
+        opened,
+        precision_of,
+        split=plug.split,
         buffers=plug.compares_buffers(case),
-    )  # fmt: skip
+    )
 
 
 IN_PROCESS = [n for n in NAMES if n not in LAUNCHED]
@@ -182,7 +230,9 @@ IN_PROCESS = [n for n in NAMES if n not in LAUNCHED]
 @pytest.mark.parametrize("strategy", IN_PROCESS)
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("model", MODELS)
-def test_strategies_of_one_process_are_bitwise_on_every_model(strategy: str, model: str, devices: int) -> None:
+def test_strategies_of_one_process_are_bitwise_on_every_model(
+    strategy: str, model: str, devices: int
+) -> None:
     plug = runnable(case_of(strategy, devices=devices))
     found = verdict(plug, model, devices, strategy=strategy)
     assert found.verified is Verified.BITWISE, str(found)
@@ -192,7 +242,9 @@ def test_strategies_of_one_process_are_bitwise_on_every_model(strategy: str, mod
 @pytest.mark.parametrize("strategy", IN_PROCESS)
 def test_bf16_stays_within_tolerance_with_every_optimizer(strategy: str, optimizer: str) -> None:
     plug = runnable(case_of(strategy))
-    found = verdict(plug, "transformer", 2, strategy=strategy, precision="bf16", optimizer=optimizer)
+    found = verdict(
+        plug, "transformer", 2, strategy=strategy, precision="bf16", optimizer=optimizer
+    )
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), str(found)
 
 
@@ -231,13 +283,19 @@ class Planted(Strategy):
         def step(inputs: Any, target: Any) -> torch.Tensor:
             self.steps += 1
             total, parts, whole = len(target), [], 0.0
-            for piece, wanted in zip(inputs.chunk(case.devices), target.chunk(case.devices), strict=True):
+            for piece, wanted in zip(
+                inputs.chunk(case.devices), target.chunk(case.devices), strict=True
+            ):
                 optimizer.zero_grad()
                 loss = model.loss(model.module(piece), wanted) * len(wanted) / total
                 loss.backward()
                 whole += loss.item()
-                parts.append([None if p.grad is None else p.grad.clone() for p in model.module.parameters()])
-            for parameter, column in zip(model.module.parameters(), zip(*parts, strict=True), strict=True):
+                parts.append(
+                    [None if p.grad is None else p.grad.clone() for p in model.module.parameters()]
+                )
+            for parameter, column in zip(
+                model.module.parameters(), zip(*parts, strict=True), strict=True
+            ):
                 parameter.grad = self._fault(list(column))
             optimizer.step()
             return torch.tensor(whole)

@@ -21,7 +21,18 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.worker.trial import run_together
 from dpbench.predict import simulation
-from dpbench.records import HOST, Case, Effort, Phase, Profile, Trial, Verified, machine, no_mark, registry
+from dpbench.records import (
+    HOST,
+    Case,
+    Effort,
+    Phase,
+    Profile,
+    Trial,
+    Verified,
+    machine,
+    no_mark,
+    registry,
+)
 from dpbench.strategies import Strategy, Unpredictable
 from tests import commands
 
@@ -56,7 +67,13 @@ def load(file: str) -> Strategy:
 
 def case_of(file: str, **changed: Any) -> Case:
     declared = registry.declared(named(file))
-    usual = {"model": "mlp", "strategy": named(file), "devices": 2, "batch_size": 9, "declared": declared}
+    usual = {
+        "model": "mlp",
+        "strategy": named(file),
+        "devices": 2,
+        "batch_size": 9,
+        "declared": declared,
+    }
     return Case(**{**usual, **changed})
 
 
@@ -87,7 +104,16 @@ def test_each_strategy_is_verified_and_has_its_phases(file: str, tmp_path: Path)
 def test_the_command_line_runs_a_file_that_imports_its_neighbours(tmp_path: Path) -> None:
     with commands.folder(tmp_path) as folder:
         axes = ("--devices", "2", "--batch-sizes", "8", "--rounds", "1")
-        done = folder.do("run", "--models", "mlp", "--strategies", "single", "--strategy", named("pipelined"), *axes)
+        done = folder.do(
+            "run",
+            "--models",
+            "mlp",
+            "--strategies",
+            "single",
+            "--strategy",
+            named("pipelined"),
+            *axes,
+        )
         assert done.returncode == 0, done.stderr
         ended = folder.query("SELECT verified FROM trial")
         assert ended == [("bitwise",)] * 2
@@ -154,10 +180,14 @@ def test_the_layers_of_every_model_are_on_their_devices(model: str, tmp_path: Pa
     done = trial_of(tmp_path, "model_parallel", model=model, device_kind="emulated", batch_size=6)
     assert done.verified is Verified.BITWISE
     loaded = models.load(model, "small", 0)
-    with load("model_parallel").start(done.case, loaded, open_devices("emulated", 2), no_mark) as step:
+    with load("model_parallel").start(
+        done.case, loaded, open_devices("emulated", 2), no_mark
+    ) as step:
         step(*loaded.batch(6, 0))
         assert {p.device.index for p in loaded.module.parameters()} == {0, 1}
-        assert all(p.grad.device == p.device for p in loaded.module.parameters() if p.grad is not None)
+        assert all(
+            p.grad.device == p.device for p in loaded.module.parameters() if p.grad is not None
+        )
     assert not any(part._forward_pre_hooks for part in loaded.module.modules())
 
 
@@ -165,14 +195,18 @@ def test_more_devices_than_layers_are_refused() -> None:
     model = models.load("embedding", "small", 0)
     with (
         pytest.raises(ValueError, match="2 layers for 3 devices"),
-        load("model_parallel").start(case_of("model_parallel"), model, open_devices("cpu", 3), no_mark),
+        load("model_parallel").start(
+            case_of("model_parallel"), model, open_devices("cpu", 3), no_mark
+        ),
     ):
         pass
 
 
 def test_a_nested_sequential_is_split_and_a_shared_layer_is_placed_once() -> None:
     shared = nn.Linear(4, 4)
-    net = nn.Sequential(nn.Sequential(shared, nn.ReLU(), nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4)))
+    net = nn.Sequential(
+        nn.Sequential(shared, nn.ReLU(), nn.Linear(4, 4)), nn.Sequential(shared, nn.Linear(4, 4))
+    )
     make = lambda n, seed: (torch.randn(n, 4), torch.zeros(n, 4))  # noqa: E731
     model = models.Model("nested", net, make, nn.functional.mse_loss)
     case = case_of("model_parallel", devices=3, device_kind="emulated")
@@ -207,12 +241,18 @@ def test_only_the_block_is_split_and_it_is_unwrapped_at_the_end() -> None:
     assert largest(model.module) == "fc1"
     for name in ("fc1", "fc2", "fc3"):
         seen = rows.setdefault(name, [])
-        model.module.get_submodule(name).register_forward_hook(lambda _, args, out, seen=seen: seen.append(len(out)))
+        model.module.get_submodule(name).register_forward_hook(
+            lambda _, args, out, seen=seen: seen.append(len(out))
+        )
     case = case_of("data_parallel_block", devices=3, batch_size=8)
     with load("data_parallel_block").start(case, model, open_devices("cpu", 3), no_mark) as step:
         step(*model.batch(8, 0))
         assert isinstance(model.module.fc1, dpbench.DataParallel)
-    assert {name: sorted(seen) for name, seen in rows.items()} == {"fc1": [2, 3, 3], "fc2": [8], "fc3": [8]}
+    assert {name: sorted(seen) for name, seen in rows.items()} == {
+        "fc1": [2, 3, 3],
+        "fc2": [8],
+        "fc3": [8],
+    }
     assert type(model.module.fc1) is nn.Linear
 
 
@@ -220,7 +260,9 @@ def test_only_the_block_is_split_and_it_is_unwrapped_at_the_end() -> None:
 
 
 def in_ranks(file: str, tmp_path: Path, look: Any, mark: Any = no_mark) -> list[dict[str, Any]]:
-    """Take one step in two ranks, and return what `look` finds in each, given the step and the model."""
+    """Take one step in two ranks, and return what `look` finds in each, given the step and the
+    model.
+    """
 
     def entry(rank: int) -> dict[str, Any]:
         device = open_devices("cpu", 2, own_processes=True)[rank : rank + 1]
@@ -245,7 +287,10 @@ def test_a_variant_of_ddp_sets_its_option_or_rounds_gradients(
     def look(step: Any, model: models.Model) -> dict[str, Any]:
         step(*model.batch(8, 0))
         gradients = [p.grad for p in model.module.parameters()]
-        options = {name: getattr(step.wrapped, name) for name in ("gradient_as_bucket_view", "static_graph")}
+        options = {
+            name: getattr(step.wrapped, name)
+            for name in ("gradient_as_bucket_view", "static_graph")
+        }
         return {**options, "rounded": all(torch.equal(g, g.half().float()) for g in gradients)}
 
     usual = {"gradient_as_bucket_view": False, "static_graph": False, "rounded": False}

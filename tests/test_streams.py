@@ -1,4 +1,6 @@
-"""Streams: a command works with closed standard streams, in the locale C, and with a home that cannot be written."""
+"""Streams: a command works with closed standard streams, in the locale C, and with a home that
+cannot be written.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,22 @@ QUIET = {"LC_ALL": "C", "HOME": "/proc/nothing", "PYTHONUTF8": "0", "PYTHONCOERC
 
 
 @pytest.mark.parametrize("redirected", [">&- 2>&-", "<&- >&-"])
-def test_a_command_whose_streams_are_closed_ends_as_usual_and_spares_the_store(tmp_path: Path, redirected: str) -> None:
+def test_a_command_whose_streams_are_closed_ends_as_usual_and_spares_the_store(
+    tmp_path: Path, redirected: str
+) -> None:
     path = tmp_path / "dpbench.db"
     stored(path, made())
     before = path.read_bytes()
     command = f"{sys.executable} -m dpbench list runs {redirected}"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        ["sh", "-c", command], cwd=tmp_path, env={**os.environ, **QUIET, **paths}, capture_output=True, text=True,
+        ["sh", "-c", command],
+        cwd=tmp_path,
+        env={**os.environ, **QUIET, **paths},
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert path.read_bytes() == before
 
@@ -46,8 +54,11 @@ def test_texts_are_printed_in_the_locale_c(tmp_path: Path) -> None:
     stored(tmp_path / "dpbench.db", made())
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
-        [sys.executable, "-m", "dpbench", "explain"], cwd=tmp_path, env={**os.environ, **QUIET, **paths},
-        capture_output=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "dpbench", "explain"],
+        cwd=tmp_path,
+        env={**os.environ, **QUIET, **paths},
+        capture_output=True,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.startswith(b"mlp")

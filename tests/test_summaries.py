@@ -25,19 +25,34 @@ def trial(seed: int = 0, steps: int = 30) -> Trial:
             for device in (HOST, 0, 1):
                 if draw.random() < 0.7:
                     start = at + seconds * draw.random()
-                    spans.append(Span(number, phase, device, "host", start, start + seconds * draw.random() / 2))
+                    spans.append(
+                        Span(
+                            number,
+                            phase,
+                            device,
+                            "host",
+                            start,
+                            start + seconds * draw.random() / 2,
+                        )
+                    )
         at += seconds
         made.append(Step(seconds, number < 5, at))
     samples = tuple(
         Sample(100 + 0.01 * i, device, metric, draw.random())
-        for device in (0, 1) for metric in ("busy_s", "memory_used_bytes") for i in range(40)
-    )  # fmt: skip
+        for device in (0, 1)
+        for metric in ("busy_s", "memory_used_bytes")
+        for i in range(40)
+    )
     return Trial(
-        case=Case(model="mlp", strategy="dp", devices=2, batch_size=8), steps=tuple(made), spans=tuple(spans),
+        case=Case(model="mlp", strategy="dp", devices=2, batch_size=8),
+        steps=tuple(made),
+        spans=tuple(spans),
         samples=samples,
-        memory=(Memory(0, 10, "ledger"), Memory(1, 7, "ledger", "forward")), setup={"warmup": 1.5},
-        provenance={"torch": "2"}, started_s=5.0,
-    )  # fmt: skip
+        memory=(Memory(0, 10, "ledger"), Memory(1, 7, "ledger", "forward")),
+        setup={"warmup": 1.5},
+        provenance={"torch": "2"},
+        started_s=5.0,
+    )
 
 
 def stored(path: Path, *trials: Trial) -> str:
@@ -64,10 +79,14 @@ def same(one: Trial, other: Trial) -> None:
     assert one.ledger.phases == other.ledger.phases
     assert one.ledger.middle == other.ledger.middle
     assert {name: list(column) for name, column in other.ledger.seconds.items() if any(column)} == {
-        name: pytest.approx(column, rel=1e-12) for name, column in one.ledger.seconds.items() if any(column)
+        name: pytest.approx(column, rel=1e-12)
+        for name, column in one.ledger.seconds.items()
+        if any(column)
     }
     assert {**one.ledger.occupied} == other.ledger.occupied
-    assert {**one.ledger.concurrency} == {phase: tuple(pair) for phase, pair in other.ledger.concurrency.items()}
+    assert {**one.ledger.concurrency} == {
+        phase: tuple(pair) for phase, pair in other.ledger.concurrency.items()
+    }
     assert one.ledger.median_step == other.ledger.median_step
     assert one.readings("busy_s", timed=True) == other.readings("busy_s", timed=True)
 
@@ -85,7 +104,9 @@ def test_a_stored_summary_is_that_of_the_rows(steps: int, tmp_path: Path) -> Non
 
 def test_a_failed_trial_has_a_summary_too(tmp_path: Path) -> None:
     failed = Trial(
-        case=Case(model="mlp", strategy="single", batch_size=8), status=Status.FAILED, reason="no\ud800memory"
+        case=Case(model="mlp", strategy="single", batch_size=8),
+        status=Status.FAILED,
+        reason="no\ud800memory",
     )
     found = summary(tmp_path / "s.db", stored(tmp_path / "s.db", failed))
     assert (found.status, found.reason, found.steps) == (Status.FAILED, "no?memory", ())
@@ -100,7 +121,9 @@ def test_a_failed_trial_has_a_summary_too(tmp_path: Path) -> None:
         "UPDATE trial SET summary=5",
     ],
 )
-def test_a_missing_or_damaged_summary_is_computed_from_the_rows(statement: str, tmp_path: Path) -> None:
+def test_a_missing_or_damaged_summary_is_computed_from_the_rows(
+    statement: str, tmp_path: Path
+) -> None:
     run_id = stored(tmp_path / "s.db", trial())
     change(tmp_path / "s.db", statement)
     found = summary(tmp_path / "s.db", run_id)
@@ -108,7 +131,9 @@ def test_a_missing_or_damaged_summary_is_computed_from_the_rows(statement: str, 
     same(trial().summary(), found)
 
 
-def test_a_summary_of_other_rules_is_computed_from_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_of_other_rules_is_computed_from_the_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(summaries, "VERSION", summaries.VERSION + 1)
     run_id = stored(tmp_path / "s.db", trial())
     monkeypatch.undo()
@@ -117,10 +142,16 @@ def test_a_summary_of_other_rules_is_computed_from_the_rows(tmp_path: Path, monk
     same(trial().summary(), found)
 
 
-def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from_the_rows(tmp_path: Path) -> None:
+def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from_the_rows(
+    tmp_path: Path,
+) -> None:
     run_id = stored(tmp_path / "s.db", trial())
     _, *fields, _ = summaries.msgspec.msgpack.decode(summaries.packed(trial()))
-    change(tmp_path / "s.db", "UPDATE trial SET summary=?", summaries.msgspec.msgpack.encode([2, *fields]))
+    change(
+        tmp_path / "s.db",
+        "UPDATE trial SET summary=?",
+        summaries.msgspec.msgpack.encode([2, *fields]),
+    )
     found = summary(tmp_path / "s.db", run_id)
     assert not isinstance(found.ledger, summaries.StoredLedger)
     same(trial().summary(), found)
@@ -139,7 +170,9 @@ def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from
         ("places", []),
     ],
 )
-def test_a_summary_that_contradicts_itself_is_computed_from_the_rows(field: str, value: object, tmp_path: Path) -> None:
+def test_a_summary_that_contradicts_itself_is_computed_from_the_rows(
+    field: str, value: object, tmp_path: Path
+) -> None:
     run_id = stored(tmp_path / "s.db", trial())
     packed = summaries._DECODER.decode(summaries.packed(trial()))
     setattr(packed, field, value)

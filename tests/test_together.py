@@ -1,4 +1,7 @@
-"""Two models at once on separate devices: the neighbour runs while the case is timed; its failure fails the case."""
+"""Two models at once on separate devices: the neighbour runs while the case is timed.
+
+Its failure fails the case.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,16 @@ from dpbench.records.options import Options
 from dpbench.strategies import Strategy
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, neighbour="mlp")
-FIVE = Effort(budget_s=30, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3, memory_by_phase=False)
+FIVE = Effort(
+    budget_s=30, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3, memory_by_phase=False
+)
 
 
 @pytest.fixture(autouse=True)
 def known_traits() -> None:
-    """Look up all traits before a test replaces `registry.strategy`, because the registry keeps them."""
+    """Look up all traits before a test replaces `registry.strategy`, because the registry keeps
+    them.
+    """
     for name in registry.own("strategies"):
         registry.traits(name)
 
@@ -50,7 +57,9 @@ def test_the_neighbour_has_the_next_devices() -> None:
 
 
 class Counting(Strategy):
-    """A strategy whose steps of the neighbour count, and whose other steps record the count of the neighbour."""
+    """A strategy whose steps of the neighbour count, and whose other steps record the count of the
+    neighbour.
+    """
 
     def __init__(self) -> None:
         self.counted = multiprocessing.get_context("fork").Value("i", 0)
@@ -86,7 +95,11 @@ def test_the_neighbour_takes_steps_during_every_step_and_ends_with_the_trial(
 
 def test_a_case_is_verified_and_timed_with_a_neighbour(tmp_path: Path) -> None:
     done = trial.run(CASE, FIVE, tmp_path)
-    assert (done.status, done.verified, len(done.timed)) == (Status.OK, Verified.BITWISE, 5), done.reason
+    assert (done.status, done.verified, len(done.timed)) == (
+        Status.OK,
+        Verified.BITWISE,
+        5,
+    ), done.reason
     assert done.provenance["neighbour_steps"] > 0
     alone = trial.run(replace(CASE, neighbour=""), FIVE, tmp_path)
     assert "neighbour_steps" not in alone.provenance
@@ -100,7 +113,9 @@ def failing(case: Case) -> Any:
     raise MemoryError("no memory is left")
 
 
-@pytest.mark.parametrize(("fault", "reason"), [(dying, "exit status 3"), (failing, "no memory is left")])
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(dying, "exit status 3"), (failing, "no memory is left")]
+)
 def test_a_neighbour_that_fails_fails_the_trial(
     fault: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,28 +164,49 @@ def test_a_neighbour_that_dies_during_the_steps_fails_the_trial(
         ({"strategy": "ddp", "devices": 2}, "needs several processes or every core"),
         ({"strategy": "single_all_cores"}, "needs several processes or every core"),
         ({"strategy": "dp", "devices": 3}, "need 6 cores (3 for each model), but available: 4"),
-        ({"strategy": "dp", "devices": 2, "device_kind": "cuda", "device_ids": (0, 1, 2)}, "need 4 GPUs (2 for each"),
-        ({"strategy": "dp", "devices": 2, "device_kind": "cuda", "placement": "colocated"}, "--placement spread"),
+        (
+            {"strategy": "dp", "devices": 2, "device_kind": "cuda", "device_ids": (0, 1, 2)},
+            "need 4 GPUs (2 for each",
+        ),
+        (
+            {"strategy": "dp", "devices": 2, "device_kind": "cuda", "placement": "colocated"},
+            "--placement spread",
+        ),
     ],
-)  # fmt: skip
-def test_devices_that_are_not_separate_are_skipped_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+)
+def test_devices_that_are_not_separate_are_skipped_with_the_reason(
+    changes: dict[str, Any], reason: str
+) -> None:
     case = replace(CASE, **changes)
     assert reason in strategies.refusal(strategies.load(case.strategy), case)
-    assert reason not in strategies.refusal(strategies.load(case.strategy), replace(case, neighbour=""))
+    assert reason not in strategies.refusal(
+        strategies.load(case.strategy), replace(case, neighbour="")
+    )
 
 
 def test_each_model_is_alone_and_concurrent_with_the_other() -> None:
     cases = plan.together(("mlp", "lstm"), strategies=["single"], devices=[1], batch_sizes=[8])
     assert [(case.model, case.neighbour) for case in cases] == [
-        ("mlp", ""), ("mlp", "lstm"), ("lstm", ""), ("lstm", "mlp"),
-    ]  # fmt: skip
+        ("mlp", ""),
+        ("mlp", "lstm"),
+        ("lstm", ""),
+        ("lstm", "mlp"),
+    ]
     assert [len(group) for group in plan.side_by_side(cases)] == [1] * 4
     with pytest.raises(ValueError, match="two models"):
         plan.together(("mlp",), strategies=["single"], devices=[1], batch_sizes=[8])
     with pytest.raises(LookupError, match="unknown model"):
-        plan.sweep(models=["mlp"], neighbour=("nlp",), strategies=["single"], devices=[1], batch_sizes=[8])
+        plan.sweep(
+            models=["mlp"], neighbour=("nlp",), strategies=["single"], devices=[1], batch_sizes=[8]
+        )
     with pytest.raises(ValueError, match="run one at a time"):
-        plan.together(("mlp", "mlp"), strategies=["single"], devices=[1], batch_sizes=[8], device_kind="emulated")
+        plan.together(
+            ("mlp", "mlp"),
+            strategies=["single"],
+            devices=[1],
+            batch_sizes=[8],
+            device_kind="emulated",
+        )
 
 
 GIVEN = Options(together=("mlp", "lstm"), device_kind="cpu")
@@ -186,10 +222,16 @@ def test_the_option_selects_the_cases() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"models": ("mlp",)}, {"ladder": True}, {"paired": True}, {"loader": (2,)}, {"compile": (True,)},
-     {"read_loss": (1,)}],
+    [
+        {"models": ("mlp",)},
+        {"ladder": True},
+        {"paired": True},
+        {"loader": (2,)},
+        {"compile": (True,)},
+        {"read_loss": (1,)},
+    ],
     ids=lambda given: next(iter(given)),
-)  # fmt: skip
+)
 def test_an_option_that_does_not_fit_is_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"leave out --{next(iter(given)).replace('_', '-')}"):
         cases_of(replace(GIVEN, **given))
@@ -197,7 +239,10 @@ def test_an_option_that_does_not_fit_is_refused(given: dict[str, Any]) -> None:
 
 def test_interference_is_the_ratio_to_the_step_alone() -> None:
     trials = []
-    for case, step_s in ((replace(CASE, neighbour=""), 0.010), (replace(CASE, neighbour="lstm"), 0.013)):
+    for case, step_s in (
+        (replace(CASE, neighbour=""), 0.010),
+        (replace(CASE, neighbour="lstm"), 0.013),
+    ):
         for number in range(3):
             steps = tuple(Step(step_s * (1 + 0.001 * k), False, float(k)) for k in range(5))
             trials.append(Trial(case=case, verified=Verified.BITWISE, steps=steps, round=number))

@@ -1,4 +1,6 @@
-"""torch.nn.DataParallel itself on emulated devices: it is verified, and copies the same bytes as the engine."""
+"""torch.nn.DataParallel itself on emulated devices: it is verified, and copies the same bytes as
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,23 @@ from dpbench.records import Case, Effort, Verified, no_mark
 from dpbench.strategies import load
 
 aten = torch.ops.aten
-OURS = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=8, device_kind="emulated")
+OURS = Case(
+    model="mlp",
+    strategy="dp",
+    schedule="reference",
+    devices=2,
+    batch_size=8,
+    device_kind="emulated",
+)
 TORCHS = replace(OURS, strategy="torch_dp", schedule="")
 SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_steps=1)
 
 
 @contextmanager
 def copies_between_devices() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of each copy from one emulated device to another, in any thread."""
+    """Yield a list that gets the bytes of each copy from one emulated device to another, in any
+    thread.
+    """
     copied: list[int] = []
     dispatch = _wrapper._dispatch
 
@@ -39,7 +50,11 @@ def copies_between_devices() -> Iterator[list[int]]:
         if source is not None and source.device != target.device:
             copied.append(source.nbytes)
         if func.name().startswith("aten::_foreach_copy"):
-            copied.extend(source.nbytes for copy, source in zip(*args[:2], strict=True) if copy.device != source.device)
+            copied.extend(
+                source.nbytes
+                for copy, source in zip(*args[:2], strict=True)
+                if copy.device != source.device
+            )
         return result
 
     with mock.patch.object(_wrapper, "_dispatch", counted):
@@ -49,7 +64,15 @@ def copies_between_devices() -> Iterator[list[int]]:
 @pytest.mark.usefixtures("short_sequences")
 @pytest.mark.parametrize(
     ("model", "devices"),
-    [("mlp", 1), ("mlp", 2), ("mlp", 3), ("resnet18", 2), ("transformer", 2), ("embedding", 2), ("lstm", 2)],
+    [
+        ("mlp", 1),
+        ("mlp", 2),
+        ("mlp", 3),
+        ("resnet18", 2),
+        ("transformer", 2),
+        ("embedding", 2),
+        ("lstm", 2),
+    ],
 )
 def test_torchs_own_data_parallel_is_verified_and_timed_on_emulated_devices(
     model: str, devices: int, tmp_path: Path

@@ -1,4 +1,6 @@
-"""Traces: work against torch's own counter, parameters against the module, kernels against nets counted by hand."""
+"""Traces: work against torch's own counter, parameters against the module, kernels against nets
+counted by hand.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,17 @@ def test_gradients_are_ready_from_the_last_layer_to_the_first() -> None:
 
 
 def test_kernels_of_known_nets_are_counted() -> None:
-    """Linear-ReLU-Linear: addmm, relu, addmm; backward two products and a sum a layer (but one product), and relu's."""
+    """Linear-ReLU-Linear: addmm, relu, addmm.
+
+    Backward two products and a sum a layer (but one product), and relu's.
+    """
     traced = own(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 4)
     names = [op.name for op in traced.forward if op.bytes]
     assert names == ["aten.addmm", "aten.relu", "aten.addmm"]
     backward = [op.name for op in traced.backward if op.bytes]
-    assert sorted(backward) == sorted(["aten.mm"] * 3 + ["aten.sum"] * 2 + ["aten.threshold_backward"])
+    assert sorted(backward) == sorted(
+        ["aten.mm"] * 3 + ["aten.sum"] * 2 + ["aten.threshold_backward"]
+    )
 
 
 def test_bytes_count_what_is_read_and_written_once() -> None:
@@ -85,7 +92,10 @@ def test_batch_norm_goes_over_its_input_twice() -> None:
 
 
 def test_what_forward_leaves_is_saved() -> None:
-    """The first layer's output is freed; relu's is kept for the second layer, and the output is there."""
+    """The first layer's output is freed.
+
+    Relu's is kept for the second layer, and the output is there.
+    """
     traced = own(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)), 4)
     saved_bytes = sum(event.size_bytes for op in traced.forward for event in op.events)
     assert saved_bytes == ROWS * (8 + 3) * 4
@@ -137,20 +147,26 @@ def test_the_roofline_is_its_longest_part() -> None:
     assert SPEED.seconds(0, 100) == SPEED.least_s
     assert SPEED.seconds(0, 1e9) == pytest.approx(1e9 / 0.92e12, rel=0.01)
     assert SPEED.seconds(1e12, 1e6) == pytest.approx(1e12 / 0.85e13, rel=0.01)
-    assert SPEED.seconds(SPEED.half_flop, 8) == pytest.approx(2 * SPEED.half_flop / (0.85 * 1e13)), "half the rate"
+    assert SPEED.seconds(SPEED.half_flop, 8) == pytest.approx(
+        2 * SPEED.half_flop / (0.85 * 1e13)
+    ), "half the rate"
 
 
 def test_optimizers_are_counted_by_their_multi_tensor_kernels() -> None:
     seconds, launches = optimizer_s("SGD", [4_000_000] * 10, replace(SPEED, half_bytes=0.0))
     assert launches == 3
-    assert seconds == pytest.approx(8 * 40e6 / 0.92e12), "SGD with momentum goes over 8 sizes of the parameters"
+    assert seconds == pytest.approx(8 * 40e6 / 0.92e12), (
+        "SGD with momentum goes over 8 sizes of the parameters"
+    )
     assert optimizer_s("Adam", [40] * 800, SPEED)[1] == 6 * 2 + 3
     with pytest.raises(LookupError, match="Muon"):
         optimizer_s("Muon", [4], SPEED)
 
 
 def test_the_analytic_optimizer_moves_what_torchs_does() -> None:
-    """The host's ops, one parameter after the other, move as many bytes as the multi-tensor kernels counted."""
+    """The host's ops, one parameter after the other, move as many bytes as the multi-tensor kernels
+    counted.
+    """
     for key, name in (("sgd", "SGD"), ("adam", "Adam")):
         traced = of("mlp", optimizer=key)
         moved = sum(op.bytes for op in traced.optimizer)
@@ -166,6 +182,8 @@ def test_a_traced_profile_is_linear_in_the_batch() -> None:
     assert found.gradient_bytes[0] == traces[8].parameters.sizes_bytes[traces[8].ready[0]]
     assert sum(found.gradient_bytes) == found.parameter_bytes
     assert found.forward is not None
-    assert found.forward.at(16) == pytest.approx(phase_s(traces[16], Phase.FORWARD, SPEED), rel=0.05)
+    assert found.forward.at(16) == pytest.approx(
+        phase_s(traces[16], Phase.FORWARD, SPEED), rel=0.05
+    )
     with pytest.raises(ValueError, match="two batch sizes"):
         profile(traces[8], traces[8], SPEED)

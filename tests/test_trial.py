@@ -17,16 +17,25 @@ from dpbench.records import Status
 @pytest.mark.parametrize(
     ("error", "status", "told"),
     [
-        (KeyError("a"), Status.FAILED, "KeyError: 'a'; in replica 1 on device cpu:1 [test_trial.py:"),
+        (
+            KeyError("a"),
+            Status.FAILED,
+            "KeyError: 'a'; in replica 1 on device cpu:1 [test_trial.py:",
+        ),
         (
             torch.OutOfMemoryError("GPU 0 has a total capacity of"),
             Status.OOM,
-            "out of memory on replica 1 on device cpu:1; use a smaller batch, or more devices; error: OutOfMemory",
+            (
+                "out of memory on replica 1 on device cpu:1; use a smaller batch, or more devices;"
+                " error: OutOfMemory"
+            ),
         ),
     ],
     ids=repr,
 )
-def test_an_error_in_a_replica_is_told_as_it_was_raised(error: Exception, status: Status, told: str) -> None:
+def test_an_error_in_a_replica_is_told_as_it_was_raised(
+    error: Exception, status: Status, told: str
+) -> None:
     def fail() -> None:
         raise error
 
@@ -40,7 +49,9 @@ def test_an_error_in_a_replica_is_told_as_it_was_raised(error: Exception, status
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -> None:
-    """A server freezes torch's half a million objects, whose collection would take longer than a small trial."""
+    """A server freezes torch's half a million objects, whose collection would take longer than a
+    small trial.
+    """
     seen: list[tuple[bool, bool]] = []
 
     def block() -> None:
@@ -55,8 +66,13 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
     bench.frozen.cache_clear()
     try:
         bench.run_timers([fake])  # type: ignore[list-item]
-        # frozen objects of earlier tests may be freed during the trial, because nothing refers to them any more
-        assert (0 < gc.get_freeze_count() <= before) if frozen else gc.get_freeze_count() == before == 0
+        # frozen objects of earlier tests may be freed during the trial, because nothing refers to
+        # them any more
+        assert (
+            (0 < gc.get_freeze_count() <= before)
+            if frozen
+            else gc.get_freeze_count() == before == 0
+        )
     finally:
         gc.freeze()
         bench.frozen.cache_clear()

@@ -1,4 +1,6 @@
-"""Steps that are not all alike: samples per second and epochs come from all steps, and a period is named."""
+"""Steps that are not all alike: samples per second and epochs come from all steps, and a period is
+named.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ BASE_S, LONGER_S = 0.0158, 0.060
 """A step, and what every fourth one takes in addition: the mean is 1.95 times the median."""
 
 
-def trial(case: Case, number: int, longer_s: Callable[[int], float], base_s: float = BASE_S, steps: int = 65) -> Trial:
+def trial(
+    case: Case,
+    number: int,
+    longer_s: Callable[[int], float],
+    base_s: float = BASE_S,
+    steps: int = 65,
+) -> Trial:
     draw = random.Random(f"{case.label} {number}")
     found, end_s = [], 100.0
     for index in range(steps):
@@ -47,11 +55,18 @@ def rounds(case: Case, longer_s: Callable[[int], float], base_s: float = BASE_S)
 
 
 def report(trials: Sequence[Trial]) -> Report:
-    return Report.of([one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=test_noisy.FACTS)
+    return Report.of(
+        [one.summary() for one in trials],
+        run_id="r" * 32,
+        started_s=1.7e9,
+        provenance=test_noisy.FACTS,
+    )
 
 
 def caveats(found: Report) -> dict[Case, str]:
-    return {case: detail for one in found.warnings if one.kind == "uneven" for case, detail in one.cases}
+    return {
+        case: detail for one in found.warnings if one.kind == "uneven" for case, detail in one.cases
+    }
 
 
 def test_samples_per_second_are_rows_over_the_time_of_all_timed_steps() -> None:
@@ -61,7 +76,9 @@ def test_samples_per_second_are_rows_over_the_time_of_all_timed_steps() -> None:
     assert row.throughput.value == pytest.approx(64 * len(seconds) / sum(seconds), rel=1e-6)
     assert row.throughput.low < 64 / (BASE_S + LONGER_S / 4) < row.throughput.high
     assert row.step.value == pytest.approx(BASE_S, rel=0.02), "the step time stays the median"
-    assert (row.mean.low, row.mean.high) == pytest.approx((64 / row.throughput.high, 64 / row.throughput.low))
+    assert (row.mean.low, row.mean.high) == pytest.approx(
+        (64 / row.throughput.high, 64 / row.throughput.low)
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +88,12 @@ def test_the_interval_of_a_mean_contains_the_truth_about_as_often_as_it_says() -
     for _ in range(200):
         levels = [draw.lognormvariate(0, 0.05) for _ in range(5)]
         found.append(
-            stats.mean({n: [level * draw.lognormvariate(0, 0.02) for _ in range(20)] for n, level in enumerate(levels)})
+            stats.mean(
+                {
+                    n: [level * draw.lognormvariate(0, 0.02) for _ in range(20)]
+                    for n, level in enumerate(levels)
+                }
+            )
         )
     truth = 1 * 2.718281828 ** ((0.05**2 + 0.02**2) / 2)
     assert sum(one.low <= truth <= one.high for one in found) >= 181
@@ -134,7 +156,9 @@ def test_an_epoch_of_uneven_steps_takes_the_time_of_all_steps() -> None:
     assert now.low < now.value < now.high
 
 
-def test_an_answer_that_cannot_tell_states_the_epoch_on_one_device(tmp_path: Path, dpbench: Any) -> None:
+def test_an_answer_that_cannot_tell_states_the_epoch_on_one_device(
+    tmp_path: Path, dpbench: Any
+) -> None:
     stored(tmp_path / "dpbench.db", *(one for case in (SINGLE, DDP) for one in rounds(case, even)))
     code, out, _ = dpbench("explain", "--samples", 1_000_000)
     assert code == 0
@@ -166,12 +190,17 @@ def test_a_watched_script_states_its_epoch(tmp_path: Path, dpbench: Any) -> None
 @pytest.mark.parametrize(
     ("trials", "why"),
     [
-        (observed_loops.loop(of=observed_loops.case(batch_size=0)), "because the batch size is unknown"),
+        (
+            observed_loops.loop(of=observed_loops.case(batch_size=0)),
+            "because the batch size is unknown",
+        ),
         (rounds(DDP, even), "because the strategy single was not measured"),
         (rounds(SINGLE, even)[:2] + rounds(DDP, even), "because 2 rounds, but at least 3"),
     ],
 )
-def test_an_unknown_epoch_says_why(trials: Sequence[Trial], why: str, tmp_path: Path, dpbench: Any) -> None:
+def test_an_unknown_epoch_says_why(
+    trials: Sequence[Trial], why: str, tmp_path: Path, dpbench: Any
+) -> None:
     stored(tmp_path / "dpbench.db", *trials, provenance=observed_loops.FACTS)
     code, out, _ = dpbench("explain", "--samples", 1_000_000)
     assert code == 0

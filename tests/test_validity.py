@@ -1,4 +1,6 @@
-"""Validity on trials made by hand: each check at its limit, its wording, and no guess without data."""
+"""Validity on trials made by hand: each check at its limit, its wording, and no guess without
+data.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-import scipy  # scipy.stats is imported at its first use: each process of the suite collects this file
+
+# scipy.stats is imported at its first use: each process of the suite collects this file
+import scipy
 
 from dpbench.analysis import caveats, summary, validity
 from dpbench.hardware import foreign_load
@@ -21,10 +25,17 @@ GPU = replace(CASE, device_kind="cuda")
 
 
 def trial(
-    seconds: list[float] | None = None, *, of: Case = CASE, covered: float = 1.0, metrics: dict[Any, Any] | None = None,
+    seconds: list[float] | None = None,
+    *,
+    of: Case = CASE,
+    covered: float = 1.0,
+    metrics: dict[Any, Any] | None = None,
     **changed: Any,
-) -> Trial:  # fmt: skip
-    """Return a trial of these steps with this part of each in a phase; `metrics` maps (metric, device) to readings."""
+) -> Trial:
+    """Return a trial of these steps with this part of each in a phase.
+
+    `metrics` maps (metric, device) to readings.
+    """
     steps, spans, at = [Step(9.0, True, 100.0)], [], 100.0
     for k, one in enumerate(seconds or [0.1] * 20, 1):
         spans.append(Span(k, Phase.FORWARD, 0, "host", at, at + one * covered))
@@ -36,7 +47,11 @@ def trial(
         for i, value in enumerate(readings)
     )
     return Trial(
-        case=of, steps=tuple(steps), spans=tuple(spans), samples=samples, **{"verified": Verified.BITWISE, **changed}
+        case=of,
+        steps=tuple(steps),
+        spans=tuple(spans),
+        samples=samples,
+        **{"verified": Verified.BITWISE, **changed},
     )
 
 
@@ -53,7 +68,9 @@ def test_a_sound_trial_has_nothing_wrong_and_no_check_without_data() -> None:
     assert set(checks(trial())) == {"verification", "closure", "drift", "oversubscribed"}
 
 
-def test_gradients_that_average_the_losses_of_ranks_are_a_caveat_with_the_measured_difference() -> None:
+def test_gradients_that_average_the_losses_of_ranks_are_a_caveat_with_the_measured_difference() -> (
+    None
+):
     one = trial(provenance={AVERAGING: {"low": 0.02, "high": 0.131, "rows": 7}})
     assert bad(one) == {AVERAGING}
     ((_, said),) = validity.troubles([one], 8).items()
@@ -62,13 +79,17 @@ def test_gradients_that_average_the_losses_of_ranks_are_a_caveat_with_the_measur
 
 def drifting(change: float, noise: float = 0.0, steps: int = 40) -> list[float]:
     draw = random.Random(7)
-    return [0.1 * (1 + change * (i / (steps - 1) - 0.5)) + draw.gauss(0, noise) for i in range(steps)]
+    return [
+        0.1 * (1 + change * (i / (steps - 1) - 0.5)) + draw.gauss(0, noise) for i in range(steps)
+    ]
 
 
 @pytest.mark.parametrize(
     ("change", "found"), [(0.0, False), (0.04, False), (0.06, True), (-0.04, False), (-0.06, True)]
 )
-def test_drift_is_a_trend_of_more_than_five_percent_of_either_sign(change: float, found: bool) -> None:
+def test_drift_is_a_trend_of_more_than_five_percent_of_either_sign(
+    change: float, found: bool
+) -> None:
     one = checks(trial(drifting(change)))["drift"]
     assert one.ok is not found
     assert one.value == pytest.approx(change, abs=0.002)
@@ -101,7 +122,9 @@ def test_few_steps_have_no_trend() -> None:
         ([0x44] * 20, True, "power cap and heat (hardware)"),
     ],
 )
-def test_throttling_is_more_than_a_twentieth_of_the_readings(bits: list[int], found: bool, cause: str) -> None:
+def test_throttling_is_more_than_a_twentieth_of_the_readings(
+    bits: list[int], found: bool, cause: str
+) -> None:
     one = trial(of=GPU, metrics={("throttle_reasons", 0): [0] * 20, ("throttle_reasons", 1): bits})
     assert ("throttling" in bad(one)) is found
     if found:
@@ -111,9 +134,12 @@ def test_throttling_is_more_than_a_twentieth_of_the_readings(bits: list[int], fo
 
 
 @pytest.mark.parametrize(
-    ("metric", "device", "name"), [("sm_clock_hz", 1, "gpu_clock"), ("cpu_clock_hz", HOST, "cpu_clock")]
+    ("metric", "device", "name"),
+    [("sm_clock_hz", 1, "gpu_clock"), ("cpu_clock_hz", HOST, "cpu_clock")],
 )
-@pytest.mark.parametrize(("low", "found"), [([1.81e9] * 3, False), ([1.79e9] * 3, True), ([1.0e9], False), ([], False)])
+@pytest.mark.parametrize(
+    ("low", "found"), [([1.81e9] * 3, False), ([1.79e9] * 3, True), ([1.0e9], False), ([], False)]
+)
 def test_a_clock_changed_when_it_fell_by_a_tenth_for_more_than_a_moment(
     metric: str, device: int, name: str, low: list[float], found: bool
 ) -> None:
@@ -125,7 +151,9 @@ def test_a_clock_that_was_read_twice_says_nothing() -> None:
     assert "cpu_clock" not in checks(trial(metrics={("cpu_clock_hz", HOST): [2.0e9, 1.0e9]}))
 
 
-@pytest.mark.parametrize(("held", "found"), [([0.0] * 5, False), ([0, 0, 9.0, 0, 0], False), ([2.0**20] * 5, True)])
+@pytest.mark.parametrize(
+    ("held", "found"), [([0.0] * 5, False), ([0, 0, 9.0, 0, 0], False), ([2.0**20] * 5, True)]
+)
 def test_other_processes_on_a_gpu_count_when_they_stay(held: list[float], found: bool) -> None:
     one = trial(of=GPU, metrics={("foreign_memory_bytes", 0): held})
     assert ("foreign_gpu" in bad(one)) is found
@@ -137,9 +165,12 @@ def beside(foreign: float, steal: float = 0.0, cores: int = 4) -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("foreign", "steal", "found"), [(0.1, 0.0, False), (0.11, 0.0, True), (0.06, 0.05, True), (0.0, 0.11, True)]
+    ("foreign", "steal", "found"),
+    [(0.1, 0.0, False), (0.11, 0.0, True), (0.06, 0.05, True), (0.0, 0.11, True)],
 )
-def test_what_others_take_of_the_cores_counts_from_a_tenth_of_them(foreign: float, steal: float, found: bool) -> None:
+def test_what_others_take_of_the_cores_counts_from_a_tenth_of_them(
+    foreign: float, steal: float, found: bool
+) -> None:
     one = trial(provenance=beside(foreign, steal))
     assert ("foreign_cpu" in bad(one)) is found
     assert foreign_load.noisy(one) is found
@@ -153,7 +184,10 @@ def test_a_trial_whose_foreign_load_is_unknown_is_not_called_quiet() -> None:
 
 
 def test_a_case_with_a_noisy_round_is_labelled_in_its_row() -> None:
-    rounds = [trial(round=number, provenance=beside(foreign)) for number, foreign in enumerate([0.0, 0.5, 0.0])]
+    rounds = [
+        trial(round=number, provenance=beside(foreign))
+        for number, foreign in enumerate([0.0, 0.5, 0.0])
+    ]
     (row,) = summary.rows(rounds)
     assert row.labels == ("MEASURED", "CPU-ONLY", "NOISY")
     (row,) = summary.rows([rounds[0], rounds[2]])
@@ -173,10 +207,18 @@ def test_a_short_trial_tells_nothing_of_other_processes_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(
     ("of", "cores", "found"),
-    [(CASE, 2, False), (CASE, 1, True), (CASE, 0, False), (GPU, 1, True),
-     (replace(CASE, devices=8, batch_size=5), 4, True), (replace(CASE, device_kind="emulated"), 1, False)],
-)  # fmt: skip
-def test_each_device_needs_a_core_but_emulated_ones_take_turns(of: Case, cores: int, found: bool) -> None:
+    [
+        (CASE, 2, False),
+        (CASE, 1, True),
+        (CASE, 0, False),
+        (GPU, 1, True),
+        (replace(CASE, devices=8, batch_size=5), 4, True),
+        (replace(CASE, device_kind="emulated"), 1, False),
+    ],
+)
+def test_each_device_needs_a_core_but_emulated_ones_take_turns(
+    of: Case, cores: int, found: bool
+) -> None:
     assert ("oversubscribed" in bad(trial(of=of), cores)) is found
 
 
@@ -232,13 +274,19 @@ def test_the_worst_round_is_said_and_how_many_were_bad() -> None:
 
 def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() -> None:
     cases = [replace(CASE, batch_size=2**i) for i in range(1, 12)]
-    some = [trial(of=one, covered=0.8 if i < 10 else 1.0, round=r) for i, one in enumerate(cases) for r in range(3)]
+    some = [
+        trial(of=one, covered=0.8 if i < 10 else 1.0, round=r)
+        for i, one in enumerate(cases)
+        for r in range(3)
+    ]
     found = [str(one) for one in caveats.caveats(summary.rows(some), some, {"host": {"cores": 8}})]
     (grouped,) = [warning for warning in found if "any phase" in warning]
     assert grouped.endswith("and 2 more")
     assert "mlp dp[reference] x2 batch 4 (20%)" in grouped
     every = [trial(of=one, covered=0.8, round=r) for one in cases for r in range(3)]
-    found = [str(one) for one in caveats.caveats(summary.rows(every), every, {"host": {"cores": 8}})]
+    found = [
+        str(one) for one in caveats.caveats(summary.rows(every), every, {"host": {"cores": 8}})
+    ]
     assert "more than 5% of the step is not covered by any phase: all 11 cases" in found
     crowded = caveats.caveats(summary.rows(every), every, {"host": {"cores": 1}})
     assert [len(one.cases) for one in crowded if one.kind == "oversubscribed"] == [11]

@@ -29,13 +29,19 @@ def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.M
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(n, *shape, generator=generator), torch.randn(n, generator=generator)
 
-    default = lambda out, y, reduction="mean": F.mse_loss(out.flatten(1).mean(1), y, reduction=reduction)  # noqa: E731
+    def default(out: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
+        return F.mse_loss(out.flatten(1).mean(1), y, reduction=reduction)
+
     return models.Model("own", module, batch, loss or default)
 
 
-def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any) -> verification.Verification:
+def checked(
+    model: models.Model, devices: int = 2, rows: int = 9, **changed: Any
+) -> verification.Verification:
     case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
-    return verification.check(dp.strategy.start, case, model, resolve(["cpu"] * devices), precision_of)
+    return verification.check(
+        dp.strategy.start, case, model, resolve(["cpu"] * devices), precision_of
+    )
 
 
 # ---------------------------------------------------------------- the reference
@@ -43,12 +49,17 @@ def checked(model: models.Model, devices: int = 2, rows: int = 9, **changed: Any
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_reference_gradients_are_those_of_the_whole_batch(chunks: int) -> None:
-    """Without BatchNorm the chunks make no difference but rounding; in double precision there is hardly any."""
+    """Without BatchNorm the chunks make no difference but rounding.
+
+    In double precision there is hardly any.
+    """
     model = own(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double(), (6,))
     x, y = (t.double() for t in model.batch(8, 0))
     whole = copy.deepcopy(model.module)
     model.loss(whole(x), y).backward()
-    expected = chunked(model.module, model.loss, x, y, Split(chunk_sizes(8, chunks)), torch.device("cpu"))
+    expected = chunked(
+        model.module, model.loss, x, y, Split(chunk_sizes(8, chunks)), torch.device("cpu")
+    )
     for ours, theirs in zip(expected.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
@@ -74,14 +85,19 @@ def test_reference_normalises_each_chunk_by_itself_and_keeps_the_firsts_statisti
     ("module", "shape"),
     [
         (lambda: nn.Sequential(nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 33)), (12,)),
-        (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout2d(0.5)), (2, 5, 5)),
+        (
+            lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Dropout2d(0.5)),
+            (2, 5, 5),
+        ),
         (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), (4,)),
         (lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,)),
         (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True), (3, 8)),
     ],
     ids=["mlp", "conv", "dropout", "frozen", "attention dropout"],
-)  # fmt: skip
-def test_the_engine_is_bitwise_on_users_models(module: Any, shape: tuple[int, ...], devices: int) -> None:
+)
+def test_the_engine_is_bitwise_on_users_models(
+    module: Any, shape: tuple[int, ...], devices: int
+) -> None:
     found = checked(own(module(), shape), devices)
     assert found.verified is Verified.BITWISE, str(found)
 
@@ -129,7 +145,9 @@ def faulty(tamper: Any, *, buffers: bool = True, **changed: Any) -> verification
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (6,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8, **changed)
-    return verification.check(tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers)
+    return verification.check(
+        tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers
+    )
 
 
 def scale(name: str, factor: float) -> Any:
@@ -148,7 +166,7 @@ def scale(name: str, factor: float) -> Any:
         (lambda m: m[1].running_mean.add_(0.01), "1.running_mean"),
         (lambda m: m[1].num_batches_tracked.add_(1), "1.num_batches_tracked"),
     ],
-)  # fmt: skip
+)
 def test_wrong_gradients_and_buffers_are_refused_and_named(tamper: Any, worst: str) -> None:
     found = faulty(tamper)
     assert found.verified is Verified.NO
@@ -158,11 +176,16 @@ def test_wrong_gradients_and_buffers_are_refused_and_named(tamper: Any, worst: s
 
 
 def test_a_large_buffer_hides_no_wrong_gradient() -> None:
-    """Such a buffer is a mask of -1e9 or a table of positions; its norm was the measure of all errors once."""
+    """Such a buffer is a mask of -1e9 or a table of positions.
+
+    Its norm was the measure of all errors once.
+    """
     model = own(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), (6,))
     model.module.register_buffer("mask", torch.full((4,), -1e9))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
-    found = verification.check(tampered(scale("0.weight", 0.0)), case, model, resolve(["cpu"] * 2), precision_of)
+    found = verification.check(
+        tampered(scale("0.weight", 0.0)), case, model, resolve(["cpu"] * 2), precision_of
+    )
     assert (found.verified, found.worst) == (Verified.NO, "0.weight")
 
 
@@ -173,7 +196,9 @@ def over_valid_items(output: Tensor, target: Tensor, reduction: str = "mean") ->
 
 
 def averaging_ranks(factor: float = 1.0) -> Any:
-    """Return the start of a strategy whose gradients are `factor` times the mean of those of two ranks' own losses."""
+    """Return the start of a strategy whose gradients are `factor` times the mean of those of two
+    ranks' own losses.
+    """
 
     @contextmanager
     def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:
@@ -189,7 +214,9 @@ def averaging_ranks(factor: float = 1.0) -> Any:
     return start
 
 
-def of_ranks(loss: Any = over_valid_items, *, strategy: str = "ddp", factor: float = 1.0) -> verification.Verification:
+def of_ranks(
+    loss: Any = over_valid_items, *, strategy: str = "ddp", factor: float = 1.0
+) -> verification.Verification:
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), (6,), loss)
     case = Case(model="own", strategy=strategy, devices=2, batch_size=8)
@@ -197,7 +224,9 @@ def of_ranks(loss: Any = over_valid_items, *, strategy: str = "ddp", factor: flo
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured(strategy: str) -> None:
+def test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured(
+    strategy: str,
+) -> None:
     found = of_ranks(strategy=strategy)
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
     assert found.averaging
@@ -212,8 +241,13 @@ def test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is
         for rows in (slice(4), slice(4, 7))
     ]
     mean = [(4 * one + 3 * other) / 7 for one, other in zip(*halves, strict=True)]
-    errors = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in zip(mean, whole, strict=True)]
-    assert (found.averaging.low, found.averaging.high) == pytest.approx((min(errors), max(errors)), rel=1e-3)
+    errors = [
+        float((ours - theirs).norm() / theirs.norm())
+        for ours, theirs in zip(mean, whole, strict=True)
+    ]
+    assert (found.averaging.low, found.averaging.high) == pytest.approx(
+        (min(errors), max(errors)), rel=1e-3
+    )
     assert found.averaging.low > 0.01
 
 
@@ -235,7 +269,9 @@ def test_a_rank_without_a_valid_item_is_named() -> None:
         return ((output.flatten(1).mean(1) - target).square() * valid).sum() / valid.sum()
 
     target_of_first = own(nn.Identity(), (6,)).batch(7, 1)[1][0]
-    with pytest.raises(ValueError, match=r"0\.weight contains NaN if each rank .*\(of 4, 3 samples\)"):
+    with pytest.raises(
+        ValueError, match=r"0\.weight contains NaN if each rank .*\(of 4, 3 samples\)"
+    ):
         of_ranks(only_first)
 
 
@@ -249,9 +285,16 @@ def test_rounding_is_within_tolerance() -> None:
     ("changed", "limit"),
     [({}, 1e-3), ({"precision": "tf32"}, 1e-2), ({"precision": "bf16"}, 5e-2)],
 )
-def test_an_error_above_the_tolerance_of_the_precision_is_refused(changed: dict[str, str], limit: float) -> None:
-    """The limits are those of docs/measuring.md; rounding in bf16 gives at most a part of the tolerance."""
-    within, beyond = (faulty(scale("0.weight", 1 + share * limit), **changed) for share in (0.6, 1.5))
+def test_an_error_above_the_tolerance_of_the_precision_is_refused(
+    changed: dict[str, str], limit: float
+) -> None:
+    """The limits are those of docs/measuring.md.
+
+    Rounding in bf16 gives at most a part of the tolerance.
+    """
+    within, beyond = (
+        faulty(scale("0.weight", 1 + share * limit), **changed) for share in (0.6, 1.5)
+    )
     assert (within.verified, beyond.verified) == (Verified.WITHIN_TOLERANCE, Verified.NO)
     assert beyond.worst == "0.weight"
 
@@ -266,7 +309,10 @@ def test_a_gradient_where_none_belongs_is_refused() -> None:
     model = own(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
     start = tampered(lambda m: setattr(m[0].weight, "grad", torch.ones(4, 4)))
-    assert verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
+    assert (
+        verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified
+        is Verified.NO
+    )
 
 
 def test_a_strategy_that_does_nothing_is_refused() -> None:
@@ -276,7 +322,10 @@ def test_a_strategy_that_does_nothing_is_refused() -> None:
 
     model = own(nn.Linear(4, 3), (4,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
-    assert verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified is Verified.NO
+    assert (
+        verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified
+        is Verified.NO
+    )
 
 
 def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
@@ -302,18 +351,27 @@ def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
     ("spoil", "message"),
     [
         (lambda loss: loss * float("nan"), r"the gradient of \w+ contains NaN in the first step"),
-        (lambda loss: loss * 1e38 * 1e38, r"the gradient of \w+ contains (NaN|infinity) in the first step"),
-        (lambda loss: loss.detach().requires_grad_(), "no parameter has a gradient after backward in the first step"),
+        (
+            lambda loss: loss * 1e38 * 1e38,
+            r"the gradient of \w+ contains (NaN|infinity) in the first step",
+        ),
+        (
+            lambda loss: loss.detach().requires_grad_(),
+            "no parameter has a gradient after backward in the first step",
+        ),
     ],
     ids=["nan", "infinite", "detached"],
-)  # fmt: skip
+)
 def test_gradients_that_are_absent_or_not_finite_are_named(spoil: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         checked(own(nn.Linear(4, 3), (4,), lambda out, y: spoil(F.mse_loss(out.mean(1), y))))
 
 
 def test_outputs_that_are_nan_are_named() -> None:
-    model, case = own(nn.Linear(4, 3), (4,)), Case(model="own", strategy="dp", devices=2, batch_size=9, mode="no_grad")
+    model, case = (
+        own(nn.Linear(4, 3), (4,)),
+        Case(model="own", strategy="dp", devices=2, batch_size=9, mode="no_grad"),
+    )
     nn.init.constant_(model.module.bias, float("nan"))
     devices = resolve(["cpu"] * 2)
     with pytest.raises(ValueError, match="output contains NaN, also without data parallelism"):

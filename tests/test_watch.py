@@ -1,4 +1,6 @@
-"""Watching: scripts in the styles that people use keep their results, and their delays appear in the right phase."""
+"""Watching: scripts in the styles that people use keep their results, and their delays appear in
+the right phase.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,8 @@ import random
 RESULT = [losses, [p.detach().clone() for p in net.parameters()], torch.get_rng_state(), random.getstate()]
 """
 SCRIPTS = {
-    "plain": """
+    "plain": (
+        """
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 for x, y in batches():
     opt.zero_grad()
@@ -125,8 +128,10 @@ for x, y in batches():
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     opt.step()
     losses.append(loss.item())
-""",
-    "workers": """
+"""
+    ),
+    "workers": (
+        """
 opt = torch.optim.SGD(net.parameters(), lr=0.1)
 for x, y in batches(workers=2):
     loss = criterion(net(x), y)
@@ -134,8 +139,10 @@ for x, y in batches(workers=2):
     opt.step()
     opt.zero_grad()
     losses.append(loss.item())
-""",
-    "scaler": """
+"""
+    ),
+    "scaler": (
+        """
 opt, scaler = torch.optim.AdamW(net.parameters()), torch.amp.GradScaler("cpu", init_scale=16.0)
 for i, (x, y) in enumerate(batches(2 * STEPS)):
     with torch.autocast("cpu", torch.bfloat16):
@@ -148,8 +155,10 @@ for i, (x, y) in enumerate(batches(2 * STEPS)):
         scaler.update()
         opt.zero_grad()
         losses.append(loss.item())
-""",
-    "gan": """
+"""
+    ),
+    "gan": (
+        """
 other = nn.Sequential(nn.Linear(8, 256), nn.ReLU(), nn.Linear(256, 32))
 d, g = torch.optim.Adam(net.parameters()), torch.optim.Adam(other.parameters())
 bce = nn.BCEWithLogitsLoss()
@@ -168,8 +177,10 @@ for x, _ in batches():
     loss.backward()
     g.step()
     losses.append(loss.item())
-""",
-    "lbfgs": """
+"""
+    ),
+    "lbfgs": (
+        """
 opt = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
 for x, y in batches():
     def closure():
@@ -178,8 +189,10 @@ for x, y in batches():
         loss.backward()
         return loss
     losses.append(opt.step(closure).item())
-""",
-    "hand": """
+"""
+    ),
+    "hand": (
+        """
 for _ in range(STEPS):
     x, y = torch.randn(16, 32), torch.randint(10, (16,))
     loss = criterion(net(x), y)
@@ -190,8 +203,10 @@ for _ in range(STEPS):
             p -= 0.1 * p.grad
             p.grad.zero_()
     losses.append(loss.item())
-""",
-    "hand-loader": """
+"""
+    ),
+    "hand-loader": (
+        """
 for x, y in batches():
     loss = criterion(net(x), y)
     grads = torch.autograd.grad(loss, list(net.parameters()))
@@ -199,8 +214,10 @@ for x, y in batches():
         p.data.add_(g, alpha=-0.1)
     plant("update")
     losses.append(float(loss.detach()))
-""",
-    "evaluated": """
+"""
+    ),
+    "evaluated": (
+        """
 opt, ema, teacher = torch.optim.SGD(net.parameters(), lr=0.1), Net().eval(), Net().eval()
 for epoch in range(4):
     net.train()
@@ -219,8 +236,10 @@ for epoch in range(4):
     torch.save(net.state_dict(), __import__("io").BytesIO())
     torch.save(net, __import__("io").BytesIO())
     losses.append(loss.item())
-""",
-    "engine": """
+"""
+    ),
+    "engine": (
+        """
 import dpbench
 net.layers[3].p = 0.0  # replicas draw random numbers in the order in which their threads run
 wrapped = dpbench.DataParallel(net, device_ids=["cpu", "cpu"])
@@ -231,8 +250,10 @@ for x, y in batches():
     loss.backward()
     opt.step()
     losses.append(loss.item())
-""",
-    "graph": """
+"""
+    ),
+    "graph": (
+        """
 opt = torch.optim.Adam(net.parameters())
 data = Rows(64)
 for _ in range(STEPS):
@@ -247,17 +268,28 @@ for _ in range(STEPS):
         time.sleep(0.003)
         net(data.x).argmax(1)
     losses.append(loss.item())
-""",
+"""
+    ),
 }
 PHASES = {
-    "dataset": "data", "collate": "data", "forward": "forward", "loss": "loss", "backward": "backward",
-    "clip-before": "clip", "update": "optimizer", "forward-between": UNATTRIBUTED,
-}  # fmt: skip
+    "dataset": "data",
+    "collate": "data",
+    "forward": "forward",
+    "loss": "loss",
+    "backward": "backward",
+    "clip-before": "clip",
+    "update": "optimizer",
+    "forward-between": UNATTRIBUTED,
+}
 PLANTS = {
-    "plain": ("dataset", "collate", "forward", "loss", "backward", "clip-before"), "scaler": ("loss",),
-    "gan": ("forward", "forward-between"), "lbfgs": ("forward", "loss", "backward"), "hand": ("update", "loss"),
-    "hand-loader": ("update", "collate"), "graph": ("backward",),
-}  # fmt: skip
+    "plain": ("dataset", "collate", "forward", "loss", "backward", "clip-before"),
+    "scaler": ("loss",),
+    "gan": ("forward", "forward-between"),
+    "lbfgs": ("forward", "loss", "backward"),
+    "hand": ("update", "loss"),
+    "hand-loader": ("update", "collate"),
+    "graph": ("backward",),
+}
 
 
 def ran(folder: Path, name: str, plant: str = "", width: int = 16) -> dict[str, Any]:
@@ -271,7 +303,10 @@ def ran(folder: Path, name: str, plant: str = "", width: int = 16) -> dict[str, 
 def watched(
     folder: Path, name: str, plant: str = "", width: int = 16
 ) -> tuple[loop.WatchedLoop, Recorder, dict[str, Any]]:
-    """Run a script under the seams; return its loop, the recorder, and the variables of the script."""
+    """Run a script under the seams.
+
+    Return its loop, the recorder, and the variables of the script.
+    """
     recorder = Recorder()
     with seams.installed(recorder):
         variables = ran(folder, name, plant, width)
@@ -281,7 +316,9 @@ def watched(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_path: Path) -> None:
-    width = 2048 if name == "engine" else 1024  # the hand-over to its threads takes longer than a small step's glue
+    width = (
+        2048 if name == "engine" else 1024
+    )  # the hand-over to its threads takes longer than a small step's glue
     found, recorder, variables = watched(tmp_path, name, width=width)
     expected = ran(tmp_path, name, width=width)
     losses, weights, *states = variables["RESULT"]
@@ -311,7 +348,9 @@ def test_a_watched_step_calls_few_functions_of_dpbench(tmp_path: Path) -> None:
 
     def called(frame: FrameType, event: str, _: object) -> None:
         nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(str(Path(seams.__file__).parent))
+        calls += event == "call" and frame.f_code.co_filename.startswith(
+            str(Path(seams.__file__).parent)
+        )
 
     recorder = Recorder()
     recorder.listeners.append(lambda _: until.append(calls))
@@ -322,11 +361,15 @@ def test_a_watched_step_calls_few_functions_of_dpbench(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
     steps = [after - before for before, after in pairwise(until[8:])]
-    moves = 7 if torch.version.cuda else 0  # clipping moves each norm, which a CPU build has no hook for
+    moves = (
+        7 if torch.version.cuda else 0
+    )  # clipping moves each norm, which a CPU build has no hook for
     assert statistics.mode(steps) <= 42 + moves
 
 
-@pytest.mark.parametrize(("name", "place"), [(n, p) for n, places in PLANTS.items() for p in places])
+@pytest.mark.parametrize(
+    ("name", "place"), [(n, p) for n, places in PLANTS.items() for p in places]
+)
 def test_a_planted_delay_appears_in_its_phase(name: str, place: str, tmp_path: Path) -> None:
     found, _, variables = watched(tmp_path, name, place)
     rows = ledger.Ledger(found.steps, found.spans).phases
@@ -394,19 +437,46 @@ def test_other_threads_and_forked_processes_record_nothing() -> None:
     assert recorder.begin(Phase.READ)
 
 
-ENDS = {"pass": 0, "sys.exit(3)": 3, "sys.exit('bad luck')": 1, "raise RuntimeError('mine')": 1,
-        "raise KeyboardInterrupt": 130}  # fmt: skip
+ENDS = {
+    "pass": 0,
+    "sys.exit(3)": 3,
+    "sys.exit('bad luck')": 1,
+    "raise RuntimeError('mine')": 1,
+    "raise KeyboardInterrupt": 130,
+}
 
 
 @pytest.mark.parametrize("last", ENDS)
 def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
-    last: str, tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    last: str,
+    tmp_path: Path,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "train.py"
-    file.write_text(HEAD + SCRIPTS["plain"] + f"assert __name__ == '__main__' and __file__ == sys.argv[0]\n{last}\n")
+    file.write_text(
+        HEAD
+        + SCRIPTS["plain"]
+        + f"assert __name__ == '__main__' and __file__ == sys.argv[0]\n{last}\n"
+    )
     done = CliRunner().invoke(
-        cli, ["watch", "--output", str(path), "--name", "mine", "--tag", "a=b", str(file), "x", "16", "--name", "z"]
+        cli,
+        [
+            "watch",
+            "--output",
+            str(path),
+            "--name",
+            "mine",
+            "--tag",
+            "a=b",
+            str(file),
+            "x",
+            "16",
+            "--name",
+            "z",
+        ],
     )
     assert done.exit_code == ENDS[last], done.output
     error = capfd.readouterr().err + done.output
@@ -420,7 +490,9 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
     facts = observed(found[0])
     assert facts
     assert facts.command == f"dpbench watch {file} x 16 --name z"
-    line = next(at for at, text in enumerate(file.read_text().splitlines(), 1) if "loss.item()" in text)
+    line = next(
+        at for at, text in enumerate(file.read_text().splitlines(), 1) if "loss.item()" in text
+    )
     assert facts.reads == {f"train.py:{line} item": sum(len(one.timed) for one in found)}
     assert found[0].case.traits.role is Role.OBSERVED
     assert found[0].case.loader == 0
@@ -430,7 +502,9 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
 
 
 class Samplers:
-    """A replacement of the samplers: a reading of the host and of two GPUs every millisecond, without a process."""
+    """A replacement of the samplers: a reading of the host and of two GPUs every millisecond,
+    without a process.
+    """
 
     pid: int | None = 1
 
@@ -439,7 +513,9 @@ class Samplers:
         self.ended = 0
 
     @contextmanager
-    def sampling(self, devices: list[int], output: Path, interval_s: float, root_pid: int) -> Iterator[Samplers]:
+    def sampling(
+        self, devices: list[int], output: Path, interval_s: float, root_pid: int
+    ) -> Iterator[Samplers]:
         self.started.append((devices, root_pid))
         self.began_s = time.perf_counter()
         yield self
@@ -448,7 +524,9 @@ class Samplers:
     def cut(self, start_s: float, end_s: float) -> tuple[Sample, ...]:
         assert self.began_s < start_s < end_s
         times = [start_s + at * 1e-3 for at in range(int((end_s - start_s) * 1e3) + 1)]
-        return tuple(Sample(at, device, "load_1m", device) for at in times for device in (HOST, 0, 1))
+        return tuple(
+            Sample(at, device, "load_1m", device) for at in times for device in (HOST, 0, 1)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -487,15 +565,24 @@ def test_samples_lie_in_the_steps_and_have_the_devices_of_the_loop(
     with Store.read(path) as opened:
         found = opened.trials(result.run_id)
     samples = [sample for trial in found for sample in trial.samples]
-    assert {(sample.device, sample.value) for sample in samples} == {(HOST, -1.0), (0, 1.0)}, "GPU 1 is device 0"
+    assert {(sample.device, sample.value) for sample in samples} == {
+        (HOST, -1.0),
+        (0, 1.0),
+    }, "GPU 1 is device 0"
     for trial in found:
-        assert all(trial.steps[0].start_s <= one.time_s <= trial.steps[-1].end_s for one in trial.samples)
+        assert all(
+            trial.steps[0].start_s <= one.time_s <= trial.steps[-1].end_s for one in trial.samples
+        )
 
 
-def test_only_rank_0_samples_and_the_ranks_of_its_machine_are_no_foreign_load(tmp_path: Path, beside: Samplers) -> None:
+def test_only_rank_0_samples_and_the_ranks_of_its_machine_are_no_foreign_load(
+    tmp_path: Path, beside: Samplers
+) -> None:
     def started(**environ: str) -> str:
         with ExitStack() as stack:
-            return watching._sampling(stack, trials.WatchedRank.of(tmp_path / "s.db", environ)).problem
+            return watching._sampling(
+                stack, trials.WatchedRank.of(tmp_path / "s.db", environ)
+            ).problem
 
     assert started(RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2") == ""
     assert beside.started == []
@@ -518,15 +605,19 @@ def test_samplers_that_do_not_start_are_named_and_the_loop_is_stored(
     second = block(path)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(seams, "MOVES", ())
-    describing = SimpleNamespace(describe=mock.Mock(side_effect=LookupError("the order is unknown")))
+    describing = SimpleNamespace(
+        describe=mock.Mock(side_effect=LookupError("the order is unknown"))
+    )
     monkeypatch.setattr(watching, "nvml", describing)
     monkeypatch.setattr(watching.samplers, "sampling", beside.sampling)
     beside.pid = 1
     third = block(path)
     with Store.read(path) as opened:
         for result, said in (
-            (first, "because the samplers did not start"), (second, "no space left"), (third, "the order is unknown"),
-        ):  # fmt: skip
+            (first, "because the samplers did not start"),
+            (second, "no space left"),
+            (third, "the order is unknown"),
+        ):
             facts = observed(opened.trials(result.run_id)[0])
             assert facts
             assert [(one.steps, said in one.problem) for one in facts.unknown[-1:]] == [(0, True)]
@@ -548,7 +639,10 @@ def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: 
     found = [loop.of(recorder, first=rank) for rank in (0, 1)]
     environ = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "1"}
     seats = [trials.WatchedRank.of(tmp_path / "s.db", {**environ, "RANK": rank}) for rank in "01"]
-    held = [(Held(rank=rank, gpu=0, uuid="GPU-1a6f", held_bytes=2**29 + rank, own=rank == 0),) for rank in (0, 1)]
+    held = [
+        (Held(rank=rank, gpu=0, uuid="GPU-1a6f", held_bytes=2**29 + rank, own=rank == 0),)
+        for rank in (0, 1)
+    ]
     short = replace(found[1], steps=found[1].steps[:3], numbers=found[1].numbers[:3])
     seats[1].write(trials.RankRecord(loop=short, held=held[1]))
     part, ranks = seats[0].joined(trials.RankRecord(loop=found[0], held=held[0]), deadline_s=0.1)
@@ -558,10 +652,12 @@ def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: 
     assert len(whole.steps) == 3
     assert {span.device for span in whole.spans} == {HOST, 0, 1}
     assert [one.problem for one in whole.unknown][-2:] == [
-        "no steps arrived from rank 2 within 0.1 s: look for errors of the script there; all ranks must write to one "
-        "folder",
+        (
+            "no steps arrived from rank 2 within 0.1 s: look for errors of the script there; all"
+            " ranks must write to one folder"
+        ),
         "2 steps of rank 0 are left out, because not all ranks took them",
-    ]  # fmt: skip
+    ]
     assert not [*tmp_path.iterdir()]
 
 
@@ -573,8 +669,11 @@ def test_the_gpus_of_a_rank_are_told_from_others_on_which_its_process_holds_memo
     library.nvmlDeviceGetComputeRunningProcesses_v3 = lambda handle: [
         SimpleNamespace(pid=os.getpid(), usedGpuMemory={first: 2**29, third: 2**33}.get(handle))
     ]
-    # torch prints UUIDs without a prefix, and numbers the GPUs that CUDA_VISIBLE_DEVICES=2,0 shows by their place in it
-    monkeypatch.setattr(trials, "gpu_uuids", lambda ids: [[third, first][one].removeprefix("GPU-") for one in ids])
+    # torch prints UUIDs without a prefix, and numbers the GPUs that CUDA_VISIBLE_DEVICES=2,0 shows
+    # by their place in it
+    monkeypatch.setattr(
+        trials, "gpu_uuids", lambda ids: [[third, first][one].removeprefix("GPU-") for one in ids]
+    )
     assert trials.held(1, Seen(device_ids=(0,)), library) == (
         Held(rank=1, gpu=0, uuid=first, held_bytes=2**29, own=False),
         Held(rank=1, gpu=2, uuid=third, held_bytes=2**33, own=True),
@@ -645,7 +744,9 @@ for kind in kinds:
         # torchrun's own store serves one group of ranks
         os.environ |= {"MASTER_PORT": ports.pop(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 """
-"""A rank that runs and watches one script after the other, because each new process would load torch again."""
+"""A rank that runs and watches one script after the other, because each new process would load
+torch again.
+"""
 
 
 def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
@@ -656,15 +757,29 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
         for one in free:
             one.bind(("127.0.0.1", 0))
         ports = [str(one.getsockname()[1]) for one in free]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     subprocess.run(
-        [*command, "all.py", ",".join(WRAPPERS), ",".join(ports)], check=True, timeout=120, cwd=tmp_path,
+        [*command, "all.py", ",".join(WRAPPERS), ",".join(ports)],
+        check=True,
+        timeout=120,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
-    )  # fmt: skip
+    )
     for kind, wrapper in WRAPPERS.items():
         for rank in range(2):
-            alone, result = (torch.load(tmp_path / f"{kind}-{how}.{rank}") for how in ("alone", "watched"))
-            assert [*map(torch.equal, tree_leaves(alone), tree_leaves(result))] == [True] * (16 + 4 + 1)
+            alone, result = (
+                torch.load(tmp_path / f"{kind}-{how}.{rank}") for how in ("alone", "watched")
+            )
+            assert [*map(torch.equal, tree_leaves(alone), tree_leaves(result))] == [True] * (
+                16 + 4 + 1
+            )
         with Store.read(tmp_path / f"{kind}.db") as opened:
             (run,) = opened.runs()
             found = opened.trials(run.id)
@@ -674,9 +789,13 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
         assert found[0].case.traits.ranks
         spans = found[0].spans
         assert {span.device for span in spans if span.phase is Phase.BACKWARD} == {0, 1}
-        assert ({span.device for span in spans if span.phase is Phase.REDUCE} == {0, 1}) == (kind == "ddp")
+        assert ({span.device for span in spans if span.phase is Phase.REDUCE} == {0, 1}) == (
+            kind == "ddp"
+        )
         # the phases cover a step in which no other process held up the ranks
-        assert min(row[UNATTRIBUTED] / sum(row.values()) for row in found[0].ledger.phases[3:]) < 0.05
+        assert (
+            min(row[UNATTRIBUTED] / sum(row.values()) for row in found[0].ledger.phases[3:]) < 0.05
+        )
         facts = observed(found[0])
         assert facts is not None
         assert facts.wrapper == wrapper

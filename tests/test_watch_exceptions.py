@@ -75,7 +75,9 @@ while True:
 
 
 @pytest.mark.parametrize("place", ["data", "forward", "loss", "backward", "optimizer"])
-def test_an_iteration_that_fails_and_is_caught_belongs_to_no_step(place: str, tmp_path: Path) -> None:
+def test_an_iteration_that_fails_and_is_caught_belongs_to_no_step(
+    place: str, tmp_path: Path
+) -> None:
     found, recorder = watched(tmp_path, f"PLACE = {place!r}\n{FAILS}")
     assert not recorder.open
     assert len(found.steps) == 24 - 4 - 1
@@ -88,8 +90,12 @@ def test_an_iteration_that_fails_and_is_caught_belongs_to_no_step(place: str, tm
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_an_optimizer_whose_first_step_fails_does_not_hide_the_steps_after_it(fresh: bool, tmp_path: Path) -> None:
-    found, recorder = watched(tmp_path, f"""
+def test_an_optimizer_whose_first_step_fails_does_not_hide_the_steps_after_it(
+    fresh: bool, tmp_path: Path
+) -> None:
+    found, recorder = watched(
+        tmp_path,
+        f"""
 class Descent(torch.optim.SGD):
     def step(self, closure=None):
         if not seen:
@@ -107,14 +113,19 @@ for x, y in batches(12):
         time.sleep(0.05)
         if {fresh}:
             optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-""")  # fmt: skip
+""",
+    )
     assert not recorder.open
     assert len(found.steps) == 10
     assert max(one.seconds for one in found.steps) < 1e-3
 
 
-def test_steps_of_which_a_part_came_before_an_exception_are_left_out_and_counted(tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, """
+def test_steps_of_which_a_part_came_before_an_exception_are_left_out_and_counted(
+    tmp_path: Path,
+) -> None:
+    found, _ = watched(
+        tmp_path,
+        """
 class Faulty(Net):
     def forward(self, x):
         if i in (9, 21) and len(x) > 2:
@@ -134,15 +145,29 @@ for i, (x, y) in enumerate(batches(36)):
     if i % 4 == 3:
         optimizer.step()
         optimizer.zero_grad()
-""")  # fmt: skip
+""",
+    )
     assert len(found.steps) == 9 - 1 - 2
-    assert found.numbers == (4, 6, 7, 9, 10, 11)  # until the first step, each backward may be an update by hand
+    assert found.numbers == (
+        4,
+        6,
+        7,
+        9,
+        10,
+        11,
+    )  # until the first step, each backward may be an update by hand
     assert max(one.seconds for one in found.steps) < 1e-3
-    assert "2 steps are left out, because an exception ended a part of their work" in problems(found)
+    assert "2 steps are left out, because an exception ended a part of their work" in problems(
+        found
+    )
 
 
-def test_exceptions_in_most_steps_are_a_part_of_the_loop_that_is_not_understood(tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, """
+def test_exceptions_in_most_steps_are_a_part_of_the_loop_that_is_not_understood(
+    tmp_path: Path,
+) -> None:
+    found, _ = watched(
+        tmp_path,
+        """
 class Enough(Exception):
     pass
 
@@ -160,7 +185,10 @@ for x, y in batches(12):
     except Enough:
         pass
     step(x, y)
-""")  # fmt: skip
+""",
+    )
     assert len(found.steps) == 11
     assert min(one.seconds for one in found.steps) > 0.002
-    assert [one.steps for one in found.unknown if "an exception ends a part of the work" in one.problem] == [11]
+    assert [
+        one.steps for one in found.unknown if "an exception ends a part of the work" in one.problem
+    ] == [11]

@@ -1,4 +1,6 @@
-"""Watching: the training loops of libraries have the right steps and phases, where the libraries are installed."""
+"""Watching: the training loops of libraries have the right steps and phases, where the libraries
+are installed.
+"""
 
 from __future__ import annotations
 
@@ -86,17 +88,29 @@ def test_the_loops_of_libraries_are_understood(
 ) -> None:
     for library in libraries:
         pytest.importorskip(library)
-    source = f"torch.manual_seed(0)\n{source}torch.save([*net.parameters()], __file__ + '.weights')\n"
-    found, _ = really_watched(tmp_path, source, time.thread_time)  # other processes use the cores, too
+    source = (
+        f"torch.manual_seed(0)\n{source}torch.save([*net.parameters()], __file__ + '.weights')\n"
+    )
+    found, _ = really_watched(
+        tmp_path, source, time.thread_time
+    )  # other processes use the cores, too
     weights = torch.load(tmp_path / "train.py.weights", weights_only=False)
     assert script.run(str(tmp_path / "train.py"), []) == 0
     alone = torch.load(tmp_path / "train.py.weights", weights_only=False)
     assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True))
-    assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (19, updates, rows, 0)
-    # Lightning calls its callbacks and loggers between the phases, which may take more than 5 % of a step
+    assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (
+        19,
+        updates,
+        rows,
+        0,
+    )
+    # Lightning calls its callbacks and loggers between the phases, which may take more than 5 % of
+    # a step
     own = "in no phase" if "lightning" in libraries else "\n"
     assert not [one for one in found.unknown if own not in one.problem]
     assert (found.evaluation_s > 0, found.checkpoint_s > 0) == ("lightning" in libraries,) * 2
     table = ledger.Ledger(found.steps, found.spans).phases
-    assert {Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER} <= {*table[-1]}
+    assert {Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER} <= {
+        *table[-1]
+    }
     assert min(row[UNATTRIBUTED] / sum(row.values()) for row in table) < 0.05

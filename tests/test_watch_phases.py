@@ -1,4 +1,6 @@
-"""Watching: work outside the calls of modules, losses and optimizers gets its phase, or is named with its place."""
+"""Watching: work outside the calls of modules, losses and optimizers gets its phase, or is named
+with its place.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from tests.watched_scripts import problems, watched
 
 
 def test_torchs_average_of_the_weights_belongs_to_the_optimizer(tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, """
+    found, _ = watched(
+        tmp_path,
+        """
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -25,15 +29,20 @@ average.update_parameters(net)  # the first call only copies
 for x, y in batches(12):
     step(x, y)
     average.update_parameters(net)
-""")  # fmt: skip
+""",
+    )
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
     assert all(0.002 < row[Phase.OPTIMIZER] < 0.0021 for row in rows)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
 
-def test_an_average_of_the_weights_by_hand_is_in_no_phase_and_named_with_its_place(tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, """
+def test_an_average_of_the_weights_by_hand_is_in_no_phase_and_named_with_its_place(
+    tmp_path: Path,
+) -> None:
+    found, _ = watched(
+        tmp_path,
+        """
 average = [p.detach().clone() for p in net.parameters()]
 for x, y in batches(12):
     step(x, y)
@@ -41,7 +50,8 @@ for x, y in batches(12):
         time.sleep(0.002)
         for e, p in zip(average, net.parameters()):
             e.mul_(0.9).add_(p, alpha=0.1)
-""")  # fmt: skip
+""",
+    )
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
     assert all(row[UNATTRIBUTED] > 0.002 and row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
@@ -49,7 +59,9 @@ for x, y in batches(12):
 
 
 def test_steps_that_include_a_batch_that_the_script_skips_are_counted(tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, """
+    found, _ = watched(
+        tmp_path,
+        """
 for i, (x, y) in enumerate(batches(24)):
     optimizer.zero_grad()
     loss = nn.functional.cross_entropy(net(x * (float("nan") if i % 8 == 4 else 1.0)), y)
@@ -57,7 +69,8 @@ for i, (x, y) in enumerate(batches(24)):
         continue
     loss.backward()
     optimizer.step()
-""")  # fmt: skip
+""",
+    )
     assert len(found.steps) == 24 - 3 - 1
     assert "3 steps include a batch that the script skipped before its backward" in problems(found)
     assert [one.steps for one in found.unknown] == [0]
@@ -113,14 +126,19 @@ for i in range(12):
 
 
 @pytest.mark.parametrize("kind", UNLOADED)
-def test_batches_that_a_loop_without_a_loader_makes_within_a_step_are_data(kind: str, tmp_path: Path) -> None:
+def test_batches_that_a_loop_without_a_loader_makes_within_a_step_are_data(
+    kind: str, tmp_path: Path
+) -> None:
     source, batches = UNLOADED[kind]
-    found, _ = watched(tmp_path, f"""
+    found, _ = watched(
+        tmp_path,
+        f"""
 def batch():
     time.sleep(0.002)
     return torch.ones(4, 8), torch.ones(4).long()
 
-{source}""")  # fmt: skip
+{source}""",
+    )
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
     assert [row[Phase.DATA] for row in rows] == pytest.approx([0.002 * batches] * 11, abs=0.1e-3)
@@ -135,12 +153,22 @@ for i, (x, y) in enumerate(batches(24)):
 """
     named = [watched(tmp_path, source.format(seconds))[0].unknown for seconds in (0.002, 0.0002)]
     assert [[(one.problem, one.steps) for one in unknown] for unknown in named] == [
-        [("more than 5% of the time is in no phase, most of it after data and before optimizer", 4)], []
-    ]  # fmt: skip
+        [
+            (
+                (
+                    "more than 5% of the time is in no phase, most of it after data and before"
+                    " optimizer"
+                ),
+                4,
+            )
+        ],
+        [],
+    ]
 
 
 BLOCKS = {
-    "gradients": """
+    "gradients": (
+        """
 for x, y in batches(12):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
@@ -149,8 +177,10 @@ for x, y in batches(12):
         for p in net.parameters():
             p.grad.clamp_(-1, 1)
     optimizer.step()
-""",
-    "gradients and a step": """
+"""
+    ),
+    "gradients and a step": (
+        """
 for i, (x, y) in enumerate(batches(12)):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
@@ -162,12 +192,15 @@ for i, (x, y) in enumerate(batches(12)):
             optimizer.step()
     if i <= 2:
         optimizer.step()
-""",
-}  # fmt: skip
+"""
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_a_block_without_gradients_that_writes_gradients_is_clipping(kind: str, tmp_path: Path) -> None:
+def test_a_block_without_gradients_that_writes_gradients_is_clipping(
+    kind: str, tmp_path: Path
+) -> None:
     found, _ = watched(tmp_path, BLOCKS[kind])
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
@@ -184,8 +217,12 @@ WRITES = {
 
 
 @pytest.mark.parametrize("kind", WRITES)
-def test_gradients_that_the_script_writes_between_backward_and_the_step_are_clipped(kind: str, tmp_path: Path) -> None:
-    found, _ = watched(tmp_path, f"""
+def test_gradients_that_the_script_writes_between_backward_and_the_step_are_clipped(
+    kind: str, tmp_path: Path
+) -> None:
+    found, _ = watched(
+        tmp_path,
+        f"""
 for x, y in batches(12):
     optimizer.zero_grad()
     nn.functional.cross_entropy(net(x), y).backward()
@@ -193,7 +230,8 @@ for x, y in batches(12):
         time.sleep(0.001)
         {WRITES[kind]}
     optimizer.step()
-""")  # fmt: skip
+""",
+    )
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
     assert all(0.002 < row[UNATTRIBUTED if kind == "none" else Phase.CLIP] < 0.0021 for row in rows)

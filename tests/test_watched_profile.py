@@ -1,4 +1,6 @@
-"""Predictions from a watched or imported run: its seconds and sizes become a profile, or the missing fact is named."""
+"""Predictions from a watched or imported run: its seconds and sizes become a profile, or the
+missing fact is named.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def test_the_profile_of_one_device_has_the_seconds_of_its_phases() -> None:
     assert found.profile.parameter_bytes == 4e6
     assert found.profile.forward
     assert found.profile.forward.at(64) == pytest.approx(0.004, rel=1e-3)
-    assert found.words.startswith("train.py: its launches are estimated, and the phases of its steps were MEASURED")
+    assert found.words.startswith(
+        "train.py: its launches are estimated, and the phases of its steps were MEASURED"
+    )
     assert "may be far off" not in found.words
 
 
@@ -52,7 +56,9 @@ def test_data_parallel_gives_the_profile_of_a_share_of_the_batch() -> None:
     assert found.profile.forward
     assert found.profile.forward.at(16) == pytest.approx(0.01)
     assert found.profile.loss
-    assert found.profile.loss.at(16) == pytest.approx(0.001 / 4), "device 0 computes the loss of all four shares"
+    assert found.profile.loss.at(16) == pytest.approx(0.001 / 4), (
+        "device 0 computes the loss of all four shares"
+    )
 
 
 def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None:
@@ -61,24 +67,36 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
     two = replace(one, strategy="ddp", devices=2)
     predictor = Predictor(MACHINE, measured={("train.py", "small", "fp32"): profile})
     spans = predictor.predict(two).spans
-    backward_s = sum(span.end_s - span.start_s for span in spans if span.phase is Phase.BACKWARD and span.device == 0)
+    backward_s = sum(
+        span.end_s - span.start_s
+        for span in spans
+        if span.phase is Phase.BACKWARD and span.device == 0
+    )
     assert predictor.predict(one).seconds == pytest.approx(0.0098, rel=0.02)
     assert 0.0025 < backward_s < 0.0045, "half of 5 ms, and the cost of the concurrent reduction"
 
 
 LACKING: dict[str, tuple[Callable[[], observed_loop.ObservedLoop], str]] = {
-    "batch": (lambda: loop_of(of=replace(GPU, batch_size=0)), "its batch size is unknown; give --model"),
-    "model": (lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}), "its run lacks .*parameter_bytes"),
+    "batch": (
+        lambda: loop_of(of=replace(GPU, batch_size=0)),
+        "its batch size is unknown; give --model",
+    ),
+    "model": (
+        lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}),
+        "its run lacks .*parameter_bytes",
+    ),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
     "processor": (lambda: loop_of(of=loops.case()), "kind cpu"),
     "steps": (lambda: replace(loop_of(of=GPU), trials=()), "it has no usable timed step"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fact", LACKING)
 def test_a_loop_that_lacks_a_fact_is_refused_with_the_fact(fact: str) -> None:
     make, said = LACKING[fact]
-    with pytest.raises(UnknownMachine, match=f"the loop train.py cannot be the basis of a prediction.*{said}"):
+    with pytest.raises(
+        UnknownMachine, match=f"the loop train.py cannot be the basis of a prediction.*{said}"
+    ):
         make().on(MACHINE)
 
 
@@ -86,12 +104,28 @@ def test_the_command_takes_a_run_by_file_and_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "dpbench.db"
-    exported.stored(path, *loops.loop(of=GPU), provenance=loops.GPU_FACTS, naming=Naming(name="mine"))
-    own = [replace(one, provenance={k: v for k, v in one.provenance.items() if k != OBSERVED}) for one in loops.loop()]
-    single = replace(own[0], case=Case(model="mlp", strategy="single", batch_size=64), source=Source.MEASURED)
+    exported.stored(
+        path, *loops.loop(of=GPU), provenance=loops.GPU_FACTS, naming=Naming(name="mine")
+    )
+    own = [
+        replace(one, provenance={k: v for k, v in one.provenance.items() if k != OBSERVED})
+        for one in loops.loop()
+    ]
+    single = replace(
+        own[0], case=Case(model="mlp", strategy="single", batch_size=64), source=Source.MEASURED
+    )
     exported.stored(path, single, provenance=loops.GPU_FACTS, naming=Naming(name="single"))
     call = command(tmp_path, monkeypatch, capfd)
-    usual = ("predict", "--machine", "rtx-3090-x8", "--devices", "1,2", "--strategies", "single,ddp", "--json")
+    usual = (
+        "predict",
+        "--machine",
+        "rtx-3090-x8",
+        "--devices",
+        "1,2",
+        "--strategies",
+        "single,ddp",
+        "--json",
+    )
     for source in ("@mine", str(path), f"{path}:@mine"):
         code, out, err = call(*usual, "--from", source)
         assert code == 0, err
@@ -129,7 +163,9 @@ def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself() 
     assert found.evidence.size_s
     assert found.evidence.size_s.value == pytest.approx(0.0499 - known.step.value, abs=2e-4)
     slower = replace(known, step=Estimate(0.06, 0.055, 0.065, 0))
-    slow = Report.of(trials, run_id="r", started_s=0.0, provenance=loops.GPU_FACTS, alternatives={four: slower})
+    slow = Report.of(
+        trials, run_id="r", started_s=0.0, provenance=loops.GPU_FACTS, alternatives={four: slower}
+    )
     assert "predicted ddp" not in {one.rule.name for one in slow.diagnoses[0].findings}
 
 
@@ -139,6 +175,11 @@ def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reas
     trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
     known = alternatives(trials, facts)
     assert str(known[four]).startswith("no described machine has 4 GPUs of the model NVIDIA GB999")
-    found = Report.of(trials, run_id="r", started_s=0.0, provenance=facts, alternatives=known).diagnoses[0]
-    assert any("whether DistributedDataParallel is faster (no described machine" in one for one in found.unjudged)
+    found = Report.of(
+        trials, run_id="r", started_s=0.0, provenance=facts, alternatives=known
+    ).diagnoses[0]
+    assert any(
+        "whether DistributedDataParallel is faster (no described machine" in one
+        for one in found.unjudged
+    )
     assert not alternatives(loops.loop(of=GPU), loops.GPU_FACTS), "one device has no such question"

@@ -65,7 +65,9 @@ def test_no_number_is_written_with_an_exponent(value: float, sign: int) -> None:
     assert value_of(said) == pytest.approx(sign * value, rel=0.005)
     assert digits(said) == 3 or value >= 1000
     assert value_of(words.exact(sign * value)) == pytest.approx(sign * value, rel=1e-5)
-    assert value_of(words.signed(sign * value).replace("+", "")) == pytest.approx(sign * value, rel=0.005)
+    assert value_of(words.signed(sign * value).replace("+", "")) == pytest.approx(
+        sign * value, rel=0.005
+    )
 
 
 @given(amounts, amounts)
@@ -81,7 +83,9 @@ def test_a_greater_number_never_reads_as_less(one: float, other: float) -> None:
 def test_a_share_is_a_percentage(share: float) -> None:
     said = words.percent(share)
     assert said.endswith("%")
-    assert float(said[:-1]) / 100 == pytest.approx(share, abs=0.0051 if share >= 0.0995 else 0.00051)
+    assert float(said[:-1]) / 100 == pytest.approx(
+        share, abs=0.0051 if share >= 0.0995 else 0.00051
+    )
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["device", "round", "step", "thread", "case"]))
@@ -95,18 +99,34 @@ def test_one_of_a_thing_is_singular_and_any_other_count_plural(number: int, noun
 @pytest.mark.parametrize(
     ("say", "value", "said"),
     [
-        (words.time, 1e-4, "100 µs"), (words.time, 0, "0 ms"), (words.time, 0.0009999, "1.00 ms"),
-        (words.time, 12.345, "12.3 s"), (words.time, 1e6, "1,000,000 s"), (words.time, 3e-9, "3.00 ns"),
-        (words.time, 5e-10, "0.500 ns"), (words.time, math.nan, "–"),
-        (words.time, 2.78e-17, "0 ms"), (words.time, -2.78e-17, "0 ms"), (words.signed_time, 2.78e-17, "+0 ms"),
+        (words.time, 1e-4, "100 µs"),
+        (words.time, 0, "0 ms"),
+        (words.time, 0.0009999, "1.00 ms"),
+        (words.time, 12.345, "12.3 s"),
+        (words.time, 1e6, "1,000,000 s"),
+        (words.time, 3e-9, "3.00 ns"),
+        (words.time, 5e-10, "0.500 ns"),
+        (words.time, math.nan, "–"),
+        (words.time, 2.78e-17, "0 ms"),
+        (words.time, -2.78e-17, "0 ms"),
+        (words.signed_time, 2.78e-17, "+0 ms"),
         (words.time, 1e-12, "0.00100 ns"),
-        (words.size, 0, "0 B"), (words.size, 1023, "1,023 B"), (words.size, 1024, "1.00 KiB"),
-        (words.size, 2**50 * 5.0, "5,120 TiB"), (words.exact, 1e6, "1000000"), (words.exact, 0.00001, "0.00001"),
-        (words.exact, 2.5, "2.5"), (words.exact, 40.0, "40"), (words.exact, math.inf, "–"),
-        (words.signed_time, -0.0123, "−12.3 ms"), (words.signed_time, 1.2e-4, "+120 µs"),
-        (words.percent, 0.019, "1.9%"), (words.percent, 0.11, "11%"), (words.percent, math.inf, "–"),
+        (words.size, 0, "0 B"),
+        (words.size, 1023, "1,023 B"),
+        (words.size, 1024, "1.00 KiB"),
+        (words.size, 2**50 * 5.0, "5,120 TiB"),
+        (words.exact, 1e6, "1000000"),
+        (words.exact, 0.00001, "0.00001"),
+        (words.exact, 2.5, "2.5"),
+        (words.exact, 40.0, "40"),
+        (words.exact, math.inf, "–"),
+        (words.signed_time, -0.0123, "−12.3 ms"),
+        (words.signed_time, 1.2e-4, "+120 µs"),
+        (words.percent, 0.019, "1.9%"),
+        (words.percent, 0.11, "11%"),
+        (words.percent, math.inf, "–"),
     ],
-)  # fmt: skip
+)
 def test_numbers_read_like_this(say: Callable[[float], str], value: float, said: str) -> None:
     assert say(value) == said
 
@@ -131,20 +151,27 @@ def test_an_estimate_of_a_residue_of_rounding_is_0() -> None:
 def test_an_estimate_in_doubt_is_not_written(say: Callable[[Estimate], str]) -> None:
     assert say(Estimate(1.0, 0.9, 1.1, 2)) == say(Estimate(1.0, 0.4, 1.7, 9)) == "not enough rounds"
     assert words.doubt(Estimate(1.0, 0.9, 1.1, 1)).startswith("1 round, but at least 3 are needed")
-    assert words.doubt(Estimate(1.0, 0.4, 1.7, 9)) == "the estimate's interval spans more than a factor of 4"
+    assert (
+        words.doubt(Estimate(1.0, 0.4, 1.7, 9))
+        == "the estimate's interval spans more than a factor of 4"
+    )
     assert words.doubt(Estimate(1.0, 0.9, 1.1, 3)) == ""
 
 
 @pytest.mark.parametrize(
     ("estimate", "expected"),
     [
-        (Estimate(1.0, 0.9, 1.1, 3), None), (Estimate(1.0, 1.0, 1.0, 2), Doubt.ROUNDS),
-        (Estimate(2.0, 1.0, 4.0, 3), None), (Estimate(2.0, 1.0, 4.01, 3), Doubt.WIDTH),
-        (Estimate(1.0, 0.0, 1.0, 9), Doubt.WIDTH), (Estimate(math.nan, math.nan, math.nan, 9), Doubt.WIDTH),
-        (Estimate(0.1, -0.2, 0.4, 3, signed=True), None), (Estimate(0.1, -0.2, 0.4, 2, signed=True), Doubt.ROUNDS),
+        (Estimate(1.0, 0.9, 1.1, 3), None),
+        (Estimate(1.0, 1.0, 1.0, 2), Doubt.ROUNDS),
+        (Estimate(2.0, 1.0, 4.0, 3), None),
+        (Estimate(2.0, 1.0, 4.01, 3), Doubt.WIDTH),
+        (Estimate(1.0, 0.0, 1.0, 9), Doubt.WIDTH),
+        (Estimate(math.nan, math.nan, math.nan, 9), Doubt.WIDTH),
+        (Estimate(0.1, -0.2, 0.4, 3, signed=True), None),
+        (Estimate(0.1, -0.2, 0.4, 2, signed=True), Doubt.ROUNDS),
         (Estimate(1.0, 0.1, 9.0, 0), None),
     ],
-)  # fmt: skip
+)
 def test_an_estimate_is_in_doubt_for_too_few_rounds_or_too_wide_an_interval(
     estimate: Estimate, expected: Doubt | None
 ) -> None:

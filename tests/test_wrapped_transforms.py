@@ -1,4 +1,6 @@
-"""Compilers, transforms of torch.func, conversions and nested tensors meet the wrapper, on each of its schedules."""
+"""Compilers, transforms of torch.func, conversions and nested tensors meet the wrapper, on each of
+its schedules.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,12 @@ class Net(nn.Module):
         return y
 
 
-def compare(place: Place, single: nn.Module, wrapped: Callable[..., Tensor], weights: nn.Module, x: Tensor) -> None:
-    """Call both twice, and compare outputs and the accumulated gradients of `weights` with those of `single`."""
+def compare(
+    place: Place, single: nn.Module, wrapped: Callable[..., Tensor], weights: nn.Module, x: Tensor
+) -> None:
+    """Call both twice, and compare outputs and the accumulated gradients of `weights` with those of
+    `single`.
+    """
     for _ in range(2):
         expected, found = single(x), wrapped(place.put(x))
         close(found, expected)
@@ -80,7 +86,9 @@ def test_functional_call_takes_other_weights(place: Place) -> None:
     single = Net()
     wrapped, x = place.wrap(copy.deepcopy(single).to(place.device())), torch.randn(6, 4)
     for factor in (2.0, 3.0):
-        weights = {name: (p * factor).detach().requires_grad_() for name, p in single.named_parameters()}
+        weights = {
+            name: (p * factor).detach().requires_grad_() for name, p in single.named_parameters()
+        }
         placed = {f"module.{name}": place.put(p) for name, p in weights.items()}
         expected = torch.func.functional_call(single, weights, (x,))
         found = torch.func.functional_call(wrapped, placed, (place.put(x),))
@@ -94,7 +102,9 @@ def test_functional_call_takes_other_weights(place: Place) -> None:
 # ---------------------------------------------------------------- conversions
 
 
-def test_a_module_may_swap_its_parameters_after_a_call(place: Place, request: pytest.FixtureRequest) -> None:
+def test_a_module_may_swap_its_parameters_after_a_call(
+    place: Place, request: pytest.FixtureRequest
+) -> None:
     wrapped = place.wrap(Net().to(place.device()))
     known_fault(request, RuntimeError, SWAP, when=wrapped.schedule.replicas == "cached")
     x = place.put(torch.randn(6, 4))
@@ -123,7 +133,9 @@ class Pooled(nn.Module):
 
 
 def jagged(**options: Any) -> Tensor:
-    return torch.nested.nested_tensor([torch.randn(i + 1, 4) for i in range(5)], layout=torch.jagged, **options)
+    return torch.nested.nested_tensor(
+        [torch.randn(i + 1, 4) for i in range(5)], layout=torch.jagged, **options
+    )
 
 
 def test_jagged_inputs_are_cut_between_sequences(place: Place) -> None:

@@ -58,7 +58,8 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 class Clock:
-    """A replacement of the host's clock that only sleeping moves, so that no other process lengthens a step.
+    """A replacement of the host's clock that only sleeping moves, so that no other process
+    lengthens a step.
 
     Each look at the clock takes a microsecond, so that no two moments are equal.
     """
@@ -73,7 +74,9 @@ class Clock:
         self.at += seconds
 
 
-def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop.WatchedLoop, Recorder]:
+def watched(
+    folder: Path, source: str, clock: Clock | None = None
+) -> tuple[loop.WatchedLoop, Recorder]:
     """Run a script under the seams on the replaced clock; return its loop and the recorder."""
     clock = clock or Clock()
     with mock.patch("time.sleep", clock.sleep):
@@ -83,7 +86,10 @@ def watched(folder: Path, source: str, clock: Clock | None = None) -> tuple[loop
 def really_watched(
     folder: Path, source: str, now: Callable[[], float] = time.perf_counter
 ) -> tuple[loop.WatchedLoop, Recorder]:
-    """Run a script under the seams, on the host's time or another clock; return its loop and the recorder."""
+    """Run a script under the seams, on the host's time or another clock.
+
+    Return its loop and the recorder.
+    """
     file = folder / "train.py"
     file.write_text(HEAD + source)
     recorder = Recorder(now)

@@ -1,7 +1,9 @@
-"""Writers: 3 to 6 processes run, read, report, remove and merge on one store, and are killed at random moments.
+"""Writers: 3 to 6 processes run, read, report, remove and merge on one store, and are killed at
+random moments.
 
-After each round, when all its processes have ended, the store must pass SQLite's integrity check and have every trial
-whose storing was acknowledged. A process notes what was acknowledged in a file of its own, one JSON object per line:
+After each round, when all its processes have ended, the store must pass SQLite's integrity check
+and have every trial whose storing was acknowledged. A process notes what was acknowledged in a file
+of its own, one JSON object per line:
 
     stored    a trial was stored: its run, its round and the sum of its steps' end times
     removing  the removal of a run begins, which may happen or not if the process is killed
@@ -34,14 +36,18 @@ from tests.exported import made, stored
 
 CASE = Case(model="mlp", strategy="single", batch_size=64)
 PLANS = ("a", "b")
-"""The plans of the runs: fewer than the processes of a round, so that runs are refused and resumed."""
+"""The plans of the runs: fewer than the processes of a round, so that runs are refused and
+resumed.
+"""
 LONGEST_S = 1.5
 """The most seconds of a round."""
 Call = Callable[[Sequence[str]], tuple[int, str, str]]
 
 
 class Process:
-    """One process of a round: it repeats its part until the round ends, and notes what was acknowledged."""
+    """One process of a round: it repeats its part until the round ends, and notes what was
+    acknowledged.
+    """
 
     def __init__(self, store: Path, notes: Path, call: Call, seed: int) -> None:
         self.store, self.call, self.generator = store, call, random.Random(seed)
@@ -67,7 +73,10 @@ class Process:
                 self.note(wrong=f"{part}: {traceback.format_exc()[-1500:]}")
 
     def run(self) -> None:
-        """Add trials to a run, or be refused; as in the command, the store is also read for the forecast."""
+        """Add trials to a run, or be refused.
+
+        As in the command, the store is also read for the forecast.
+        """
         keys = {"plan": self.generator.choice(PLANS), "host": "h", "code": "c"}
         with Store.create(self.store) as opened:
             with Store.read(self.store) as reader:
@@ -91,11 +100,19 @@ class Process:
         """Read the store with one of the commands."""
         page = str(self.private.with_suffix(".html"))
         arguments = self.generator.choice(
-            (("report", "--html", page), ("list", "runs"), ("show",), ("export", "csv", "--all"), ("explain",))
+            (
+                ("report", "--html", page),
+                ("list", "runs"),
+                ("show",),
+                ("export", "csv", "--all"),
+                ("explain",),
+            )
         )
         code, _, err = self.call((*arguments, "--store", str(self.store)))
         nothing = "the store has no run" in err
-        if code == -1 or any(word in err for word in ("Traceback", "unreadable", "damaged", "malformed")):
+        if code == -1 or any(
+            word in err for word in ("Traceback", "unreadable", "damaged", "malformed")
+        ):
             self.note(wrong=f"{' '.join(arguments)}: {err[-1500:]}")
         elif code and not nothing:
             self.note(wrong=f"{' '.join(arguments)}: exit code {code}: {err[-500:]}")
@@ -154,33 +171,58 @@ def start(store: Path, notes: Path, call: Call, part: str, seed: int, until_s: f
 
 def facts(folder: Path) -> list[dict[str, Any]]:
     """Return the facts that all processes have noted."""
-    return [json.loads(line) for notes in sorted(folder.glob("*.notes")) for line in notes.read_text().splitlines()]
+    return [
+        json.loads(line)
+        for notes in sorted(folder.glob("*.notes"))
+        for line in notes.read_text().splitlines()
+    ]
 
 
 def faults(store: Path, found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is wrong with a store that no process uses, given the facts that all processes have noted."""
+    """Return what is wrong with a store that no process uses, given the facts that all processes
+    have noted.
+    """
     with closing(sqlite3.connect(store)) as db:
         try:
-            complaints = [f"integrity: {text}" for (text,) in db.execute("PRAGMA integrity_check") if text != "ok"]
-            query = "SELECT run_id, round, (SELECT total(end_s) FROM step WHERE trial_id=id) FROM trial"
-            here = {(run_id, number): total for run_id, number, total in db.execute(f"{query} WHERE status='ok'")}
+            complaints = [
+                f"integrity: {text}"
+                for (text,) in db.execute("PRAGMA integrity_check")
+                if text != "ok"
+            ]
+            query = (
+                "SELECT run_id, round, (SELECT total(end_s) FROM step WHERE trial_id=id) FROM trial"
+            )
+            here = {
+                (run_id, number): total
+                for run_id, number, total in db.execute(f"{query} WHERE status='ok'")
+            }
             runs = {run_id for (run_id,) in db.execute("SELECT id FROM run")}
         except sqlite3.DatabaseError as error:
             return [f"the store cannot be read: {error}"]
-    said = {name: [fact[name] for fact in found if name in fact] for name in ("removing", "removed", "kept", "stored")}
+    said = {
+        name: [fact[name] for fact in found if name in fact]
+        for name in ("removing", "removed", "kept", "stored")
+    }
     begun = Counter(said["removing"])
     begun.subtract(said["kept"])
     gone = {run_id for run_id, number in begun.items() if number > 0}
-    lost = [one for one in said["stored"] if one[0] not in gone and here.get((one[0], one[1])) != one[2]]
+    lost = [
+        one for one in said["stored"] if one[0] not in gone and here.get((one[0], one[1])) != one[2]
+    ]
     if lost:
-        complaints.append(f"{len(lost)} of {len(said['stored'])} acknowledged trials are lost, such as {lost[0]}")
+        complaints.append(
+            f"{len(lost)} of {len(said['stored'])} acknowledged trials are lost, such as {lost[0]}"
+        )
     if back := runs & {*said["removed"]}:
         complaints.append(f"removed runs are there: {back}")
     return complaints
 
 
 def share(count: int, call: Call, seed: int = 0) -> list[str]:
-    """Let processes share one store for `count` rounds, and return the complaints; `call` runs a command."""
+    """Let processes share one store for `count` rounds, and return the complaints.
+
+    `call` runs a command.
+    """
     complaints: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -201,21 +243,34 @@ def share(count: int, call: Call, seed: int = 0) -> list[str]:
             begun_s = time.monotonic()
             until_s = begun_s + generator.uniform(0.3, LONGEST_S)
             started = [
-                start(store, folder / f"{number}-{place}.notes", call, part, 10 * number + place, until_s)
+                start(
+                    store,
+                    folder / f"{number}-{place}.notes",
+                    call,
+                    part,
+                    10 * number + place,
+                    until_s,
+                )
                 for place, part in enumerate(parts)
             ]
             victims = [pid for pid in started if generator.random() < 0.7]
             for pid in victims:
-                time.sleep(max(0.0, generator.uniform(0.0, until_s - time.monotonic()) / len(victims)))
+                time.sleep(
+                    max(0.0, generator.uniform(0.0, until_s - time.monotonic()) / len(victims))
+                )
                 os.kill(pid, signal.SIGKILL)
             for pid in started:
                 os.waitpid(pid, 0)
             found = facts(folder)
             wrong = dict.fromkeys(fact["wrong"] for fact in found if "wrong" in fact)
-            new = [f"round {number} ({', '.join(parts)}): {one}" for one in (*faults(store, found), *wrong)]
+            new = [
+                f"round {number} ({', '.join(parts)}): {one}"
+                for one in (*faults(store, found), *wrong)
+            ]
             did = Counter(name for fact in found for name in fact)
             print(
-                f"round {number}: {', '.join(parts)}; {len(victims)} killed; {dict(did)}; {new or 'no complaint'}",
+                f"round {number}: {', '.join(parts)}; {len(victims)} killed; {dict(did)};"
+                f" {new or 'no complaint'}",
                 flush=True,
             )
             complaints += new

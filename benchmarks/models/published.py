@@ -1,7 +1,8 @@
-"""The models of reports/public-figures/memory.csv, written from their papers: --model benchmarks.models.published:NAME.
+"""The models of reports/public-figures/memory.csv, written from their papers: --model
+benchmarks.models.published:NAME.
 
-The names of the transformers end in the number of tokens of a sequence. Transformers use dropout of 0.1, as their
-scripts do.
+The names of the transformers end in the number of tokens of a sequence. Transformers use dropout of
+0.1, as their scripts do.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from benchmarks.models.resnet50 import resnet50 as layers_of_resnet50
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions of a transformer; `fused` selects fused attention instead of products with a softmax between."""
+    """The dimensions of a transformer.
+
+    `fused` selects fused attention instead of products with a softmax between.
+    """
 
     words: int = 30_522
     positions: int = 512
@@ -32,7 +36,9 @@ class Dims:
     fused: bool = False
     checkpointed: bool = False
     before: bool = False
-    """Whether the normalisation precedes each part of a layer, as in GPT-2, and attention is causal."""
+    """Whether the normalisation precedes each part of a layer, as in GPT-2, and attention is
+    causal.
+    """
 
 
 class Attention(nn.Module):
@@ -41,7 +47,9 @@ class Attention(nn.Module):
     def __init__(self, dims: Dims) -> None:
         super().__init__()
         self.dims = dims
-        self.projections = nn.ModuleList(nn.Linear(dims.width, dims.width) for _ in range(0 if dims.before else 3))
+        self.projections = nn.ModuleList(
+            nn.Linear(dims.width, dims.width) for _ in range(0 if dims.before else 3)
+        )
         self.joined = nn.Linear(dims.width, 3 * dims.width) if dims.before else None
         self.output = nn.Linear(dims.width, dims.width)
         if dims.before:
@@ -51,8 +59,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the projected mixture of values for x of shape (batch, tokens, width)."""
         n, tokens, width = x.shape
-        parts = self.joined(x).chunk(3, -1) if self.joined else [each(x) for each in self.projections]
-        query, key, value = (part.view(n, tokens, self.dims.heads, -1).transpose(1, 2) for part in parts)
+        parts = (
+            self.joined(x).chunk(3, -1) if self.joined else [each(x) for each in self.projections]
+        )
+        query, key, value = (
+            part.view(n, tokens, self.dims.heads, -1).transpose(1, 2) for part in parts
+        )
         del parts
         if self.dims.fused:
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1 * self.training)
@@ -60,7 +72,9 @@ class Attention(nn.Module):
             scores = query @ key.transpose(-1, -2)
             scores = scores / math.sqrt(width // self.dims.heads)
             if self.dims.before:
-                least = torch.full((), torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device)
+                least = torch.full(
+                    (), torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device
+                )
                 scores = torch.where(self.causal[:, :, :tokens, :tokens], scores, least)
             else:
                 scores = scores + torch.zeros(n, 1, 1, tokens, dtype=scores.dtype, device=x.device)
@@ -75,7 +89,10 @@ class Layer(nn.Module):
         super().__init__()
         self.attention, self.before = Attention(dims), dims.before
         self.norms = nn.ModuleList(nn.LayerNorm(dims.width) for _ in range(2))
-        self.wide, self.narrow = nn.Linear(dims.width, 4 * dims.width), nn.Linear(4 * dims.width, dims.width)
+        self.wide, self.narrow = (
+            nn.Linear(dims.width, 4 * dims.width),
+            nn.Linear(4 * dims.width, dims.width),
+        )
 
     def _mlp(self, x: Tensor) -> Tensor:
         return F.dropout(self.narrow(F.gelu(self.wide(x), approximate="none")), 0.1, self.training)
@@ -90,7 +107,9 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embeddings, layers and a head: "masked" (BERT), "causal" (GPT-2), "pooled" or "dense" (RoBERTa) with classes."""
+    """Embeddings, layers and a head: "masked" (BERT), "causal" (GPT-2), "pooled" or "dense"
+    (RoBERTa) with classes.
+    """
 
     def __init__(self, dims: Dims, head: str, classes: int = 2) -> None:
         super().__init__()
@@ -124,7 +143,9 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of ConvNeXt: depthwise convolution, two linear layers, a scale, a shortcut with stochastic depth."""
+    """A block of ConvNeXt: depthwise convolution, two linear layers, a scale, a shortcut with
+    stochastic depth.
+    """
 
     def __init__(self, width: int, drop: float) -> None:
         super().__init__()
@@ -138,7 +159,9 @@ class Block(nn.Module):
         y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
         y = self.scale * self.narrow(F.gelu(self.wide(y))).permute(0, 3, 1, 2)
         if self.drop and self.training:
-            kept = torch.empty(len(y), 1, 1, 1, dtype=y.dtype, device=y.device).bernoulli_(1 - self.drop)
+            kept = torch.empty(len(y), 1, 1, 1, dtype=y.dtype, device=y.device).bernoulli_(
+                1 - self.drop
+            )
             y = y * kept.div_(1 - self.drop)
         y += x
         return y
@@ -157,13 +180,21 @@ def _convnext_large(size: str) -> nn.Module:
     widths, depths, layers, done = (192, 384, 768, 1536), (3, 3, 27, 3), [], 0
     for stage, (width, depth) in enumerate(zip(widths, depths, strict=True)):
         if stage:
-            layers += [Norm2d(widths[stage - 1], eps=1e-6), nn.Conv2d(widths[stage - 1], width, 2, 2)]
+            layers += [
+                Norm2d(widths[stage - 1], eps=1e-6),
+                nn.Conv2d(widths[stage - 1], width, 2, 2),
+            ]
         else:
             layers += [nn.Conv2d(3, width, 4, 4), Norm2d(width, eps=1e-6)]
         for _ in range(depth):
             layers.append(Block(width, 0.5 * done / (sum(depths) - 1)))
             done += 1
-    head = (nn.AdaptiveAvgPool2d(1), Norm2d(widths[-1], eps=1e-6), nn.Flatten(), nn.Linear(widths[-1], 1000))
+    head = (
+        nn.AdaptiveAvgPool2d(1),
+        Norm2d(widths[-1], eps=1e-6),
+        nn.Flatten(),
+        nn.Linear(widths[-1], 1000),
+    )
     return nn.Sequential(*layers, *head)
 
 
@@ -192,11 +223,16 @@ def _transformer(dims: Dims, tokens: int, head: str, classes: int = 2) -> Simple
     each_word = head in ("masked", "causal")
 
     def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-        return _tokens(n, tokens, seed), _tokens(n, tokens, seed) if each_word else torch.zeros(n, dtype=torch.int64)
+        return _tokens(n, tokens, seed), (
+            _tokens(n, tokens, seed) if each_word else torch.zeros(n, dtype=torch.int64)
+        )
 
     loss = {"masked": _of_words, "causal": _of_next_words}.get(head, F.cross_entropy)
     return SimpleNamespace(
-        build=lambda size: Transformer(dims, head, classes), batch=batch, loss=loss, optimizer=_adamw
+        build=lambda size: Transformer(dims, head, classes),
+        batch=batch,
+        loss=loss,
+        optimizer=_adamw,
     )
 
 
@@ -220,4 +256,6 @@ roberta_base_multiple_choice_16 = _transformer(Dims(**ROBERTA), 16, "pooled", cl
 gpt2_language_16 = _transformer(Dims(50_257, 1024, segments=0, before=True), 16, "causal")
 convnext_large = _images(_convnext_large)
 resnet50 = _images(lambda size: layers_of_resnet50())
-resnet50_gray = _images(lambda size: nn.Sequential(nn.Conv2d(1, 3, 1), *layers_of_resnet50()), channels=1)
+resnet50_gray = _images(
+    lambda size: nn.Sequential(nn.Conv2d(1, 3, 1), *layers_of_resnet50()), channels=1
+)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.prediction FILE.csv [--json] [--all-rows]
 
-FILE.csv is a table of measurements, such as tests/data/published.csv. Rows whose ids are equal up to
-the last "-" form a group, which must include a measurement on one device. No row is predicted with
-constants that were fitted to its group.
+FILE.csv is a table of measurements, such as tests/data/published.csv. Rows whose ids are equal up
+to the last "-" form a group, which must include a measurement on one device. No row is predicted
+with constants that were fitted to its group.
 """
 
 from __future__ import annotations
@@ -22,8 +22,22 @@ from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
 from dpbench.records.words import aligned
 
-COLUMNS = ("group", "strategy", "metric", "n", "MAPE", "median", "p90", "bias", "overhead", "skill", "80 % holds",
-           "hard n", "hard MAPE", "left out")  # fmt: skip
+COLUMNS = (
+    "group",
+    "strategy",
+    "metric",
+    "n",
+    "MAPE",
+    "median",
+    "p90",
+    "bias",
+    "overhead",
+    "skill",
+    "80 % holds",
+    "hard n",
+    "hard MAPE",
+    "left out",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,7 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("file", metavar="FILE.csv", type=Path, help="a table of measurements")
     parser.add_argument("--json", action="store_true", help="print the errors as JSON")
-    parser.add_argument("--all-rows", action="store_true", help="also use repeated, suspect and low-trust rows")
+    parser.add_argument(
+        "--all-rows", action="store_true", help="also use repeated, suspect and low-trust rows"
+    )
     options = parser.parse_args(arguments)
     try:
         scored, excluded = score.score(options.file, all_rows=options.all_rows)
@@ -48,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _text(scored: Sequence[Scored], excluded: Sequence[Excluded]) -> str:
-    """Return the scoreboard, the coverage, the scores of calibrated predictions, and the rows left out."""
+    """Return the scoreboard, the coverage, the scores of calibrated predictions, and the rows left
+    out.
+    """
     parts = [_table(score.lines(scored, excluded))]
     for kind, rows in (("rows", scored), ("hard rows", [one for one in scored if one.hard])):
         if coverage := score.coverage(rows):
@@ -65,26 +83,40 @@ def _table(lines: Iterable[ScoreLine]) -> str:
     """Return one line of text per group of rows, strategy and metric."""
     rows = [COLUMNS]
     for one in lines:
-        rows.append((
-            one.group, one.strategy, one.metric, str(one.n), f"{one.mape:.1%}", f"{one.median:.1%}", f"{one.p90:.1%}",
-            f"{one.bias:+.1%}", f"{one.overhead:+.0%}", f"{one.skill:+.2f}",
-            "" if one.coverage is None else f"{one.coverage:.0%}", str(one.hard_n),
-            "" if one.hard_mape is None else f"{one.hard_mape:.1%}", str(one.excluded),
-        ))  # fmt: skip
+        rows.append(
+            (
+                one.group,
+                one.strategy,
+                one.metric,
+                str(one.n),
+                f"{one.mape:.1%}",
+                f"{one.median:.1%}",
+                f"{one.p90:.1%}",
+                f"{one.bias:+.1%}",
+                f"{one.overhead:+.0%}",
+                f"{one.skill:+.2f}",
+                "" if one.coverage is None else f"{one.coverage:.0%}",
+                str(one.hard_n),
+                "" if one.hard_mape is None else f"{one.hard_mape:.1%}",
+                str(one.excluded),
+            )
+        )
     return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
 def _coverage_line(kind: str, found: Coverage) -> str:
     """Return a line of text on how often measured steps lie in their predicted 80 % intervals."""
     return (
-        f"{kind}: of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')}, "
-        f"{words.percent(found.share)} (95 % interval, clustered by machine: {words.percent(found.low)} to "
-        f"{words.percent(found.high)}) lie in their predicted 80 % interval; interval score {found.score:.3f}"
+        f"{kind}: of {words.count(found.rows, 'step')} on {words.count(found.machines, 'machine')},"
+        f" {words.percent(found.share)} (95 % interval, clustered by machine:"
+        f" {words.percent(found.low)} to {words.percent(found.high)}) lie in their predicted 80 %"
+        f" interval; interval score {found.score:.3f}"
     )
 
 
 def _left_out(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return one line of text per reason for which rows were left out, the most frequent reason first.
+    """Return one line of text per reason for which rows were left out, the most frequent reason
+    first.
 
     A line has the number of rows, the reason, and the ids of the first `most` rows.
     """

@@ -1,10 +1,12 @@
-"""Fit the constants that microbenchmarks do not determine, using published step times of several machines.
+"""Fit the constants that microbenchmarks do not determine, using published step times of several
+machines.
 
     python -m benchmarks.prediction.fit_constants FILE.csv
 
-The fit yields one set of constants for all machines and one host factor for each machine, not one figure per row.
-Priors keep each constant close to its own microbenchmark. The script prints one section fitted to all groups, then
-one section per group that is fitted without that group: the format of `fitted.toml`.
+The fit yields one set of constants for all machines and one host factor for each machine, not one
+figure per row. Priors keep each constant close to its own microbenchmark. The script prints one
+section fitted to all groups, then one section per group that is fitted without that group: the
+format of `fitted.toml`.
 """
 
 from __future__ import annotations
@@ -23,20 +25,34 @@ from benchmarks.prediction.published import Matched
 from dpbench.predict.constants import Constants
 
 PRIORS = {
-    "launch_s": (10e-6, 0.4), "backward_launch_s": (6e-6, 0.5), "module_s": (16e-6, 0.25), "tensor_s": (1.4e-6, 0.4),
-    "hand_off": (0.03, 1.0), "contention": (0.03, 1.0), "forward_share": (0.35, 0.2),
-    "pageable_bytes_per_s": (4e9, 0.4), "call_s": (30e-6, 0.5), "staged_one_way": (1.4, 0.15),
-}  # fmt: skip
-"""The prior of each fitted constant: a centre from microbenchmarks or the literature, and the standard deviation of the
-logarithm."""
+    "launch_s": (10e-6, 0.4),
+    "backward_launch_s": (6e-6, 0.5),
+    "module_s": (16e-6, 0.25),
+    "tensor_s": (1.4e-6, 0.4),
+    "hand_off": (0.03, 1.0),
+    "contention": (0.03, 1.0),
+    "forward_share": (0.35, 0.2),
+    "pageable_bytes_per_s": (4e9, 0.4),
+    "call_s": (30e-6, 0.5),
+    "staged_one_way": (1.4, 0.15),
+}
+"""The prior of each fitted constant: a centre from microbenchmarks or the literature, and the
+standard deviation of the logarithm.
+"""
 HOST = (3.3, 0.3)
 """The prior of a host factor, in the same form."""
 FITTED_ON = ("RYU2080TI", "RYURTX")
-"""Groups whose rows separate the cost of the host from that of the GPUs: 32 models each, on one to four GPUs."""
+"""Groups whose rows separate the cost of the host from that of the GPUs: 32 models each, on one to
+four GPUs.
+"""
 WEIGHT = 0.01
-"""The mean error that weighs as much as a deviation of every constant by one standard deviation of its prior."""
+"""The mean error that weighs as much as a deviation of every constant by one standard deviation of
+its prior.
+"""
 WORST = 0.5
-"""The cap on the absolute logarithm of predicted over measured time: an outlier adds no more than this."""
+"""The cap on the absolute logarithm of predicted over measured time: an outlier adds no more than
+this.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,14 +64,25 @@ class Fit:
     error: float
 
 
-def fit(groups: Mapping[str, Sequence[Matched]], start: Constants | None = None, evaluations: int = 700) -> Fit:
-    """Return the constants that fit the rows of these groups best; all groups have the same weight."""
+def fit(
+    groups: Mapping[str, Sequence[Matched]], start: Constants | None = None, evaluations: int = 700
+) -> Fit:
+    """Return the constants that fit the rows of these groups best.
+
+    All groups have the same weight.
+    """
     start = start or Constants()
     names = list(PRIORS)
 
     def unpack(point: Sequence[float]) -> tuple[Constants, dict[str, float]]:
-        values = {name: PRIORS[name][0] * math.exp(PRIORS[name][1] * x) for name, x in zip(names, point, strict=False)}
-        hosts = {group: HOST[0] * math.exp(HOST[1] * x) for group, x in zip(groups, point[len(names) :], strict=True)}
+        values = {
+            name: PRIORS[name][0] * math.exp(PRIORS[name][1] * x)
+            for name, x in zip(names, point, strict=False)
+        }
+        hosts = {
+            group: HOST[0] * math.exp(HOST[1] * x)
+            for group, x in zip(groups, point[len(names) :], strict=True)
+        }
         return start.changed(**values), hosts
 
     def loss(point: Sequence[float]) -> float:
@@ -64,9 +91,11 @@ def fit(groups: Mapping[str, Sequence[Matched]], start: Constants | None = None,
         return statistics.mean(errors) + WEIGHT * statistics.mean(x * x for x in point)
 
     best = minimize(
-        loss, [0.0] * (len(names) + len(groups)), method="Powell",
+        loss,
+        [0.0] * (len(names) + len(groups)),
+        method="Powell",
         options={"maxfev": evaluations, "xtol": 1e-2, "ftol": 1e-4},
-    )  # fmt: skip
+    )
     constants, hosts = unpack(best.x)
     return Fit(constants, hosts, float(best.fun))
 
@@ -77,14 +106,21 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
     for one in matched:
         asked = rows.question(one, constants, host)
         seconds = formula.seconds(
-            asked.case, asked.profile, asked.machine.machine, constants, phases=asked.phases, loop=asked.loop
+            asked.case,
+            asked.profile,
+            asked.machine.machine,
+            constants,
+            phases=asked.phases,
+            loop=asked.loop,
         )
         found.append(min(WORST, abs(math.log(seconds / one.row.step_s))))
     return statistics.mean(found)
 
 
 def main(path: Path) -> None:
-    """Print the constants fitted to all groups of a table, then the constants fitted without each group in turn."""
+    """Print the constants fitted to all groups of a table, then the constants fitted without each
+    group in turn.
+    """
     table, _ = published.read(path)
     matched, _ = published.match(table)
     groups = {name: [one for one in matched if one.row.group == name] for name in FITTED_ON}
@@ -93,10 +129,16 @@ def main(path: Path) -> None:
         print(f"[{left_out or 'all'}]  # mean error {found.error:.4f}")
         for name in PRIORS:
             print(f"{name} = {getattr(found.constants, name):.4g}")
-        print(f"host = {statistics.mean(found.hosts.values()):.3f}  # {dict(found.hosts)}", flush=True)
+        print(
+            f"host = {statistics.mean(found.hosts.values()):.3f}  # {dict(found.hosts)}", flush=True
+        )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", metavar="FILE.csv", type=Path, help="a table of published step times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "file", metavar="FILE.csv", type=Path, help="a table of published step times"
+    )
     main(parser.parse_args().file)

@@ -1,8 +1,8 @@
 """Formula: the duration of a step by formula, calculated within microseconds.
 
-The formulas describe the same mechanisms as the simulation, but were written independently, with sums and maxima
-instead of events. They are used for checks of the simulation in tests, for fits of the constants, and for the intervals
-and calibrations of the scoreboard.
+The formulas describe the same mechanisms as the simulation, but were written independently, with
+sums and maxima instead of events. They are used for checks of the simulation in tests, for fits of
+the constants, and for the intervals and calibrations of the scoreboard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from dpbench.records.schedule import REFERENCE
 from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
-"""The roles of the strategies that have a formula; of the engine's schedules, only `reference` has a formula."""
+"""The roles of the strategies that have a formula.
+
+Of the engine's schedules, only `reference` has a formula.
+"""
 
 
 def seconds(
@@ -35,17 +38,18 @@ def seconds(
 ) -> float:
     """Return the duration of a step in seconds, calculated by formula.
 
-    There are formulas for one device, for torch.nn.DataParallel (also used for the engine's schedule `reference`), and
-    for DistributedDataParallel.
+    There are formulas for one device, for torch.nn.DataParallel (also used for the engine's
+    schedule `reference`), and for DistributedDataParallel.
 
-    `phases` and `loop` have the same meaning as in `loops.step`. Raises ValueError for a case without a formula.
+    `phases` and `loop` have the same meaning as in `loops.step`. Raises ValueError for a case
+    without a formula.
     """
     traits = case.traits
     if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
         known = ", ".join(map(registry.of_role, KNOWN))
         raise ValueError(
-            f"there is no formula for {case.label}; formulas exist only for the strategies {known}, and only with "
-            "the schedule reference or without a schedule"
+            f"there is no formula for {case.label}; formulas exist only for the strategies {known},"
+            " and only with the schedule reference or without a schedule"
         )
     terms = _Terms(case, profile, machine, constants, phases, loop)
     if case.devices == 1 or traits.one_device:
@@ -54,15 +58,33 @@ def seconds(
 
 
 class _Terms:
-    """The durations in seconds that add up to the step of a case; a phase that is not in `phases` takes 0 s."""
+    """The durations in seconds that add up to the step of a case.
+
+    A phase that is not in `phases` takes 0 s.
+    """
 
     def __init__(
-        self, case: Case, profile: Profile, machine: Machine, constants: Constants, phases: Collection[Phase],
+        self,
+        case: Case,
+        profile: Profile,
+        machine: Machine,
+        constants: Constants,
+        phases: Collection[Phase],
         loop: LoopDifferences,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.loop = loop
-        self.case, self.p, self.machine, self.c, self.phases = case, profile, machine, constants, phases
-        self.n, self.rows, self.host = len(case.rows), case.rows[0], HostCosts.of(machine.host, constants)
+        self.case, self.p, self.machine, self.c, self.phases = (
+            case,
+            profile,
+            machine,
+            constants,
+            phases,
+        )
+        self.n, self.rows, self.host = (
+            len(case.rows),
+            case.rows[0],
+            HostCosts.of(machine.host, constants),
+        )
         self.group = DeviceGroup(machine, case.devices, constants)
         self.memory = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
 
@@ -73,7 +95,9 @@ class _Terms:
     def alone(self) -> float:
         """Return the duration in seconds of a step on one device."""
         scatter = self.on(Phase.SCATTER, self.pageable(self.rows))
-        return scatter + self.forward(1) + self.loss(self.rows) + self.backward(0) + self.optimizer()
+        return (
+            scatter + self.forward(1) + self.loss(self.rows) + self.backward(0) + self.optimizer()
+        )
 
     def data_parallel(self) -> float:
         """Return the duration in seconds of a step with torch.nn.DataParallel."""
@@ -82,17 +106,25 @@ class _Terms:
         copied = self.host.module_s * self.p.modules * self.n
         joined = self.host.tensor_s * self.n
         replicate = joined * tensors + max(copied, self.group.coalesced_s("broadcast", state))
-        reduce = joined * self.p.parameter_tensors + self.group.coalesced_s("reduce", self.p.parameter_bytes)
+        reduce = joined * self.p.parameter_tensors + self.group.coalesced_s(
+            "reduce", self.p.parameter_bytes
+        )
         return (
-            self.on(Phase.SCATTER, self.scatter()) + self.on(Phase.REPLICATE, replicate) + self.forward(self.n)
-            + self.on(Phase.GATHER, self.moved(self.p.output_bytes)) + self.loss(sum(self.case.rows))
-            + self.backward(self.n - 1) + self.on(Phase.BACKWARD, reduce) + self.optimizer()
-        )  # fmt: skip
+            self.on(Phase.SCATTER, self.scatter())
+            + self.on(Phase.REPLICATE, replicate)
+            + self.forward(self.n)
+            + self.on(Phase.GATHER, self.moved(self.p.output_bytes))
+            + self.loss(sum(self.case.rows))
+            + self.backward(self.n - 1)
+            + self.on(Phase.BACKWARD, reduce)
+            + self.optimizer()
+        )
 
     def ddp(self) -> float:
         """Return the duration in seconds of a step of DistributedDataParallel.
 
-        Buckets are reduced one by one, during or after backward. The slowest rank determines the duration.
+        Buckets are reduced one by one, during or after backward. The slowest rank determines the
+        duration.
         """
         late = self.loop.late_reduction
         backward = self.backward(0, overlapped=not late)
@@ -101,24 +133,33 @@ class _Terms:
         for number, size in enumerate(sizes):
             ready = backward if late else backward * (number + 1) / len(sizes)
             ended = max(ended, ready) + self.group.one_s("all_reduce", size)
-        before = self.on(Phase.SCATTER, self.pageable(self.rows)) + self.forward(1) + self.loss(self.rows)
+        before = (
+            self.on(Phase.SCATTER, self.pageable(self.rows))
+            + self.forward(1)
+            + self.loss(self.rows)
+        )
         step = before + self.on(Phase.BACKWARD, max(ended, backward)) + self.optimizer()
         return step * (1 + self.c.variation * math.sqrt(2 * math.log(self.case.devices)))
 
     def pageable(self, rows: int) -> float:
-        """Return the duration in seconds of copying the inputs of `rows` samples from pageable memory to one device."""
+        """Return the duration in seconds of copying the inputs of `rows` samples from pageable
+        memory to one device.
+        """
         size = rows * self.p.input_bytes
         rate = self.machine.host.pageable_bytes_per_s or self.c.pageable_bytes_per_s
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
-        """Return the duration in seconds of copying the inputs of the batch from the host to all devices."""
+        """Return the duration in seconds of copying the inputs of the batch from the host to all
+        devices.
+        """
         if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
 
     def moved(self, size: float) -> float:
-        """Return the duration in seconds of copies between device 0 and each of the other devices, one after another.
+        """Return the duration in seconds of copies between device 0 and each of the other devices,
+        one after another.
 
         Each copy contains the samples of one device, and `size` is the number of bytes per sample.
         """
@@ -129,7 +170,9 @@ class _Terms:
         return (self.n - 1) * (self.c.copy_s + self.rows * size / rate)
 
     def forward(self, threads: int) -> float:
-        """Return the duration in seconds of forward on `threads` devices, with one thread per device in one process."""
+        """Return the duration in seconds of forward on `threads` devices, with one thread per
+        device in one process.
+        """
         known = _at(self.p.forward, self.rows)
         launches = min(self.host.launch_s * self.p.forward_launches, self.c.host_share * known)
         crowded = launches * threads * (1 + self.host.hand_off * (threads - 1))
@@ -139,11 +182,13 @@ class _Terms:
     def backward(self, others: int, *, overlapped: bool = False) -> float:
         """Return the duration in seconds of backward on one device.
 
-        Meanwhile, `others` further devices of the same process run backward. With `overlapped`, gradients are reduced
-        during backward, which slows down the kernels of backward.
+        Meanwhile, `others` further devices of the same process run backward. With `overlapped`,
+        gradients are reduced during backward, which slows down the kernels of backward.
         """
         known = _at(self.p.backward, self.rows)
-        launches = min(self.host.backward_launch_s * self.p.backward_launches, self.c.host_share * known)
+        launches = min(
+            self.host.backward_launch_s * self.p.backward_launches, self.c.host_share * known
+        )
         kernels = self.group.beside_s(known, self.p.parameter_bytes) if overlapped else known
         return self.on(Phase.BACKWARD, max(kernels, launches * (1 + self.c.contention * others)))
 

@@ -1,4 +1,6 @@
-"""Loops: steps of published measurements, which may lack phases or differ from the strategy's own step."""
+"""Loops: steps of published measurements, which may lack phases or differ from the strategy's own
+step.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,19 @@ from dpbench.records.machine import Machine
 class LoopDifferences:
     """The differences between a training loop and the strategy's own step.
 
-    With `batch_first`, the whole batch is first copied to device 0, and then its parts from device 0 to the other
-    devices. With `late_reduction`, each rank reduces gradients only after its whole backward has ended.
+    With `batch_first`, the whole batch is first copied to device 0, and then its parts from device
+    0 to the other devices. With `late_reduction`, each rank reduces gradients only after its whole
+    backward has ended.
     """
 
     batch_first: bool = False
     late_reduction: bool = False
 
     def changed(self, tasks: Sequence[Task]) -> list[Task]:
-        """Return the tasks of a step in this training loop; `tasks` are the tasks of the strategy's own step."""
+        """Return the tasks of a step in this training loop.
+
+        `tasks` are the tasks of the strategy's own step.
+        """
         found = _batch_first(tasks) if self.batch_first else list(tasks)
         return _late_reduction(found) if self.late_reduction else found
 
@@ -44,8 +50,8 @@ def step(
 ) -> Timeline:
     """Return the simulated timeline of one step of a case.
 
-    `phases` are the phases that were measured. `loop` describes how the training loop differs from the strategy's own
-    step. Raises UnknownMachine as `simulation.step` does.
+    `phases` are the phases that were measured. `loop` describes how the training loop differs from
+    the strategy's own step. Raises UnknownMachine as `simulation.step` does.
     """
     simulation.check(case, machine)
     tasks = only(loop.changed(simulation.tasks_of(case, profile)), phases)
@@ -76,10 +82,17 @@ def _batch_first(tasks: Sequence[Task]) -> list[Task]:
     copies = [task for task in tasks if task.phase is Phase.SCATTER]
     first = Task(Phase.SCATTER, 0, "copy:host:0", sum(task.amount for task in copies), "bytes")
     moved = [
-        replace(task, after=tuple(at + 1 for at in task.after), overlap=tuple(at + 1 for at in task.overlap))
+        replace(
+            task,
+            after=tuple(at + 1 for at in task.after),
+            overlap=tuple(at + 1 for at in task.overlap),
+        )
         for task in tasks
     ]
-    return [first, *(_from_device_0(task) if task.phase is Phase.SCATTER else task for task in moved)]
+    return [
+        first,
+        *(_from_device_0(task) if task.phase is Phase.SCATTER else task for task in moved),
+    ]
 
 
 def _from_device_0(task: Task) -> Task:
@@ -89,6 +102,10 @@ def _from_device_0(task: Task) -> Task:
 def _late_reduction(tasks: Sequence[Task]) -> list[Task]:
     last = {task.device: at for at, task in enumerate(tasks) if task.phase is Phase.BACKWARD}
     return [
-        replace(task, after=(*task.after, last[task.device]), overlap=()) if task.phase is Phase.REDUCE else task
+        (
+            replace(task, after=(*task.after, last[task.device]), overlap=())
+            if task.phase is Phase.REDUCE
+            else task
+        )
         for task in tasks
     ]

@@ -12,22 +12,32 @@ from dpbench.predict import counts
 from dpbench.records import Profile
 
 PARAMETERS = 30e6
-"""The assumed number of parameters of an unknown model if the published table does not state the number."""
+"""The assumed number of parameters of an unknown model if the published table does not state the
+number.
+"""
 
 
 @dataclass(frozen=True)
 class Features:
-    """The counts of a model, as a profile without timings; `known` is their origin: traced, public or estimated."""
+    """The counts of a model, as a profile without timings.
+
+    `known` is their origin: traced, public or estimated.
+    """
 
     profile: Profile
     known: str
     tokens: float = 0.0
-    """The number of tokens in one sample, for throughputs in tokens per second; 0 for a model without tokens."""
+    """The number of tokens in one sample, for throughputs in tokens per second; 0 for a model
+    without tokens.
+    """
     overlap: bool = False
-    """Whether the model's script in NVIDIA's DeepLearningExamples overlaps the gradients' reduction with backward."""
+    """Whether the model's script in NVIDIA's DeepLearningExamples overlaps the gradients' reduction
+    with backward.
+    """
     update_samples: int = 0
-    """The number of samples per optimizer step in the script in DeepLearningExamples if the script accumulates
-    gradients over several backward passes; else 0."""
+    """The number of samples per optimizer step in the script in DeepLearningExamples if the script
+    accumulates gradients over several backward passes; else 0.
+    """
 
 
 @lru_cache(maxsize=1)
@@ -44,10 +54,11 @@ def _aliases() -> list[tuple[str, str]]:
 def find(name: str, parameters: float | None = None, precision: str = "fp32") -> Features:
     """Return the counts of the model with this name, and their origin.
 
-    `parameters` is the published number of parameters, or None if it was not published. The counts are estimated if no
-    model is stored under this name, or if the stored model has a very different number of parameters. The estimate uses
-    `parameters`, or `PARAMETERS` if `parameters` is None. `precision` determines the number of bytes per value: 2 if it
-    converts the whole model to 16 bits, else 4.
+    `parameters` is the published number of parameters, or None if it was not published. The counts
+    are estimated if no model is stored under this name, or if the stored model has a very different
+    number of parameters. The estimate uses `parameters`, or `PARAMETERS` if `parameters` is None.
+    `precision` determines the number of bytes per value: 2 if it converts the whole model to 16
+    bits, else 4.
     """
     row = counts.row_of(name)
     if row is None:

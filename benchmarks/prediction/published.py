@@ -1,7 +1,9 @@
-"""Published measurements: each row of a table is matched with a baseline on one device, or excluded with a reason.
+"""Published measurements: each row of a table is matched with a baseline on one device, or excluded
+with a reason.
 
-The columns of a table are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect, precision, batch_per_gpu,
-batch_global, metric, value, timed, optimizer, repeats_of and notes. The group of a row is its id up to the last "-".
+The columns of a table are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect,
+precision, batch_per_gpu, batch_global, metric, value, timed, optimizer, repeats_of and notes. The
+group of a row is its id up to the last "-".
 """
 
 from __future__ import annotations
@@ -25,27 +27,44 @@ TIMES = ("step_ms", "step_s", "samples_per_s", "epoch_s")
 """The metrics from which the duration of a step can be calculated."""
 DISTRUSTED = ("SUSPECT", "LOW TRUST")
 NAMED = {
-    "dp": "dp", "torch_dp": "dp", "dataparallel": "dp", "data_parallel": "dp", "nn.dataparallel": "dp",
-    "nn_dataparallel": "dp", "pytorch_dp": "dp", "torch.nn.dataparallel": "dp",
-    "pytorch_ddp": "ddp", "torch_ddp": "ddp",
-    "ddp": "ddp", "distributeddataparallel": "ddp", "horovod": "horovod", "mirrored": "mirrored",
-    "replicated_allreduce": "replicated", "replicated_nccl": "replicated", "replicated": "replicated",
-    "parameter_server(cpu)": "server_cpu", "parameter_server": "server_gpu", "parameter_server(gpu)": "server_gpu",
-}  # fmt: skip
+    "dp": "dp",
+    "torch_dp": "dp",
+    "dataparallel": "dp",
+    "data_parallel": "dp",
+    "nn.dataparallel": "dp",
+    "nn_dataparallel": "dp",
+    "pytorch_dp": "dp",
+    "torch.nn.dataparallel": "dp",
+    "pytorch_ddp": "ddp",
+    "torch_ddp": "ddp",
+    "ddp": "ddp",
+    "distributeddataparallel": "ddp",
+    "horovod": "horovod",
+    "mirrored": "mirrored",
+    "replicated_allreduce": "replicated",
+    "replicated_nccl": "replicated",
+    "replicated": "replicated",
+    "parameter_server(cpu)": "server_cpu",
+    "parameter_server": "server_gpu",
+    "parameter_server(gpu)": "server_gpu",
+}
 """For each name of a strategy in published tables: the kind of strategy that the name means."""
 _COUNTS_TOKENS = re.compile(
     r"\bunits?[ :=]+(?:is |are )?tok(?:en)?s?\b|\btok(?:en)?s? ?(?:/|per) ?s(?:ec|econd)?\b", re.I
 )
-"""Matches notes that state tokens as the unit of a throughput, but not notes that mention tokens otherwise."""
+"""Matches notes that state tokens as the unit of a throughput, but not notes that mention tokens
+otherwise.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
     """One published measurement.
 
-    `parameters` is the number of parameters of the model, and `batch` the batch size per device; both are 0 if the
-    table does not state them. `value` is in the unit of `metric`. `timed` describes the parts of the step that were
-    measured. `repeats` is the id of the row that this row repeats, "" if there is none.
+    `parameters` is the number of parameters of the model, and `batch` the batch size per device;
+    both are 0 if the table does not state them. `value` is in the unit of `metric`. `timed`
+    describes the parts of the step that were measured. `repeats` is the id of the row that this row
+    repeats, "" if there is none.
     """
 
     id: str
@@ -68,15 +87,19 @@ class PublishedRow:
 
     @property
     def samples(self) -> float:
-        """Return the number of samples per step on all devices; if the batch size is unknown, one sample per device."""
+        """Return the number of samples per step on all devices.
+
+        If the batch size is unknown, one sample per device.
+        """
         return self.batch * self.devices if self.batch else float(self.devices)
 
     @property
     def step_s(self) -> float:
         """Return the duration of a step in seconds.
 
-        Some measurements do not determine the absolute duration, for example the seconds of an epoch without the number
-        of its steps. The returned value is then proportional to the duration.
+        Some measurements do not determine the absolute duration, for example the seconds of an
+        epoch without the number of its steps. The returned value is then proportional to the
+        duration.
         """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
@@ -86,7 +109,9 @@ class PublishedRow:
 
     @property
     def steps(self) -> int:
-        """Return the number of measured steps according to the notes; 0 if the notes do not state the number."""
+        """Return the number of measured steps according to the notes; 0 if the notes do not state
+        the number.
+        """
         if found := re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes):
             return int(found[1])
         found = re.search(r"\b(\d+) epochs? (?:x|of) (\d+) (?:steps|iterations)", self.notes)
@@ -94,20 +119,25 @@ class PublishedRow:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens per sample if the metric counts tokens (64 if the number is unknown), else 1.
+        """Return the number of tokens per sample if the metric counts tokens (64 if the number is
+        unknown), else 1.
 
         Any clause of the notes may state the unit, as "unit tokens/s" or "tokens per second".
         """
-        return named_models.find(self.model).tokens or 64.0 if _COUNTS_TOKENS.search(self.notes) else 1.0
+        return (
+            named_models.find(self.model).tokens or 64.0
+            if _COUNTS_TOKENS.search(self.notes)
+            else 1.0
+        )
 
 
 @dataclass(frozen=True)
 class Matched:
     """A measurement on several devices with its baseline, a measured step on one device.
 
-    `row` is the measurement on several devices. `one_s` and `one_samples` are the seconds and the samples of the
-    baseline's step. `other` is a second baseline at another batch size as (seconds, samples), None if the table has
-    none.
+    `row` is the measurement on several devices. `one_s` and `one_samples` are the seconds and the
+    samples of the baseline's step. `other` is a second baseline at another batch size as (seconds,
+    samples), None if the table has none.
     """
 
     row: PublishedRow
@@ -117,13 +147,17 @@ class Matched:
 
     @property
     def extrapolated(self) -> bool:
-        """Return whether the baseline has another batch size per device than the row, and no second baseline exists."""
+        """Return whether the baseline has another batch size per device than the row, and no second
+        baseline exists.
+        """
         return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A row that is not scored: the id of the row in the table, and the reason for the exclusion."""
+    """A row that is not scored: the id of the row in the table, and the reason for the
+    exclusion.
+    """
 
     id: str
     reason: str
@@ -133,8 +167,8 @@ class Excluded:
 class _Line:
     """The cells of one line of a table, by column.
 
-    A missing number is 0, and a missing text "". The first six fields are required: a line without one of these cells,
-    or without a number in `n_gpu` or `value`, is excluded.
+    A missing number is 0, and a missing text "". The first six fields are required: a line without
+    one of these cells, or without a number in `n_gpu` or `value`, is excluded.
     """
 
     id: str
@@ -158,11 +192,14 @@ class _Line:
 
 REQUIRED = tuple(one.name for one in fields(_Line) if one.default is MISSING)
 OPTIONAL_NUMBERS = ("params_M", "batch_per_gpu", "batch_global")
-"""The columns in which published tables may contain text, such as "n/a", in place of an unknown number."""
+"""The columns in which published tables may contain text, such as "n/a", in place of an unknown
+number.
+"""
 
 
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
-    """Return the rows of a table in CSV, and the rows that are excluded because they cannot be parsed.
+    """Return the rows of a table in CSV, and the rows that are excluded because they cannot be
+    parsed.
 
     Raises UnreadableFile if the file is not such a table, or if a required column is missing.
     """
@@ -172,26 +209,39 @@ def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
             columns = table.fieldnames or ()
             lines = [everywhere(line) for line in table]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UnreadableFile(f"{path} is not a CSV table in UTF-8 ({error}); save the table in this format") from None
+        raise UnreadableFile(
+            f"{path} is not a CSV table in UTF-8 ({error}); save the table in this format"
+        ) from None
     if missing := set(REQUIRED) - set(columns):
         raise UnreadableFile(
-            f"{path}: these required columns are missing: {', '.join(sorted(missing))}; the table has the columns "
-            f"{', '.join(columns) or 'none'}; add or rename columns"
+            f"{path}: these required columns are missing: {', '.join(sorted(missing))}; the table"
+            f" has the columns {', '.join(columns) or 'none'}; add or rename columns"
         )
     rows, excluded = [], []
     for number, line in enumerate(lines):
         try:
             rows.append(_row(_line(line)))
         except (ValueError, OverflowError) as error:  # msgspec's ValidationError is a ValueError
-            excluded.append(Excluded(line.get("id") or f"line {number + 2}", f"the row cannot be read: {error}"))
+            excluded.append(
+                Excluded(line.get("id") or f"line {number + 2}", f"the row cannot be read: {error}")
+            )
     return rows, excluded
 
 
 def _line(cells: Mapping[str, str | None]) -> _Line:
-    """Return the cells of a line, converted to the types of the columns. Raises ValidationError for a wrong type."""
-    given = {key: cell.strip() for key, cell in cells.items() if isinstance(key, str) and isinstance(cell, str)}
+    """Return the cells of a line, converted to the types of the columns.
+
+    Raises ValidationError for a wrong type.
+    """
+    given = {
+        key: cell.strip()
+        for key, cell in cells.items()
+        if isinstance(key, str) and isinstance(cell, str)
+    }
     unknown = {key for key in OPTIONAL_NUMBERS if not _finite(given.get(key, ""))}
-    known = {key: cell for key, cell in given.items() if (cell or key in REQUIRED) and key not in unknown}
+    known = {
+        key: cell for key, cell in given.items() if (cell or key in REQUIRED) and key not in unknown
+    }
     return msgspec.convert(known, _Line, strict=False)
 
 
@@ -209,18 +259,33 @@ def _row(line: _Line) -> PublishedRow:
         batch = line.batch_global / devices
     if not (math.isfinite(line.value) and line.value > 0 and devices > 0):
         raise ValueError(
-            f"the row has the value {line.value} and n_gpu {devices}, but the value must be positive and finite, and "
-            "n_gpu must be positive"
+            f"the row has the value {line.value} and n_gpu {devices}, but the value must be"
+            " positive and finite, and n_gpu must be positive"
         )
     return PublishedRow(
-        id=line.id, group=line.id.rpartition("-")[0] or line.id, model=line.model, parameters=line.params_M * 1e6,
-        framework=line.framework.lower(), strategy=line.strategy.lower(), gpu=line.gpu, devices=devices,
-        interconnect=line.interconnect, precision=line.precision, batch=batch, metric=line.metric, value=line.value,
-        timed=line.timed, optimizer=line.optimizer, repeats=line.repeats_of, notes=line.notes,
-    )  # fmt: skip
+        id=line.id,
+        group=line.id.rpartition("-")[0] or line.id,
+        model=line.model,
+        parameters=line.params_M * 1e6,
+        framework=line.framework.lower(),
+        strategy=line.strategy.lower(),
+        gpu=line.gpu,
+        devices=devices,
+        interconnect=line.interconnect,
+        precision=line.precision,
+        batch=batch,
+        metric=line.metric,
+        value=line.value,
+        timed=line.timed,
+        optimizer=line.optimizer,
+        repeats=line.repeats_of,
+        notes=line.notes,
+    )
 
 
-def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list[Matched], list[Excluded]]:
+def match(
+    rows: Iterable[PublishedRow], *, all_rows: bool = False
+) -> tuple[list[Matched], list[Excluded]]:
     """Return the measurements on several devices with their baselines, and the excluded rows.
 
     With `all_rows`, rows that repeat other rows and rows that are not trusted are included.
@@ -238,8 +303,8 @@ def match(rows: Iterable[PublishedRow], *, all_rows: bool = False) -> tuple[list
                 matched.append(found)
                 continue
             reason = (
-                "the group of the row has no one-device row with the same framework, model, GPU, precision, metric and "
-                "timed parts"
+                "the group of the row has no one-device row with the same framework, model, GPU,"
+                " precision, metric and timed parts"
             )
         if reason:
             excluded.append(Excluded(row.id, reason))
@@ -267,16 +332,23 @@ def _unfit(row: PublishedRow, all_rows: bool) -> str:
 
 def _setting(row: PublishedRow) -> tuple[str, ...]:
     """Return the values that must be the same in a row and in its baseline."""
-    return (row.group, row.framework, counts.plain(row.model), row.gpu.lower(), row.precision.lower(), row.metric,
-            row.timed)  # fmt: skip
+    return (
+        row.group,
+        row.framework,
+        counts.plain(row.model),
+        row.gpu.lower(),
+        row.precision.lower(),
+        row.metric,
+        row.timed,
+    )
 
 
 def _baseline(row: PublishedRow, ones: Sequence[PublishedRow]) -> Matched | None:
     """Return a row with its baseline, which has the same or the nearest batch size per device.
 
-    `ones` are the one-device rows with the same setting; if there are none, return None. If several of them have the
-    batch size of the baseline, the baseline's duration is the median over those whose interconnect and notes are most
-    similar to the interconnect and notes of `row`.
+    `ones` are the one-device rows with the same setting; if there are none, return None. If several
+    of them have the batch size of the baseline, the baseline's duration is the median over those
+    whose interconnect and notes are most similar to the interconnect and notes of `row`.
     """
     if not ones:
         return None
@@ -298,8 +370,8 @@ def _apart(a: float, b: float) -> float:
 def _alike(row: PublishedRow, one: PublishedRow) -> int:
     """Return a number that states how similar two rows are.
 
-    It is the number of words that occur in the interconnect or notes of both rows, plus 100 if the interconnect is the
-    same.
+    It is the number of words that occur in the interconnect or notes of both rows, plus 100 if the
+    interconnect is the same.
     """
 
     def words(r: PublishedRow) -> set[str]:

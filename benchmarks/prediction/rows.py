@@ -1,7 +1,9 @@
-"""Rows: convert a published row with its baseline into a case, and predict the duration of the row's step.
+"""Rows: convert a published row with its baseline into a case, and predict the duration of the
+row's step.
 
-The machine of a row is derived from the free text in the row's columns. Properties that the text does not state get
-common values and are listed as assumed; any assumption widens the interval of the prediction.
+The machine of a row is derived from the free text in the row's columns. Properties that the text
+does not state get common values and are listed as assumed; any assumption widens the interval of
+the prediction.
 """
 
 from __future__ import annotations
@@ -27,22 +29,43 @@ from dpbench.records.registry import Role
 DATA = Path(__file__).parent
 GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
-"""The rate of 16 lanes in GB/s per direction, by PCIe generation, as in NCCL (graph/topo.h has 12 for generation 3)."""
+"""The rate of 16 lanes in GB/s per direction, by PCIe generation, as in NCCL (graph/topo.h has 12
+for generation 3).
+"""
 STAGED_GB = {4: 18.0}
 """The maximum rate in GB/s at which all GPUs together copy through host memory, by PCIe generation.
 
-Generations that are not listed have no maximum. The reason for this limit: in two independent tables, 8 GeForce GPUs
-are slower on hosts with two EPYC processors (PCIe 4) than on hosts with two Xeon processors (PCIe 3).
+Generations that are not listed have no maximum. The reason for this limit: in two independent
+tables, 8 GeForce GPUs are slower on hosts with two EPYC processors (PCIe 4) than on hosts with two
+Xeon processors (PCIe 3).
 """
 SOCKET_GB = {1: 10.0, 2: 10.0, 3: 10.0, 4: 40.0, 5: 60.0, 6: 60.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the processors.
 
-NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids processors,
-regardless of how many links connect the two processors.
+NCCL's topo.h has 10 GB/s for two Skylake, 16 GB/s for two Zen 2 and 22 GB/s for two Sapphire Rapids
+processors, regardless of how many links connect the two processors.
 """
-MESH = ("0-1:1", "0-2:1", "0-3:2", "0-4:2", "1-2:2", "1-3:1", "1-5:2", "2-3:2", "2-6:1", "3-7:1",
-        "4-5:1", "4-6:1", "4-7:2", "5-6:2", "5-7:1", "6-7:2")  # fmt: skip
-"""The NVLinks of eight V100 in a DGX-1: pairs of GPUs, each with the number of links (from `nvidia-smi topo -m`)."""
+MESH = (
+    "0-1:1",
+    "0-2:1",
+    "0-3:2",
+    "0-4:2",
+    "1-2:2",
+    "1-3:1",
+    "1-5:2",
+    "2-3:2",
+    "2-6:1",
+    "3-7:1",
+    "4-5:1",
+    "4-6:1",
+    "4-7:2",
+    "5-6:2",
+    "5-7:1",
+    "6-7:2",
+)
+"""The NVLinks of eight V100 in a DGX-1: pairs of GPUs, each with the number of links (from
+`nvidia-smi topo -m`).
+"""
 STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
 """The NVLinks of the four V100 in a DGX Station: pairs of GPUs, each with the number of links."""
 
@@ -51,8 +74,8 @@ STATION = ("0-1:1", "0-2:1", "0-3:2", "1-2:2", "1-3:1", "2-3:1")
 class Described:
     """The machine that a row's columns describe.
 
-    `assumed` lists the assumptions about properties that the columns do not state. Any assumption widens the interval
-    of the prediction.
+    `assumed` lists the assumptions about properties that the columns do not state. Any assumption
+    widens the interval of the prediction.
     """
 
     machine: Machine
@@ -61,27 +84,39 @@ class Described:
 
 @lru_cache(maxsize=1)
 def _gpus() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = tomllib.loads((DATA / "gpus.toml").read_text(encoding="utf-8"))["gpu"]
+    found: dict[str, dict[str, Any]] = tomllib.loads(
+        (DATA / "gpus.toml").read_text(encoding="utf-8")
+    )["gpu"]
     return found
 
 
 def _figures(text: str) -> dict[str, Any] | None:
-    """Return the data of the known GPU with the longest name that `text` contains; None if there is none."""
+    """Return the data of the known GPU with the longest name that `text` contains.
+
+    None if there is none.
+    """
     words = re.sub(r"[-_]", " ", text.lower())
     names = sorted(_gpus(), key=len, reverse=True)
-    return next((_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None)
+    return next(
+        (_gpus()[name] for name in names if re.search(rf"(?<![a-z0-9]){name}(?!\d)", words)), None
+    )
 
 
 @lru_cache(maxsize=4096)
-def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False) -> Described:
+def describe(
+    gpu: str, interconnect: str, count: int, host_factor: float, *, one_node: bool = False
+) -> Described:
     """Return the machine that a row's columns `gpu`, `interconnect` and `n_gpu` describe.
 
-    `count` is the number of GPUs. Properties that these columns do not state are assumed. With `one_node`, all GPUs are
-    on one node regardless of the text, as strategies with a single process require.
+    `count` is the number of GPUs. Properties that these columns do not state are assumed. With
+    `one_node`, all GPUs are on one node regardless of the text, as strategies with a single process
+    require.
     """
     text = f" {gpu} {interconnect} ".lower().replace("_", " ")
     figures = _figures(gpu) or _figures(interconnect)
-    assumed = [] if figures else [f"the GPU {gpu!r} is unknown, so PCIe 4 with peer access is assumed"]
+    assumed = (
+        [] if figures else [f"the GPU {gpu!r} is unknown, so PCIe 4 with peer access is assumed"]
+    )
     figures = figures or {"pcie": 4, "peer": True}
     node, nodes = (count, 1) if one_node else _nodes(text, count)
     nvlink = list(_nvlink(text, figures, node, assumed))
@@ -91,21 +126,31 @@ def describe(gpu: str, interconnect: str, count: int, host_factor: float, *, one
     peer = _peer(text, figures, bool(nvlink), assumed)
     staged = STAGED_GB.get(_generation(text, figures), 0.0) * GB
     machine = Machine(
-        name=f"{gpu}, {interconnect}", description="from a published row", gpu=Gpu(name=gpu, count=node),
-        peer_access=peer, links=tuple(links), nodes=nodes,
+        name=f"{gpu}, {interconnect}",
+        description="from a published row",
+        gpu=Gpu(name=gpu, count=node),
+        peer_access=peer,
+        links=tuple(links),
+        nodes=nodes,
         host=Host(factor=host_factor, staged_bytes_per_s=staged),
-    )  # fmt: skip
+    )
     return Described(machine, tuple(assumed))
 
 
 def _nodes(text: str, count: int) -> tuple[int, int]:
-    """Return the number of GPUs per node and the number of nodes for `count` GPUs, from the text or by assumption."""
+    """Return the number of GPUs per node and the number of nodes for `count` GPUs, from the text or
+    by assumption.
+    """
     if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
         node = int(match[1])
     elif match := re.search(r"\b(\d+) nodes", text):
         node = max(1, count // int(match[1]))
     else:
-        node = count if count <= 8 or ("node" not in text and not _networked(text) and count <= 16) else 8
+        node = (
+            count
+            if count <= 8 or ("node" not in text and not _networked(text) and count <= 16)
+            else 8
+        )
     node = min(node, count)
     return node, -(-count // node)
 
@@ -115,7 +160,8 @@ def _networked(text: str) -> bool:
 
 
 def _network(interconnect: str, assumed: list[str]) -> float:
-    """Return the total rate of the network cards of a node in bytes per second: 12 GB/s per 100 Gbit/s, as in NCCL.
+    """Return the total rate of the network cards of a node in bytes per second: 12 GB/s per 100
+    Gbit/s, as in NCCL.
 
     If the text states no rate, append an assumption to `assumed`.
     """
@@ -127,11 +173,14 @@ def _network(interconnect: str, assumed: list[str]) -> float:
 
 
 def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -> Iterator[Link]:
-    """Yield the NVLinks of a node with `node` GPUs: to a switch, in a mesh, or as bridges between pairs of GPUs.
+    """Yield the NVLinks of a node with `node` GPUs: to a switch, in a mesh, or as bridges between
+    pairs of GPUs.
 
     `figures` is the data of the GPU. Assumptions are appended to `assumed`.
     """
-    absent = re.search(r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text)
+    absent = re.search(
+        r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text
+    )
     if "unknown" in text and not re.search("nvlink assumed|nvswitch", text):
         assumed.append("the links are not stated")
     if absent:
@@ -141,11 +190,15 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
         return
     if "assumed" in text or not re.search(r"nvlink|nvswitch|dgx|hgx|\bnv\d", text):
         assumed.append("the row does not state NVLink explicitly, but NVLink is assumed")
-    bridged = re.search(r"bridge|pairs|bonded", text) or ("switch" not in figures and "mesh" not in figures)
+    bridged = re.search(r"bridge|pairs|bonded", text) or (
+        "switch" not in figures and "mesh" not in figures
+    )
     if bridged:
         lanes = re.search(r"\bnv(\d+)\b", text)
         rate = 20.0 * int(lanes[1]) if lanes and int(lanes[1]) <= 6 else figures.get("bridge", 40.0)
-        yield from (Link(f"gpu{i}", f"gpu{i + 1}", "nvlink", rate * GB) for i in range(0, node - 1, 2))
+        yield from (
+            Link(f"gpu{i}", f"gpu{i + 1}", "nvlink", rate * GB) for i in range(0, node - 1, 2)
+        )
     elif "mesh" in figures and "nvswitch" not in text:
         pairs = STATION if re.search("station|dgxs", text) else MESH
         for pair in pairs:
@@ -161,15 +214,22 @@ def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -
 def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
     """Yield the PCIe links of a node with `node` GPUs; `figures` is the data of the GPU.
 
-    A node with up to four GPUs has one processor, and no PCIe switches unless the text names some. A larger node has
-    two processors and PCIe switches. A switch connects two GPUs, or four if the text states a single PCIe root.
+    A node with up to four GPUs has one processor, and no PCIe switches unless the text names some.
+    A larger node has two processors and PCIe switches. A switch connects two GPUs, or four if the
+    text states a single PCIe root.
     """
     generation = _generation(text, figures)
     rate = PCIE_GB[generation] * GB
     if re.search(r"\bx8\b|8 lanes", text):
         rate /= 2
     one_root = re.search(r"trt2|single root|one root", text)
-    share = 4 if one_root else 2 if node > 4 or "trt" in text or "switch (pix)" in text or "pix" in text else 1
+    share = (
+        4
+        if one_root
+        else 2
+        if node > 4 or "trt" in text or "switch (pix)" in text or "pix" in text
+        else 1
+    )
     for i in range(node):
         if share == 1:
             yield Link(f"gpu{i}", "cpu0", "pcie", rate)
@@ -185,7 +245,10 @@ def _pcie(text: str, figures: dict[str, Any], node: int) -> Iterator[Link]:
 
 
 def _generation(text: str, figures: dict[str, Any]) -> int:
-    """Return the PCIe generation that the text states; if the text states none, the generation of the GPU."""
+    """Return the PCIe generation that the text states.
+
+    If the text states none, the generation of the GPU.
+    """
     match = re.search(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)", text)
     return int(match[1]) if match and int(match[1]) in PCIE_GB else int(figures["pcie"])
 
@@ -198,7 +261,11 @@ def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) 
     if re.search(r"(?:p2p|peer access) unknown", text):
         assumed.append("peer access is unknown, so the default of this kind of GPU is assumed")
         return bool(figures.get("peer", True))
-    if not nvlink and re.search(r"unknown", text) and not re.search(r"bridge unknown|bridge\) unknown", text):
+    if (
+        not nvlink
+        and re.search(r"unknown", text)
+        and not re.search(r"bridge unknown|bridge\) unknown", text)
+    ):
         assumed.append("the links are unknown, so it is assumed that GPUs have no peer access")
         return False
     if re.search(r"no p2p|without p2p|p2p disable|p2p off|no peer", text):
@@ -211,7 +278,10 @@ def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) 
 
 
 PUBLISHED_HOST = 3.1
-"""The assumed host factor of published runs of 2019-21 with torch 1.4-1.7; three such machines have 2.8 to 3.6."""
+"""The assumed host factor of published runs of 2019-21 with torch 1.4-1.7.
+
+Three such machines have 2.8 to 3.6.
+"""
 LATE = ("replicated", "server_gpu", "server_cpu")
 """The strategies that are assumed to reduce gradients only after backward has ended."""
 BATCH = 32
@@ -219,12 +289,16 @@ BATCH = 32
 
 
 EPOCH_STEP_S = 0.2
-"""The assumed duration in seconds of a one-device step if a table gives seconds per epoch but no number of steps."""
+"""The assumed duration in seconds of a one-device step if a table gives seconds per epoch but no
+number of steps.
+"""
 
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A published row, converted into a case to predict, with the model's profile, the machine and the timed phases."""
+    """A published row, converted into a case to predict, with the model's profile, the machine and
+    the timed phases.
+    """
 
     row: PublishedRow
     case: Case
@@ -232,9 +306,14 @@ class PublishedCase:
     machine: Described
     phases: frozenset[Phase]
     scale: float
-    """The factor that converts the predicted duration of a step in seconds to the unit of the row's `step_s`."""
+    """The factor that converts the predicted duration of a step in seconds to the unit of the row's
+    `step_s`.
+    """
     accumulated: float = 1.0
-    """The number of backward passes per optimizer step; only the last backward pass reduces gradients."""
+    """The number of backward passes per optimizer step.
+
+    Only the last backward pass reduces gradients.
+    """
     known: str = "traced"
     """The origin of the model's counts: "traced", "public" or "estimated"."""
     exact: bool = True
@@ -243,7 +322,9 @@ class PublishedCase:
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
-    """Return the phases that a published duration includes, according to the row's columns `timed` and `optimizer`."""
+    """Return the phases that a published duration includes, according to the row's columns `timed`
+    and `optimizer`.
+    """
     phases = set(Phase)
     words = row.timed.lower()
     if words and "backward" not in words and "step" not in words and "forward" in words:
@@ -256,7 +337,10 @@ def timed(row: PublishedRow) -> frozenset[Phase]:
 
 
 def loop_of(row: PublishedRow, known: Features) -> LoopDifferences:
-    """Return the differences of a row's training loop from the strategy's own step; `known` are the model's counts."""
+    """Return the differences of a row's training loop from the strategy's own step.
+
+    `known` are the model's counts.
+    """
     kind = NAMED[row.strategy]
     return LoopDifferences(
         batch_first=kind == "dp" and "h2d" in row.timed.lower(),
@@ -264,27 +348,46 @@ def loop_of(row: PublishedRow, known: Features) -> LoopDifferences:
     )
 
 
-def question(matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST) -> PublishedCase:
-    """Return a published row with its baseline as a case to predict; `host` is the host factor of the row's machine."""
+def question(
+    matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST
+) -> PublishedCase:
+    """Return a published row with its baseline as a case to predict.
+
+    `host` is the host factor of the row's machine.
+    """
     row = matched.row
     known = named_models.find(row.model, row.parameters or None, row.precision)
     each = max(1, round(row.batch or BATCH))
-    machine = describe(row.gpu, row.interconnect, row.devices, host, one_node=NAMED[row.strategy] == "dp")
+    machine = describe(
+        row.gpu, row.interconnect, row.devices, host, one_node=NAMED[row.strategy] == "dp"
+    )
     phases = timed(row)
     samples = max(1, round(matched.one_samples)) if row.batch else each
     other = matched.other if row.batch and matched.other and matched.other[1] >= 1 else None
     # without the number of steps, an epoch is treated as a multiple of a step of `EPOCH_STEP_S`
     scale = matched.one_s / EPOCH_STEP_S if row.metric == "epoch_s" and not row.steps else 1.0
-    profile = _profile(known.profile, matched.one_s / scale, samples, machine.machine, constants, other, phases)
+    profile = _profile(
+        known.profile, matched.one_s / scale, samples, machine.machine, constants, other, phases
+    )
     case = Case(
-        model=row.model, device_kind="cuda",
+        model=row.model,
+        device_kind="cuda",
         strategy=registry.of_role(Role.WRAPPER if NAMED[row.strategy] == "dp" else Role.CONTROL),
-        devices=row.devices, batch_size=each * row.devices,
-    )  # fmt: skip
+        devices=row.devices,
+        batch_size=each * row.devices,
+    )
     return PublishedCase(
-        row, case, profile, machine, phases, scale, _accumulated(row, known, each), known.known, samples == each,
+        row,
+        case,
+        profile,
+        machine,
+        phases,
+        scale,
+        _accumulated(row, known, each),
+        known.known,
+        samples == each,
         loop_of(row, known),
-    )  # fmt: skip
+    )
 
 
 def _profile(
@@ -296,10 +399,11 @@ def _profile(
     other: tuple[float, int] | None,
     phases: frozenset[Phase],
 ) -> Profile:
-    """Return `counted` with timings such that the `phases` of a step on one device take `step_s` seconds.
+    """Return `counted` with timings such that the `phases` of a step on one device take `step_s`
+    seconds.
 
-    `other` is a known step at another batch size as (seconds, samples), which determines the part that does not depend
-    on the batch size.
+    `other` is a known step at another batch size as (seconds, samples), which determines the part
+    that does not depend on the batch size.
     """
     alone = plan.baseline(model=counted.model, batch_size=samples)
 
@@ -325,7 +429,9 @@ def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -
 
 
 def _accumulated(row: PublishedRow, known: Features, each: int) -> float:
-    """Return the number of backward passes per optimizer step; `each` is the number of samples per device and pass.
+    """Return the number of backward passes per optimizer step.
+
+    `each` is the number of samples per device and pass.
 
     It is 1 except for a training script with a fixed number of samples per optimizer step.
     """
@@ -334,27 +440,40 @@ def _accumulated(row: PublishedRow, known: Features, each: int) -> float:
 
 
 def predicted_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
-    """Return the duration of a row's step as the simulation predicts it, in the unit of `PublishedRow.step_s`."""
+    """Return the duration of a row's step as the simulation predicts it, in the unit of
+    `PublishedRow.step_s`.
+    """
     machine = asked.machine.machine
-    step = loops.step(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
+    step = loops.step(
+        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
+    )
     if asked.accumulated == 1:
         return asked.scale * step.seconds
-    return (asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)) / asked.accumulated
+    return (
+        asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)
+    ) / asked.accumulated
 
 
 def linear_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
-    """Return the duration of a row's step under linear scaling, in the unit of `PublishedRow.step_s`.
+    """Return the duration of a row's step under linear scaling, in the unit of
+    `PublishedRow.step_s`.
 
     This is the duration of a step on a single device with one device's share of the batch.
     """
     case, machine = asked.case, asked.machine.machine
-    alone = replace(case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0])
-    return asked.scale * formula.seconds(alone, asked.profile, machine, constants, phases=asked.phases)
+    alone = replace(
+        case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0]
+    )
+    return asked.scale * formula.seconds(
+        alone, asked.profile, machine, constants, phases=asked.phases
+    )
 
 
 @lru_cache(maxsize=1)
 def _sections() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = tomllib.loads((DATA / "fitted.toml").read_text(encoding="utf-8"))
+    found: dict[str, dict[str, float]] = tomllib.loads(
+        (DATA / "fitted.toml").read_text(encoding="utf-8")
+    )
     return found
 
 

@@ -1,11 +1,13 @@
-"""Score: the errors of predictions against published measurements, compared with the errors of linear scaling.
+"""Score: the errors of predictions against published measurements, compared with the errors of
+linear scaling.
 
-Linear scaling is the assumption that a step takes as long as a step on one device with one device's share of the batch.
+Linear scaling is the assumption that a step takes as long as a step on one device with one device's
+share of the batch.
 
-A calibration fits factors to the published rows of some models on a machine. The rows of other models on that machine
-are then predicted with these factors. For DataParallel, the host factor and the bus bandwidth are fitted, and each
-model is predicted from all other models. For DDP, the bus bandwidth is fitted to a single model, and all other models
-are predicted from that model.
+A calibration fits factors to the published rows of some models on a machine. The rows of other
+models on that machine are then predicted with these factors. For DataParallel, the host factor and
+the bus bandwidth are fitted, and each model is predicted from all other models. For DDP, the bus
+bandwidth is fitted to a single model, and all other models are predicted from that model.
 """
 
 from __future__ import annotations
@@ -36,14 +38,21 @@ from dpbench.predict.constants import (
 ASSUMED = {"bus_scale": 0.8}
 """Priors that replace those of a described machine if the machine is partly assumed."""
 ESTIMATED = {"features": 0.6}
-"""An additional prior for a model whose counts are estimated from its number of parameters: the standard deviation of
-the logarithm of a common factor on these counts."""
+"""An additional prior for a model whose counts are estimated from its number of parameters: the
+standard deviation of the logarithm of a common factor on these counts.
+"""
 HOSTS = tuple(0.6 * 1.12**k for k in range(10))
-"""The host factors that a calibration tries, as ratios to the host factor before the calibration."""
+"""The host factors that a calibration tries, as ratios to the host factor before the
+calibration.
+"""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
-"""The bus bandwidths that a calibration tries, as ratios to the bandwidths of the described machine."""
+"""The bus bandwidths that a calibration tries, as ratios to the bandwidths of the described
+machine.
+"""
 FEW = 3
-"""The minimum number of models on a machine for a calibration that predicts each model from all other models."""
+"""The minimum number of models on a machine for a calibration that predicts each model from all
+other models.
+"""
 
 DOUBT = 0.002
 """The penalty of a calibration per unit of a factor's absolute logarithm.
@@ -55,11 +64,16 @@ Point = tuple[float, float]
 
 
 def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
-    """Return scoreboard lines for each group of rows, predicted after a calibration on other models of the machine."""
+    """Return scoreboard lines for each group of rows, predicted after a calibration on other models
+    of the machine.
+    """
     found = []
     for group in dict.fromkeys(one.row.group for one in matched):
         mine = [one for one in matched if one.row.group == group]
-        for strategy, kinds in (("dp, from all other models", ("dp",)), ("ddp, from one other model", ("ddp",))):
+        for strategy, kinds in (
+            ("dp, from all other models", ("dp",)),
+            ("ddp, from one other model", ("ddp",)),
+        ):
             of_kind = [one for one in mine if NAMED[one.row.strategy] in kinds]
             scored = list(_left_out(of_kind) if kinds == ("dp",) else _one_for_all(of_kind))
             if scored:
@@ -68,7 +82,9 @@ def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
 
 
 def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
-    """Return a list of rows for each combination of machine and precision, with rows of all device counts."""
+    """Return a list of rows for each combination of machine and precision, with rows of all device
+    counts.
+    """
     found: dict[tuple[str, str, str], list[Matched]] = {}
     for one in matched:
         found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
@@ -76,7 +92,8 @@ def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
 
 
 def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield the rows of each model, predicted with the factors that best fit the other models on the same machine.
+    """Yield the rows of each model, predicted with the factors that best fit the other models on
+    the same machine.
 
     Machines with fewer than `FEW` models are left out.
     """
@@ -84,19 +101,29 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
         models = list(dict.fromkeys(one.row.model for one in machine))
         if len(models) < FEW:
             continue
-        table = {(host, bus): [_step_s(one, host, bus) for one in machine] for host in HOSTS for bus in BUSES[4:13]}
+        table = {
+            (host, bus): [_step_s(one, host, bus) for one in machine]
+            for host in HOSTS
+            for bus in BUSES[4:13]
+        }
         for model in models:
             others = [i for i, one in enumerate(machine) if one.row.model != model]
             best = _best(table, machine, others)
-            yield from (_scored(one, table[best][i]) for i, one in enumerate(machine) if one.row.model == model)
+            yield from (
+                _scored(one, table[best][i])
+                for i, one in enumerate(machine)
+                if one.row.model == model
+            )
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield rows, predicted with the bus bandwidth that was fitted to another model on the same machine.
+    """Yield rows, predicted with the bus bandwidth that was fitted to another model on the same
+    machine.
 
-    For each machine and device count, the bandwidth is fitted to the model with the largest overhead, and only the rows
-    of the other models are yielded. Rows with an extrapolated baseline are left out. The bandwidth does not depend on
-    the precision, so rows of all precisions are used together.
+    For each machine and device count, the bandwidth is fitted to the model with the largest
+    overhead, and only the rows of the other models are yielded. Rows with an extrapolated baseline
+    are left out. The bandwidth does not depend on the precision, so rows of all precisions are used
+    together.
     """
     machines: dict[tuple[str, str], list[Matched]] = {}
     for one in matched:
@@ -105,7 +132,9 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
     for machine in machines.values():
         overhead: dict[str, float] = {}
         for one in machine:
-            overhead[one.row.model] = max(overhead.get(one.row.model, 0.0), one.row.step_s / one.one_s)
+            overhead[one.row.model] = max(
+                overhead.get(one.row.model, 0.0), one.row.step_s / one.one_s
+            )
         if len(overhead) < 2:
             continue
         teacher = max(overhead, key=lambda model: overhead[model])
@@ -115,14 +144,22 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
             if known:
                 table = {(1.0, bus): [_step_s(one, 1.0, bus) for one in here] for bus in BUSES}
                 best = _best(table, here, known)
-                yield from (_scored(one, table[best][i]) for i, one in enumerate(here) if one.row.model != teacher)
+                yield from (
+                    _scored(one, table[best][i])
+                    for i, one in enumerate(here)
+                    if one.row.model != teacher
+                )
 
 
-def _best(table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]) -> Point:
-    """Return the pair (host factor, bus bandwidth) for which the mean absolute relative error plus a penalty is least.
+def _best(
+    table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]
+) -> Point:
+    """Return the pair (host factor, bus bandwidth) for which the mean absolute relative error plus
+    a penalty is least.
 
-    `table` maps each pair to the predicted durations of all rows. The mean is over the rows whose indices are in `use`.
-    The penalty is `DOUBT` times the sum of the absolute logarithms of the pair.
+    `table` maps each pair to the predicted durations of all rows. The mean is over the rows whose
+    indices are in `use`. The penalty is `DOUBT` times the sum of the absolute logarithms of the
+    pair.
     """
 
     def missed(point: Point) -> float:
@@ -140,13 +177,16 @@ def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]
 def _step_s(one: Matched, host: float, bus: float) -> float:
     """Return the duration of a row's step by formula, in the unit of `PublishedRow.step_s`.
 
-    `host` multiplies the machine's host factor (see `records.machine.Host`), which was fitted to the other groups of
-    rows or is the default. `bus` multiplies every bus bandwidth of the described machine.
+    `host` multiplies the machine's host factor (see `records.machine.Host`), which was fitted to
+    the other groups of rows or is the default. `bus` multiplies every bus bandwidth of the
+    described machine.
     """
     constants, factor = _constants(one, host, bus)
     asked = rows.question(one, constants, factor)
     machine = asked.machine.machine
-    seconds = formula.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
+    seconds = formula.seconds(
+        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
+    )
     alone = rows.linear_s(asked, constants)
     return (asked.scale * seconds + (asked.accumulated - 1) * alone) / asked.accumulated
 
@@ -158,15 +198,17 @@ def _scored(one: Matched, seconds: float) -> Scored:
 
 
 HARD = 1.1
-"""The ratio of the measured step to the step under linear scaling, from which a row counts as hard."""
+"""The ratio of the measured step to the step under linear scaling, from which a row counts as
+hard.
+"""
 
 
 @dataclass(frozen=True)
 class Scored:
     """The duration of a row's step: measured, predicted, and under linear scaling.
 
-    `low_s` and `high_s` are the ends of the interval of the prediction, 0 without an interval. All durations are in the
-    unit of `PublishedRow.step_s`.
+    `low_s` and `high_s` are the ends of the interval of the prediction, 0 without an interval. All
+    durations are in the unit of `PublishedRow.step_s`.
     """
 
     matched: Matched
@@ -178,12 +220,16 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction: the predicted duration divided by the measured one, minus 1."""
+        """Return the relative error of the prediction: the predicted duration divided by the
+        measured one, minus 1.
+        """
         return self.predicted_s / self.measured_s - 1
 
     @property
     def linear_error(self) -> float:
-        """Return the relative error of linear scaling: its predicted duration divided by the measured one, minus 1."""
+        """Return the relative error of linear scaling: its predicted duration divided by the
+        measured one, minus 1.
+        """
         return self.linear_s / self.measured_s - 1
 
     @property
@@ -193,13 +239,20 @@ class Scored:
 
     @property
     def interval_score(self) -> float:
-        """Return the score of the 80 % interval, as defined in `Coverage`; both of its ends must be positive."""
-        low, measured, high = (math.log(seconds) for seconds in (self.low_s, self.measured_s, self.high_s))
+        """Return the score of the 80 % interval, as defined in `Coverage`.
+
+        Both of its ends must be positive.
+        """
+        low, measured, high = (
+            math.log(seconds) for seconds in (self.low_s, self.measured_s, self.high_s)
+        )
         return high - low + 10 * (max(0.0, low - measured) + max(0.0, measured - high))
 
     @property
     def hard(self) -> bool:
-        """Return whether the measured step takes at least `HARD` times as long as under linear scaling."""
+        """Return whether the measured step takes at least `HARD` times as long as under linear
+        scaling.
+        """
         return self.measured_s >= HARD * self.linear_s
 
 
@@ -207,12 +260,13 @@ class Scored:
 class ScoreLine:
     """One line of the scoreboard: the errors of the predictions of `n` rows, as fractions.
 
-    `mape`, `median` and `p90` are the mean, the median and the 90th percentile of the absolute relative errors; `bias`
-    is the mean of the signed relative errors. `skill` is 1 minus the ratio of `mape` to the same mean for linear
-    scaling. `coverage` is the share of intervals that contain the measured step, None without intervals. `excluded` is
-    the number of excluded rows of the group. The overhead of a row is the ratio of its step to the step under linear
-    scaling, minus 1; `overhead` is the relative error of the sum of the predicted overheads. `hard_n` is the number of
-    hard rows (see `Scored.hard`), and `hard_mape` their mean absolute relative error.
+    `mape`, `median` and `p90` are the mean, the median and the 90th percentile of the absolute
+    relative errors; `bias` is the mean of the signed relative errors. `skill` is 1 minus the ratio
+    of `mape` to the same mean for linear scaling. `coverage` is the share of intervals that contain
+    the measured step, None without intervals. `excluded` is the number of excluded rows of the
+    group. The overhead of a row is the ratio of its step to the step under linear scaling, minus 1;
+    `overhead` is the relative error of the sum of the predicted overheads. `hard_n` is the number
+    of hard rows (see `Scored.hard`), and `hard_mape` their mean absolute relative error.
     """
 
     group: str
@@ -233,13 +287,15 @@ class ScoreLine:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The share of intervals that contain the measured step, over `rows` rows of `machines` machines.
+    """The share of intervals that contain the measured step, over `rows` rows of `machines`
+    machines.
 
-    `low` and `high` are the ends of the 95 % interval of `share`. Rows of one machine share the errors of its
-    description, so the interval comes from the variation between machines (Cochran, "Sampling Techniques", 1977,
-    section 9A.1). `score` is the mean interval score of the logarithms of the steps; a lower score is better. The score
-    of an interval is its width, plus ten times the distance by which it misses the step (Gneiting and Raftery,
-    "Strictly Proper Scoring Rules", 2007).
+    `low` and `high` are the ends of the 95 % interval of `share`. Rows of one machine share the
+    errors of its description, so the interval comes from the variation between machines (Cochran,
+    "Sampling Techniques", 1977, section 9A.1). `score` is the mean interval score of the logarithms
+    of the steps; a lower score is better. The score of an interval is its width, plus ten times the
+    distance by which it misses the step (Gneiting and Raftery, "Strictly Proper Scoring Rules",
+    2007).
     """
 
     rows: int
@@ -254,7 +310,9 @@ def coverage(scored: Sequence[Scored]) -> Coverage | None:
     """Return the coverage of all rows together; None if they are from fewer than two machines."""
     machines: dict[tuple[str, str], list[bool]] = {}
     for one in scored:
-        machines.setdefault((one.matched.row.gpu, one.matched.row.interconnect), []).append(one.covered)
+        machines.setdefault((one.matched.row.gpu, one.matched.row.interconnect), []).append(
+            one.covered
+        )
     m = len(machines)
     if m < 2:
         return None
@@ -265,8 +323,13 @@ def coverage(scored: Sequence[Scored]) -> Coverage | None:
     return Coverage(len(scored), m, share, max(0.0, share - half), min(1.0, share + half), each)
 
 
-def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST) -> Scored:
-    """Return the prediction of one row by simulation, with its interval; `host` is the host factor of the machine."""
+def predict(
+    matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST
+) -> Scored:
+    """Return the prediction of one row by simulation, with its interval.
+
+    `host` is the host factor of the machine.
+    """
     asked = rows.question(matched, constants, host)
     seconds = rows.predicted_s(asked, constants)
     base = _by_formula(asked, constants)
@@ -275,7 +338,9 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
         changed, other = constants, asked
         if name == HOST_FACTOR:
             machine = asked.machine.machine
-            slower = replace(machine, host=replace(machine.host, factor=machine.host.factor * factor))
+            slower = replace(
+                machine, host=replace(machine.host, factor=machine.host.factor * factor)
+            )
             other = replace(asked, machine=replace(asked.machine, machine=slower))
         elif name == "features":
             other = replace(asked, profile=_scaled_counts(asked, factor))
@@ -292,20 +357,29 @@ def predict(matched: Matched, constants: Constants = DEFAULT, host: float = rows
 
 def _by_formula(asked: PublishedCase, constants: Constants) -> float:
     machine = asked.machine.machine
-    return formula.seconds(asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop)
+    return formula.seconds(
+        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
+    )
 
 
 def _scaled_counts(asked: PublishedCase, factor: float) -> Any:
-    """Return a row's profile with the numbers of modules, parameter tensors and launches multiplied by `factor`."""
+    """Return a row's profile with the numbers of modules, parameter tensors and launches multiplied
+    by `factor`.
+    """
     p = asked.profile
     return replace(
-        p, modules=round(p.modules * factor), parameter_tensors=max(1, round(p.parameter_tensors * factor)),
-        forward_launches=round(p.forward_launches * factor), backward_launches=round(p.backward_launches * factor),
-    )  # fmt: skip
+        p,
+        modules=round(p.modules * factor),
+        parameter_tensors=max(1, round(p.parameter_tensors * factor)),
+        forward_launches=round(p.forward_launches * factor),
+        backward_launches=round(p.backward_launches * factor),
+    )
 
 
 def priors(asked: PublishedCase) -> dict[str, float]:
-    """Return the prior of each constant that affects the row's step, by name: a standard deviation of its logarithm."""
+    """Return the prior of each constant that affects the row's step, by name: a standard deviation
+    of its logarithm.
+    """
     found = priors_of(asked.case, asked.machine.machine)
     if asked.machine.assumed:
         found |= ASSUMED
@@ -325,8 +399,8 @@ def residual(asked: PublishedCase) -> float:
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
     """Return the rows of a table with their predictions, and the excluded rows.
 
-    The rows of a group are never predicted with constants that were fitted to that group. `all_rows` also includes rows
-    that repeat other rows or are not trusted.
+    The rows of a group are never predicted with constants that were fitted to that group.
+    `all_rows` also includes rows that repeat other rows or are not trusted.
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
@@ -336,8 +410,8 @@ def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Exc
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:
     """Return one scoreboard line for each group, strategy and metric, in the order of the rows.
 
-    Rows whose baseline must be extrapolated from another batch size get a separate line, because the extrapolation adds
-    to their error. `excluded` rows are counted by group.
+    Rows whose baseline must be extrapolated from another batch size get a separate line, because
+    the extrapolation adds to their error. `excluded` rows are counted by group.
     """
     found: dict[tuple[str, str, str], list[Scored]] = {}
     for one in scored:
@@ -363,18 +437,31 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
     # relative to the step under linear scaling, so that slow models do not dominate the sums
     extra = sum(one.measured_s / one.linear_s - 1 for one in group)
     missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
-    coverage = statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
+    coverage = (
+        statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
+    )
     return ScoreLine(
-        group=key[0], strategy=key[1], metric=key[2], n=len(group), mape=mape, median=statistics.median(errors),
-        p90=quantile(errors, 0.9), bias=statistics.mean(one.error for one in group),
-        skill=1 - mape / linear if linear else 0.0, coverage=coverage,
-        excluded=excluded, overhead=missed / extra if abs(extra) > 1e-9 else 0.0, hard_n=len(hard),
+        group=key[0],
+        strategy=key[1],
+        metric=key[2],
+        n=len(group),
+        mape=mape,
+        median=statistics.median(errors),
+        p90=quantile(errors, 0.9),
+        bias=statistics.mean(one.error for one in group),
+        skill=1 - mape / linear if linear else 0.0,
+        coverage=coverage,
+        excluded=excluded,
+        overhead=missed / extra if abs(extra) > 1e-9 else 0.0,
+        hard_n=len(hard),
         hard_mape=statistics.mean(hard) if hard else None,
-    )  # fmt: skip
+    )
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Return the quantile `q`, between 0 and 1, of values in ascending order, interpolated linearly."""
+    """Return the quantile `q`, between 0 and 1, of values in ascending order, interpolated
+    linearly.
+    """
     at = q * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)
@@ -384,6 +471,9 @@ def quantile(ordered: Sequence[float], q: float) -> float:
 def as_json(found: Iterable[ScoreLine]) -> list[dict[str, Any]]:
     """Return scoreboard lines as dictionaries for JSON, with floats rounded to six decimals."""
     return [
-        {key: round(value, 6) if isinstance(value, float) else value for key, value in asdict(one).items()}
+        {
+            key: round(value, 6) if isinstance(value, float) else value
+            for key, value in asdict(one).items()
+        }
         for one in found
     ]

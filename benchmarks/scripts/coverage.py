@@ -1,11 +1,13 @@
-"""Coverage: how often the 95 % intervals of reports include the true value, and how often reports withhold an estimate.
+"""Coverage: how often the 95 % intervals of reports include the true value, and how often reports
+withhold an estimate.
 
     python benchmarks/scripts/coverage.py [--experiments 10000]
 
-Each experiment draws the noise of its rounds from the stored runs in reports/, slows down some rounds, and computes the
-median of one case and the ratio of two with `dpbench.analysis.stats`. The true value is always 1: the step time of a
-round that was not slowed down. A slow round is slower by a factor of 2 to 50 in all of its steps. The script prints a
-Markdown table; its seed is fixed. 10,000 experiments per line take two to three minutes on one core.
+Each experiment draws the noise of its rounds from the stored runs in reports/, slows down some
+rounds, and computes the median of one case and the ratio of two with `dpbench.analysis.stats`. The
+true value is always 1: the step time of a round that was not slowed down. A slow round is slower by
+a factor of 2 to 50 in all of its steps. The script prints a Markdown table; its seed is fixed.
+10,000 experiments per line take two to three minutes on one core.
 """
 
 from __future__ import annotations
@@ -26,14 +28,20 @@ from dpbench.analysis import stats
 from dpbench.records.trial import Estimate
 
 REPORTS = Path(__file__).parents[2] / "reports"
-STORED = ("cpu-2-cores/trials.jsonl.gz", "ladder-2-cores/trials.jsonl.gz", "fastest-2-cores/trials.jsonl")
+STORED = (
+    "cpu-2-cores/trials.jsonl.gz",
+    "ladder-2-cores/trials.jsonl.gz",
+    "fastest-2-cores/trials.jsonl",
+)
 ROUNDS = (3, 5, 10)
 RATES = (0.0, 0.1)
 SLOWEST = (2.0, 50.0)
 STEPS = 9
 """The number of steps drawn per round."""
 RESAMPLES = 200
-"""A tenth of the resamples of a report: the spread is uncertain by 5 %, and the script runs ten times as fast."""
+"""A tenth of the resamples of a report: the spread is uncertain by 5 %, and the script runs ten
+times as fast.
+"""
 SEED = 20
 
 Array = NDArray[np.float64]
@@ -43,9 +51,9 @@ Array = NDArray[np.float64]
 class Noise:
     """The variation of the stored runs, on a logarithmic scale.
 
-    `between` has the deviations of the rounds' medians from the mean of their case, for all cases and centred on 0. It
-    mixes calm and noisy cases, so its tails are heavier than those of a single case. `within` has an array for each
-    round: its steps relative to the round's median.
+    `between` has the deviations of the rounds' medians from the mean of their case, for all cases
+    and centred on 0. It mixes calm and noisy cases, so its tails are heavier than those of a single
+    case. `within` has an array for each round: its steps relative to the round's median.
     """
 
     between: Array
@@ -54,7 +62,10 @@ class Noise:
 
 @dataclass(frozen=True)
 class Line:
-    """The results of one kind of estimate in the experiments of one setting; the last three fields are fractions."""
+    """The results of one kind of estimate in the experiments of one setting.
+
+    The last three fields are fractions.
+    """
 
     rounds: int
     rate: float
@@ -70,20 +81,27 @@ def recorded(paths: Iterable[Path]) -> Noise:
     between: list[float] = []
     for case in cases:
         levels = np.log([statistics.median(steps) for steps in case])
-        # each round shifts the mean of the few rounds towards itself, which shrinks the deviations by this factor
+        # each round shifts the mean of the few rounds towards itself, which shrinks the deviations
+        # by this factor
         between += list((levels - levels.mean()) * math.sqrt(len(case) / (len(case) - 1)))
-    within = tuple(np.log(steps) - np.log(statistics.median(steps)) for case in cases for steps in case)
+    within = tuple(
+        np.log(steps) - np.log(statistics.median(steps)) for case in cases for steps in case
+    )
     return Noise(np.array(between) - np.median(between), within)
 
 
 def _cases(path: Path) -> list[list[list[float]]]:
-    """Return the seconds of the timed steps of each round of each case, from an export as JSON lines."""
+    """Return the seconds of the timed steps of each round of each case, from an export as JSON
+    lines.
+    """
     found: dict[str, dict[int, list[float]]] = {}
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for line in map(json.loads, lines):
             steps = [step["seconds"] for step in line["steps"] if not step["warmup"]]
             if steps:
-                found.setdefault(json.dumps(line["case"], sort_keys=True), {})[line["round"]] = steps
+                found.setdefault(json.dumps(line["case"], sort_keys=True), {})[line["round"]] = (
+                    steps
+                )
     return [list(rounds.values()) for rounds in found.values()]
 
 
@@ -112,7 +130,9 @@ def simulated(noise: Noise, experiments: int) -> Iterator[Line]:
     for rounds in ROUNDS:
         for rate in RATES:
             generator = np.random.default_rng(SEED)
-            found = [experiment(noise, rounds, rate, number, generator) for number in range(experiments)]
+            found = [
+                experiment(noise, rounds, rate, number, generator) for number in range(experiments)
+            ]
             for kind in found[0]:
                 yield counted(rounds, rate, kind, [one[kind] for one in found])
 
@@ -127,18 +147,35 @@ def counted(rounds: int, rate: float, kind: str, estimates: list[Estimate]) -> L
 
 def table(lines: Iterable[Line]) -> str:
     """Return the lines as a Markdown table."""
-    head = ("rounds", "slow rounds", "estimate", "withheld", "coverage of those shown", "coverage of all")
+    head = (
+        "rounds",
+        "slow rounds",
+        "estimate",
+        "withheld",
+        "coverage of those shown",
+        "coverage of all",
+    )
     cells = [
-        (str(one.rounds), f"{one.rate:.0%}", one.kind, f"{one.withheld:.1%}", f"{one.covered_shown:.1%}",
-         f"{one.covered_all:.1%}")
+        (
+            str(one.rounds),
+            f"{one.rate:.0%}",
+            one.kind,
+            f"{one.withheld:.1%}",
+            f"{one.covered_shown:.1%}",
+            f"{one.covered_all:.1%}",
+        )
         for one in lines
-    ]  # fmt: skip
+    ]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiments", type=int, default=10_000, help="experiments per line of the table")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--experiments", type=int, default=10_000, help="experiments per line of the table"
+    )
     given = parser.parse_args()
     stats.RESAMPLES = RESAMPLES
     noise = recorded(REPORTS / name for name in STORED)

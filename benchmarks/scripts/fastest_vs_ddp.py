@@ -1,14 +1,16 @@
-"""Compare `fastest` and `copying` in one process, on two logical CPU devices, with two ranks of DDP on gloo.
+"""Compare `fastest` and `copying` in one process, on two logical CPU devices, with two ranks of DDP
+on gloo.
 
-    python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out reports/...]
+    python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out FOLDER]
 
-Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest` and `copying`, the
-default of TrainStep, train in that process. The ranks are its children, and block on a pipe while these run. All
-sides take their warm-up steps, then blocks of steps in ABBA order. The result of a run is the median over blocks of a
-ratio of seconds per step, DDP over `fastest`: above 1, `fastest` is faster. The ratio of `copying` to `fastest` shows
-the cost of the default. Three more ratios explain the result. DDP over a second DDP shows the noise. DDP over a DDP
-that keeps freed memory, as `fastest` does, shows the effect of the allocator. This third DDP over `fastest` shows the
-effect of the schedule.
+Each run is a fresh process with OMP_NUM_THREADS=1 whose threads are not bound to cores. `fastest`
+and `copying`, the default of TrainStep, train in that process. The ranks are its children, and
+block on a pipe while these run. All sides take their warm-up steps, then blocks of steps in ABBA
+order. The result of a run is the median over blocks of a ratio of seconds per step, DDP over
+`fastest`: above 1, `fastest` is faster. The ratio of `copying` to `fastest` shows the cost of the
+default. Three more ratios explain the result. DDP over a second DDP shows the noise. DDP over a DDP
+that keeps freed memory, as `fastest` does, shows the effect of the allocator. This third DDP over
+`fastest` shows the effect of the schedule.
 """
 
 from __future__ import annotations
@@ -46,19 +48,30 @@ Step = Callable[[], Any]
 
 
 def net(name: str) -> Any:
-    """Return a wide MLP, a small convolutional network, or 150 tiny layers, always with the same weights."""
+    """Return a wide MLP, a small convolutional network, or 150 tiny layers, always with the same
+    weights.
+    """
     import torch
     from torch import nn
 
     torch.manual_seed(0)
     if name == "wide":
-        return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+        return nn.Sequential(
+            nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+        )
     if name == "conv":
         layers: list[nn.Module] = []
         for inputs, outputs in ((3, 32), (32, 64), (64, 64)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [
+                nn.Conv2d(inputs, outputs, 3, padding=1),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10))
-    return nn.Sequential(*(layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 10))
+    return nn.Sequential(
+        *(layer for _ in range(150) for layer in (nn.Linear(16, 16), nn.Tanh())), nn.Linear(16, 10)
+    )
 
 
 def batch(name: str) -> tuple[Any, Any]:
@@ -90,7 +103,9 @@ def trained(step: Any, inputs: Any, target: Any, count: int) -> float:
 
 
 def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> None:
-    """Run one rank: receive a number of steps from the pipe, take them, and send the seconds per step; stop at 0."""
+    """Run one rank: receive a number of steps from the pipe, take them, and send the seconds per
+    step; stop at 0.
+    """
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
@@ -101,7 +116,9 @@ def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> 
         processes.keep()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
     model = DistributedDataParallel(net(name))
     stepper = optimizer(model.parameters())
     inputs, target = (one.chunk(2)[rank].clone() for one in batch(name))
@@ -126,7 +143,9 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(2):
             mine, theirs = context.Pipe()
-            process = context.Process(target=rank_of, args=(rank, name, folder, keep, theirs), daemon=True)
+            process = context.Process(
+                target=rank_of, args=(rank, name, folder, keep, theirs), daemon=True
+            )
             process.start()
             self._pipes.append(mine)
             self._processes.append(process)
@@ -144,18 +163,24 @@ class Ranks:
 
 
 def one_run(name: str) -> dict[str, Any]:
-    """Return the seconds per step of each side and block, and the schedule that `fastest` selected."""
+    """Return the seconds per step of each side and block, and the schedule that `fastest`
+    selected.
+    """
     import torch.nn.functional as F
 
     import dpbench
 
     with tempfile.TemporaryDirectory() as folder:
-        others = [Ranks(name, f"{folder}/{i}", keep=side.endswith("kept")) for i, side in enumerate(RANKS)]
+        others = [
+            Ranks(name, f"{folder}/{i}", keep=side.endswith("kept")) for i, side in enumerate(RANKS)
+        ]
         inputs, target = batch(name)
         with ExitStack() as open_steps:
             steps = [
                 open_steps.enter_context(
-                    dpbench.TrainStep(net(name), F.cross_entropy, optimizer, ["cpu", "cpu"], schedule)
+                    dpbench.TrainStep(
+                        net(name), F.cross_entropy, optimizer, ["cpu", "cpu"], schedule
+                    )
                 )
                 for schedule in SCHEDULES
             ]
@@ -177,27 +202,36 @@ def one_run(name: str) -> dict[str, Any]:
 def ratios(run: dict[str, Any]) -> dict[str, float]:
     """Return a run's ratios, each the median over blocks."""
     return {
-        title: statistics.median(a / b for a, b in zip(run["seconds"][top], run["seconds"][bottom], strict=True))
+        title: statistics.median(
+            a / b for a, b in zip(run["seconds"][top], run["seconds"][bottom], strict=True)
+        )
         for title, (top, bottom) in RATIOS.items()
     }
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with one row per net and ratio: the median of the runs, and the value of every run."""
+    """Return a Markdown table with one row per net and ratio: the median of the runs, and the value
+    of every run.
+    """
     lines = ["| net | ratio | median of runs | runs |", "|---|---|---|---|"]
     for name in dict.fromkeys(run["net"] for run in runs):
         found = [ratios(run) for run in runs if run["net"] == name]
         for title in RATIOS:
             each = sorted(one[title] for one in found)
             lines.append(
-                f"| {name} | {title} | {statistics.median(each):.3f} | {', '.join(f'{one:.2f}' for one in each)} |"
+                f"| {name} | {title} | {statistics.median(each):.3f} |"
+                f" {', '.join(f'{one:.2f}' for one in each)} |"
             )
     below = sum(ratios(run)["ddp / fastest"] < 0.97 for run in runs)
-    return "\n".join([*lines, "", f"{below} of {len(runs)} runs have `fastest` more than 3 % slower than DDP."])
+    return "\n".join(
+        [*lines, "", f"{below} of {len(runs)} runs have `fastest` more than 3 % slower than DDP."]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--nets", default=",".join(ROWS))
     parser.add_argument("--out", type=Path)
@@ -206,14 +240,25 @@ def main() -> None:
     if given.one:
         print(json.dumps(one_run(given.one)))
         return
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     runs = []
     for _ in range(given.runs):
         for name in given.nets.split(","):
             command = [sys.executable, __file__, "--one", name]
-            answer = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+            answer = subprocess.run(
+                command, env=environment, check=True, capture_output=True, text=True
+            )
             runs.append(json.loads(answer.stdout.splitlines()[-1]))
-            print(name, runs[-1]["schedule"], {k: round(v, 3) for k, v in ratios(runs[-1]).items()}, flush=True)
+            print(
+                name,
+                runs[-1]["schedule"],
+                {k: round(v, 3) for k, v in ratios(runs[-1]).items()},
+                flush=True,
+            )
     print(table(runs))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,12 @@
 """Gallery: the reports of real runs in reports/, and reports/index.html, the page that lists them.
 
-    python -m benchmarks.scripts.gallery NAME --title TITLE --about "SENTENCES" [--store dpbench.db] [--run RUN]
+    python -m benchmarks.scripts.gallery NAME --title TITLE --about "SENTENCES"
+        [--store dpbench.db] [--run RUN]
     python -m benchmarks.scripts.gallery
 
-The first form writes reports/NAME: the page of the run, its trials (trials.jsonl.gz, which `dpbench compare` reads),
-and run.json with the facts for the list. Both forms then write the list, from the folders that have a run.json.
+The first form writes reports/NAME: the page of the run, its trials (trials.jsonl.gz, which `dpbench
+compare` reads), and run.json with the facts for the list. Both forms then write the list, from the
+folders that have a run.json.
 """
 
 from __future__ import annotations
@@ -38,14 +40,15 @@ TEMPLATE = """<!doctype html>
 <body>
 <main class="runs">
 <h1>dpbench: reports of real runs</h1>
-<p>{% if only_cpu %}Every run here was made on a CPU, and says nothing about GPUs. {% endif %}The labels of a run
-qualify its figures; NOISY says that other processes used the cores.</p>
+<p>{% if only_cpu %}Every run here was made on a CPU, and says nothing about GPUs. {% endif %}
+The labels of a run qualify its figures; NOISY says that other processes used the cores.</p>
 {% for name, one in entries %}
 <section id="{{ name }}">
 <h2>{{ one.title }}</h2>
 <p>{{ one.about }}</p>
 <p>{% for label in one.labels %}<span class="badge {{ label }}">{{ label }}</span> {% endfor %}</p>
-<p class="note">{{ one.date }} UTC on {{ one.machine }}; {{ one.results }} of {{ one.cases }} cases have a result.</p>
+<p class="note">{{ one.date }} UTC on {{ one.machine }};
+{{ one.results }} of {{ one.cases }} cases have a result.</p>
 {% for answer in one.answers %}
 <p>{{ answer }}</p>
 {% endfor %}
@@ -75,7 +78,10 @@ qualify its figures; NOISY says that other processes used the cores.</p>
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts on one run in the list; `started_s` is in seconds since the epoch, and `about` has its paragraph."""
+    """The facts on one run in the list.
+
+    `started_s` is in seconds since the epoch, and `about` has its paragraph.
+    """
 
     title: str
     about: str
@@ -105,32 +111,47 @@ def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -
     # without a name and a time in its header, a file of equal trials has equal bytes
     (folder / TRIALS).write_bytes(gzip.compress(text.encode(), mtime=0))
     entry = Entry(
-        title=title, about=about, started_s=report.started_s, machine=f"{facts['host']}, GPUs: {facts['GPUs']}",
-        labels=naming.labels(report.rows), answers=tuple(f"{one.subject}: {one.headline}" for one in report.answers),
-        command=str(report.provenance.get("command", "")), cases=len(report.rows),
+        title=title,
+        about=about,
+        started_s=report.started_s,
+        machine=f"{facts['host']}, GPUs: {facts['GPUs']}",
+        labels=naming.labels(report.rows),
+        answers=tuple(f"{one.subject}: {one.headline}" for one in report.answers),
+        command=str(report.provenance.get("command", "")),
+        cases=len(report.rows),
         results=sum(row.step is not None for row in report.rows),
-    )  # fmt: skip
+    )
     (folder / FACTS).write_bytes(msgspec.json.format(msgspec.json.encode(entry)) + b"\n")
 
 
 def listed(reports: Path) -> str:
-    """Return the HTML text of the list: the runs with facts, the newest first, then the folders with a README alone."""
+    """Return the HTML text of the list: the runs with facts, the newest first, then the folders
+    with a README alone.
+    """
     found = {
-        path.parent.name: msgspec.json.decode(path.read_bytes(), type=Entry) for path in reports.glob(f"*/{FACTS}")
+        path.parent.name: msgspec.json.decode(path.read_bytes(), type=Entry)
+        for path in reports.glob(f"*/{FACTS}")
     }
     entries = sorted(found.items(), key=lambda pair: (-pair[1].started_s, pair[0]))
     studies = [
         (path.parent.name, heading[1].replace("`", ""), (path.parent / "index.html").is_file())
         for path in sorted(reports.glob("*/README.md"))
-        if path.parent.name not in found and (heading := re.match(r"# (.+)", path.read_text(encoding="utf-8")))
+        if path.parent.name not in found
+        and (heading := re.match(r"# (.+)", path.read_text(encoding="utf-8")))
     ]
     only_cpu = all({"CPU-ONLY", "EMULATED"} & {*one.labels} for one in found.values())
     style = page.text_of("page.css")
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    jinja = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     return jinja.from_string(TEMPLATE).render(
-        entries=entries, studies=studies, only_cpu=only_cpu, trials=TRIALS, style=Markup(style),
+        entries=entries,
+        studies=studies,
+        only_cpu=only_cpu,
+        trials=TRIALS,
+        style=Markup(style),
         allowed=Markup(page.allowed(style)),
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -146,7 +167,13 @@ def main() -> None:
     if given.name:
         if not given.about:
             parser.error("--about is missing: the list has a paragraph on each run")
-        add(given.reports / given.name, given.title or given.name, given.about, given.store, given.run)
+        add(
+            given.reports / given.name,
+            given.title or given.name,
+            given.about,
+            given.store,
+            given.run,
+        )
     given.reports.mkdir(parents=True, exist_ok=True)
     (given.reports / "index.html").write_text(listed(given.reports) + "\n", encoding="utf-8")
     print(given.reports / "index.html")

@@ -1,17 +1,20 @@
 """Gate: decide whether this checkout's engine is slower than that of another commit.
 
-    make gate BASE=main        or:  python benchmarks/scripts/gate.py BASE [--minutes 10] [--margin 0.05]
+    make gate BASE=main
+    python benchmarks/scripts/gate.py BASE [--minutes 10] [--margin 0.05]
 
-For each small case, processes are forked in pairs from two servers, one of which imports the package of BASE and the
-other the package of this checkout with its uncommitted changes. The processes of a pair run blocks of steps in the
-order ABBA, and the side that starts changes with every pair. A pair gives two ratios of the checkout's median block to
-BASE's: of wall time and of CPU time. Both processes run on one core, because they never run at the same time.
+For each small case, processes are forked in pairs from two servers, one of which imports the
+package of BASE and the other the package of this checkout with its uncommitted changes. The
+processes of a pair run blocks of steps in the order ABBA, and the side that starts changes with
+every pair. A pair gives two ratios of the checkout's median block to BASE's: of wall time and of
+CPU time. Both processes run on one core, because they never run at the same time.
 
-The rule is sequential: after 5, 8, 12, 18, 27 and 40 pairs, one-sided t-tests on the logarithms of the ratios are made.
-A case is "slower" if a ratio is decidedly above 1, and "not slower" if a ratio is decidedly below 1 plus the margin.
-Bonferroni's correction over cases, looks and the two times bounds the probability of any wrong "slower" by 5 %, and
-that of missing a slowdown by the margin by 5 % too. Wall time is asked first. Where CPU time decides alone, the answer
-says so: it does not contain waiting.
+The rule is sequential: after 5, 8, 12, 18, 27 and 40 pairs, one-sided t-tests on the logarithms of
+the ratios are made. A case is "slower" if a ratio is decidedly above 1, and "not slower" if a ratio
+is decidedly below 1 plus the margin. Bonferroni's correction over cases, looks and the two times
+bounds the probability of any wrong "slower" by 5 %, and that of missing a slowdown by the margin by
+5 % too. Wall time is asked first. Where CPU time decides alone, the answer says so: it does not
+contain waiting.
 
 Exit code 0: no case is slower; 1: at least one is; 3: cannot tell within the time.
 """
@@ -61,9 +64,11 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The answer on one case after `pairs` pairs, with the ratio of this checkout to BASE and its interval.
+    """The answer on one case after `pairs` pairs, with the ratio of this checkout to BASE and its
+    interval.
 
-    `time` is the time that decided, "wall_s" or "cpu_s". The interval has the level of the one-sided tests.
+    `time` is the time that decided, "wall_s" or "cpu_s". The interval has the level of the
+    one-sided tests.
     """
 
     case: str
@@ -75,13 +80,22 @@ class Finding:
     high: float
 
     def __str__(self) -> str:
-        alone = " (CPU time; wall time is undecided)" if self.time == "cpu_s" and self.answer != Answer.UNKNOWN else ""
+        alone = (
+            " (CPU time; wall time is undecided)"
+            if self.time == "cpu_s" and self.answer != Answer.UNKNOWN
+            else ""
+        )
         span = f"{self.ratio:.3f}x ({self.low:.3f}-{self.high:.3f})"
-        return f"{self.case:<24} {self.answer:<12} {span} the time of BASE, {self.pairs} pairs{alone}"
+        return (
+            f"{self.case:<24} {self.answer:<12} {span} the time of BASE, {self.pairs} pairs{alone}"
+        )
 
 
 def judge(case: str, ratios: Mapping[str, Sequence[float]], margin: float, level: float) -> Finding:
-    """Return the finding on a case from the ratios of its pairs, by time; one-sided tests have the level `level`."""
+    """Return the finding on a case from the ratios of its pairs, by time.
+
+    One-sided tests have the level `level`.
+    """
     found = []
     for name in TIMES:
         logs = np.log(ratios[name])
@@ -94,19 +108,40 @@ def judge(case: str, ratios: Mapping[str, Sequence[float]], margin: float, level
             answer = Answer.NOT_SLOWER
         low, high = math.exp(centre - reach), math.exp(centre + reach)
         found.append(
-            Finding(case=case, answer=answer, time=name, pairs=len(logs), ratio=math.exp(centre), low=low, high=high)
+            Finding(
+                case=case,
+                answer=answer,
+                time=name,
+                pairs=len(logs),
+                ratio=math.exp(centre),
+                low=low,
+                high=high,
+            )
         )
     return next((one for one in found if one.answer is not Answer.UNKNOWN), found[-1])
 
 
 class Side:
-    """A running server of one tree; `start` begins a case, `block` times a block of it, and `end` ends it."""
+    """A running server of one tree.
+
+    `start` begins a case, `block` times a block of it, and `end` ends it.
+    """
 
     def __init__(self, tree: Path) -> None:
         script = Path(__file__).with_name("gate_side.py")
-        env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(tree),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
         self.process = subprocess.Popen(
-            [sys.executable, str(script)], env=env, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, str(script)],
+            env=env,
+            cwd=tree,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
         )
         found = Path(self._read()["dpbench"])
         if found.parent.resolve() != tree.resolve():
@@ -153,7 +188,9 @@ def server(tree: Path) -> Iterator[Side]:
 
 
 def pair(case: str, base: Side, head: Side, turned: bool) -> dict[str, float]:
-    """Return the ratios of one pair of forked processes: the median block of `head` over that of `base`, by time."""
+    """Return the ratios of one pair of forked processes: the median block of `head` over that of
+    `base`, by time.
+    """
     sides = {"A": head, "B": base} if turned else {"A": base, "B": head}
     for side in sides.values():
         side.start(case)
@@ -165,17 +202,25 @@ def pair(case: str, base: Side, head: Side, turned: bool) -> dict[str, float]:
     for side in sides.values():
         side.end()
     return {
-        name: statistics.median(one[name] for one in seconds[head])
-        / statistics.median(one[name] for one in seconds[base])
+        name: (
+            statistics.median(one[name] for one in seconds[head])
+            / statistics.median(one[name] for one in seconds[base])
+        )
         for name in TIMES
     }
 
 
-def decide(base: Path, head: Path, *, cases: Sequence[str], seconds: float, margin: float) -> list[Finding]:
-    """Return a finding on each case for the packages in the trees `base` and `head`, within about `seconds`."""
+def decide(
+    base: Path, head: Path, *, cases: Sequence[str], seconds: float, margin: float
+) -> list[Finding]:
+    """Return a finding on each case for the packages in the trees `base` and `head`, within about
+    `seconds`.
+    """
     level = ALPHA / (len(cases) * len(LOOKS) * len(TIMES))
     end = time.monotonic() + seconds
-    ratios: dict[str, dict[str, list[float]]] = {case: {name: [] for name in TIMES} for case in cases}
+    ratios: dict[str, dict[str, list[float]]] = {
+        case: {name: [] for name in TIMES} for case in cases
+    }
     open_ = list(cases)
     found: dict[str, Finding] = {}
     with ExitStack() as stack:
@@ -189,7 +234,11 @@ def decide(base: Path, head: Path, *, cases: Sequence[str], seconds: float, marg
             if number + 1 in LOOKS or late:
                 for case in open_:
                     one_case = judge(case, ratios[case], margin, level)
-                    found[case] = one_case if number + 1 in LOOKS else replace(one_case, answer=Answer.UNKNOWN)
+                    found[case] = (
+                        one_case
+                        if number + 1 in LOOKS
+                        else replace(one_case, answer=Answer.UNKNOWN)
+                    )
                 open_ = [case for case in open_ if found[case].answer is Answer.UNKNOWN]
             if late or not open_:
                 break
@@ -197,7 +246,9 @@ def decide(base: Path, head: Path, *, cases: Sequence[str], seconds: float, marg
 
 
 def on_one_core() -> None:
-    """Bind this process, and the servers that it will start, to one core, so that no step moves between cores."""
+    """Bind this process, and the servers that it will start, to one core, so that no step moves
+    between cores.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
@@ -213,7 +264,9 @@ def tree_of(commit: str) -> Iterator[Path]:
     """Yield a folder with the package of a commit of this repository."""
     folder = Path(tempfile.mkdtemp(prefix="gate-"))
     try:
-        archive = subprocess.run(["git", "archive", commit, "dpbench"], check=True, stdout=subprocess.PIPE).stdout
+        archive = subprocess.run(
+            ["git", "archive", commit, "dpbench"], check=True, stdout=subprocess.PIPE
+        ).stdout
         subprocess.run(["tar", "-x", "-C", str(folder)], input=archive, check=True)
         yield folder
     finally:
@@ -221,8 +274,12 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Compare this checkout with the commit that the command line names, print the findings, and exit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Compare this checkout with the commit that the command line names, print the findings, and
+    exit.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("base", help="the commit, branch or tag to compare with")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--margin", type=float, default=0.05)
@@ -230,7 +287,9 @@ def main() -> None:
     here = Path(__file__).resolve().parents[2]
     on_one_core()
     with tree_of(arguments.base) as base:
-        found = decide(base, here, cases=CASES, seconds=60 * arguments.minutes, margin=arguments.margin)
+        found = decide(
+            base, here, cases=CASES, seconds=60 * arguments.minutes, margin=arguments.margin
+        )
     for one in found:
         print(one)
     answer = whole(found)

@@ -1,11 +1,13 @@
-"""One side of the gate: a server process that imports dpbench from one tree and forks a process for each request.
+"""One side of the gate: a server process that imports dpbench from one tree and forks a process for
+each request.
 
     PYTHONPATH=TREE python benchmarks/scripts/gate_side.py
 
-The server reads lines from stdin. `fork MODEL SCHEDULE` forks a process that trains a small model on two logical CPU
-devices. This process answers `block N` with the wall and CPU seconds of N steps as JSON, and ends at `end`. Forked
-processes differ less than started ones, because they share the memory of the imported modules. The script uses only
-dpbench.TrainStep, so that it runs with every version that has this class.
+The server reads lines from stdin. `fork MODEL SCHEDULE` forks a process that trains a small model
+on two logical CPU devices. This process answers `block N` with the wall and CPU seconds of N steps
+as JSON, and ends at `end`. Forked processes differ less than started ones, because they share the
+memory of the imported modules. The script uses only dpbench.TrainStep, so that it runs with every
+version that has this class.
 """
 
 from __future__ import annotations
@@ -33,20 +35,33 @@ def build(case: str) -> Step:
     kind, schedule = case.split()
     torch.manual_seed(0)
     nets = {
-        "mlp": (nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]), (32, 64)),
+        "mlp": (
+            nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.ReLU())]),
+            (32, 64),
+        ),
         "convolutions": (
             nn.Sequential(
-                nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(),
-                nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 64),
+                nn.Conv2d(3, 8, 3),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.Conv2d(8, 8, 3),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                nn.Linear(8, 64),
             ),
             (8, 3, 16, 16),
         ),
-    }  # fmt: skip
+    }
     model, shape = nets[kind]
     step = dpbench.TrainStep(
-        model, nn.functional.cross_entropy, lambda parameters: torch.optim.SGD(parameters, lr=0.01), ["cpu", "cpu"],
+        model,
+        nn.functional.cross_entropy,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        ["cpu", "cpu"],
         schedule=schedule,
-    )  # fmt: skip
+    )
     inputs, target = torch.randn(shape), torch.randint(64, shape[:1])
     return lambda: step(inputs, target)
 

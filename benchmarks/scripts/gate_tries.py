@@ -1,11 +1,13 @@
-"""Tries of the gate: how often it calls an unchanged engine slower, and how often it finds 5 % of planted work.
+"""Tries of the gate: how often it calls an unchanged engine slower, and how often it finds 5 % of
+planted work.
 
     python benchmarks/scripts/gate_tries.py OUTPUT.jsonl [--tries 20] [--minutes 10]
 
-A try compares this commit with a copy of it: an exact copy, or one whose TrainStep does real work for a further 5 % of
-the step's CPU time, calibrated in each process. "cannot tell" counts as a miss for planted work, and as no alarm for
-the exact copy. At most one of 20 tries with the exact copy should be an alarm, and 18 of 20 planted ones should be
-found. Each try appends one line to OUTPUT; a restarted script makes only the missing tries.
+A try compares this commit with a copy of it: an exact copy, or one whose TrainStep does real work
+for a further 5 % of the step's CPU time, calibrated in each process. "cannot tell" counts as a miss
+for planted work, and as no alarm for the exact copy. At most one of 20 tries with the exact copy
+should be an alarm, and 18 of 20 planted ones should be found. Each try appends one line to OUTPUT;
+a restarted script makes only the missing tries.
 """
 
 from __future__ import annotations
@@ -61,20 +63,30 @@ def run(planted: bool, seconds: float) -> dict[str, Any]:
             plant(head, 0.05)
         found = gate.decide(base, head, cases=gate.CASES, seconds=seconds, margin=0.05)
     return {
-        "planted": planted, "answer": gate.whole(found).value, "seconds": round(time.monotonic() - start, 1),
+        "planted": planted,
+        "answer": gate.whole(found).value,
+        "seconds": round(time.monotonic() - start, 1),
         "cases": {
             one.case: {
-                "answer": one.answer.value, "time": one.time, "pairs": one.pairs, "ratio": round(one.ratio, 4),
-                "low": round(one.low, 4), "high": round(one.high, 4),
+                "answer": one.answer.value,
+                "time": one.time,
+                "pairs": one.pairs,
+                "ratio": round(one.ratio, 4),
+                "low": round(one.low, 4),
+                "high": round(one.high, 4),
             }
             for one in found
         },
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
-    """Make the missing tries, alternately with the exact copy and with planted work, and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Make the missing tries, alternately with the exact copy and with planted work, and print the
+    counts.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--tries", type=int, default=20, help="the number of tries of each kind")
     parser.add_argument("--minutes", type=float, default=10.0, help="the most minutes of one try")
@@ -89,7 +101,9 @@ def main() -> None:
         print(number + 1, done[-1]["planted"], done[-1]["answer"], done[-1]["seconds"], flush=True)
     alarms = sum(one["answer"] == gate.Answer.SLOWER for one in done if not one["planted"])
     found = sum(one["answer"] == gate.Answer.SLOWER for one in done if one["planted"])
-    print(f"alarms: {alarms} of {arguments.tries}; planted work found: {found} of {arguments.tries}")
+    print(
+        f"alarms: {alarms} of {arguments.tries}; planted work found: {found} of {arguments.tries}"
+    )
 
 
 if __name__ == "__main__":

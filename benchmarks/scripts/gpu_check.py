@@ -1,11 +1,13 @@
-"""GPU check: run the tests that need GPUs and a short benchmark, and write one page of text to send back.
+"""GPU check: run the tests that need GPUs and a short benchmark, and write one page of text to send
+back.
 
     make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt]
 
-The page has the machine's facts, the tests that failed with the first line of each error, and the answers and the
-table of a run on 1, 2 and all GPUs. It contains no host name, user name or path.
+The page has the machine's facts, the tests that failed with the first line of each error, and the
+answers and the table of a run on 1, 2 and all GPUs. It contains no host name, user name or path.
 
-Exit code 0: all tests passed and the run ended; 1: a test failed, or the run did; 2: no GPU is visible to CUDA.
+Exit code 0: all tests passed and the run ended; 1: a test failed, or the run did; 2: no GPU is
+visible to CUDA.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ RUN = ("run", "--rounds", "3", "--budget", "300", "--quiet")
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """The outcome of the tests: the numbers of those that passed and that were skipped, and an error per failed one."""
+    """The outcome of the tests: the numbers of those that passed and that were skipped, and an
+    error per failed one.
+    """
 
     passed: int
     skipped: Mapping[str, int]
@@ -54,15 +58,25 @@ class Tests:
 
 
 def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
-    """Return the page of text; `facts` are those of `provenance.collect`, `run` is the output of the run.
+    """Return the page of text.
+
+    `facts` are those of `provenance.collect`, `run` is the output of the run.
 
     `tests` is None if pytest did not end.
     """
     gpus = facts["gpus"]
     lines = ["# dpbench on GPUs", "", "## Machine"]
-    lines += [f"{gpu['index']}: {gpu['name']}, {gpu.get('memory_bytes') or 0:,} bytes" for gpu in gpus.get("gpus", ())]
-    lines += [f"{name}: {gpus.get(name, 'unknown')}" for name in ("driver", "cuda_driver", "physical_gpus")]
-    lines += [f"{name}: {facts['host'].get(name, 'unknown')}" for name in ("system", "cpu", "cores")]
+    lines += [
+        f"{gpu['index']}: {gpu['name']}, {gpu.get('memory_bytes') or 0:,} bytes"
+        for gpu in gpus.get("gpus", ())
+    ]
+    lines += [
+        f"{name}: {gpus.get(name, 'unknown')}"
+        for name in ("driver", "cuda_driver", "physical_gpus")
+    ]
+    lines += [
+        f"{name}: {facts['host'].get(name, 'unknown')}" for name in ("system", "cpu", "cores")
+    ]
     lines += [f"{name} {version}" for name, version in facts["packages"].items()]
     lines += [f"dpbench {facts['dpbench'].get('commit', facts['dpbench']['version'])}"]
     lines += [f"{name}={value}" for name, value in facts["variables"].items()]
@@ -70,7 +84,10 @@ def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
     if tests is None:
         lines.append(f"the tests did not end within {TESTS_S} s")
     else:
-        lines.append(f"{tests.passed} passed, {sum(tests.skipped.values())} skipped, {len(tests.failed)} failed")
+        lines.append(
+            f"{tests.passed} passed, {sum(tests.skipped.values())} skipped, {len(tests.failed)}"
+            " failed"
+        )
         lines += [f"skipped {count}: {reason}" for reason, count in tests.skipped.items()]
         lines += [f"FAILED {name}: {error}" for name, error in tests.failed.items()]
     return "\n".join([*lines, "", "## Run", f"dpbench {' '.join(RUN)}", "", run.strip(), ""])
@@ -88,22 +105,41 @@ def _tests(folder: Path) -> Tests | None:
 
 def _run(folder: Path) -> tuple[int, str]:
     """Return the exit code of the run and its output without the names of the folder."""
-    command = [sys.executable, "-m", "dpbench", *RUN, "--store", "check.db", "--report", "check.html"]
+    command = [
+        sys.executable,
+        "-m",
+        "dpbench",
+        *RUN,
+        "--store",
+        "check.db",
+        "--report",
+        "check.html",
+    ]
     try:
-        done = subprocess.run(command, cwd=folder, timeout=RUN_S, check=False, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, timeout=RUN_S, check=False, capture_output=True, text=True
+        )
     except subprocess.TimeoutExpired:
         return 1, f"the run did not end within {RUN_S} s"
-    return done.returncode, (done.stdout + done.stderr).replace(str(folder), "").replace(str(ROOT), "")
+    return done.returncode, (done.stdout + done.stderr).replace(str(folder), "").replace(
+        str(ROOT), ""
+    )
 
 
 def main() -> None:
     """Make the page, print it, write it to the file that the command line names, and exit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path, nargs="?", default=Path("gpu-check.txt"))
     output = parser.parse_args().output
     facts = provenance.collect(nvml.describe())
     if not facts["gpus"].get("gpus") or not provenance.torch_has_cuda():
-        build = "" if provenance.torch_has_cuda() else "; the installed torch has no CUDA (make TORCH=system gpu-check)"
+        build = (
+            ""
+            if provenance.torch_has_cuda()
+            else "; the installed torch has no CUDA (make TORCH=system gpu-check)"
+        )
         print(f"gpu-check: no GPU is visible to CUDA{build}", file=sys.stderr)
         sys.exit(2)
     with tempfile.TemporaryDirectory() as name:

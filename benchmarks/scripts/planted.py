@@ -1,4 +1,5 @@
-"""Planted: the mlp with a slowdown in one phase of a step, which `verdicts.py` expects dpbench to find.
+"""Planted: the mlp with a slowdown in one phase of a step, which `verdicts.py` expects dpbench to
+find.
 
 The phase spins for DPBENCH_PLANTED_S seconds once per step, whatever the number of replicas.
 """
@@ -62,7 +63,9 @@ class Variant:
     def batch(self, n: int, seed: int, size: str) -> Any:
         return mlp.batch(n, seed, size)
 
-    def loss(self, output: torch.Tensor, target: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    def loss(
+        self, output: torch.Tensor, target: torch.Tensor, reduction: str = "mean"
+    ) -> torch.Tensor:
         if self._phase == "loss":
             spin()
         if self._phase == "backward":
@@ -70,4 +73,6 @@ class Variant:
         return mlp.loss(output, target, reduction)
 
 
-none, forward, loss, backward = (Variant(phase) for phase in ("none", "forward", "loss", "backward"))
+none, forward, loss, backward = (
+    Variant(phase) for phase in ("none", "forward", "loss", "backward")
+)

@@ -1,10 +1,12 @@
-"""Public figures: predict other people's published step times and memory, without any of their measurements.
+"""Public figures: predict other people's published step times and memory, without any of their
+measurements.
 
     python -m benchmarks.scripts.public_figures [--memory]
 
-Each row of reports/public-figures/figures.csv is predicted from the machine's description and from the model's counts;
-the measured step on one device is not used. With --memory, each row of memory.csv is predicted from a trace of the
-model as benchmarks/models/published.py defines it. The output is a table of reports/public-figures/README.md.
+Each row of reports/public-figures/figures.csv is predicted from the machine's description and from
+the model's counts; the measured step on one device is not used. With --memory, each row of
+memory.csv is predicted from a trace of the model as benchmarks/models/published.py defines it. The
+output is a table of reports/public-figures/README.md.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A published step time and its prediction, in seconds; `low_s` and `high_s` are the ends of the 80 % interval.
+    """A published step time and its prediction, in seconds.
+
+    `low_s` and `high_s` are the ends of the 80 % interval.
 
     `missing` says why there is no prediction; it is empty if there is one.
     """
@@ -55,17 +59,28 @@ def figures() -> Iterator[Figure]:
         devices, batch, value = int(row["devices"]), int(row["batch_per_gpu"]), float(row["value"])
         published_s = value / 1e3 if row["metric"] == "step_ms" else devices * batch / value
         case = Case(
-            model=row["model"], strategy=row["strategy"], devices=devices, batch_size=devices * batch, size="full",
-            device_kind="cuda", inputs="device",  # their loaders copy batches while the step before runs
-            precision="fp32" if row["precision"] == "tf32" else row["precision"],  # torch's default on such GPUs
-        )  # fmt: skip
+            model=row["model"],
+            strategy=row["strategy"],
+            devices=devices,
+            batch_size=devices * batch,
+            size="full",
+            device_kind="cuda",
+            inputs="device",  # their loaders copy batches while the step before runs
+            precision=(
+                "fp32" if row["precision"] == "tf32" else row["precision"]
+            ),  # torch's default on such GPUs
+        )
         try:
             found = Predictor(machine.load(row["machine"])).predict(case)
         except LookupError as error:
             yield Figure(row=row, published_s=published_s, missing=str(error).partition(";")[0])
         else:
             yield Figure(
-                row=row, published_s=published_s, predicted_s=found.seconds, low_s=found.low_s, high_s=found.high_s
+                row=row,
+                published_s=published_s,
+                predicted_s=found.seconds,
+                low_s=found.low_s,
+                high_s=found.high_s,
             )
 
 
@@ -73,7 +88,8 @@ def main() -> None:
     """Print the table and the summary."""
     found = list(figures())
     print(
-        "| id | model | devices | batch per GPU | precision | published, ms | predicted, ms (80 %) | error | inside |"
+        "| id | model | devices | batch per GPU | precision | published, ms | predicted, ms (80 %)"
+        " | error | inside |"
     )
     print("|---|---|---|---|---|---|---|---|---|")
     for one in found:
@@ -89,7 +105,9 @@ def main() -> None:
         if one.missing:
             cells += [f"none: {one.missing}", "", ""]
         else:
-            cells.append(f"{one.predicted_s * 1e3:.1f} ({one.low_s * 1e3:.0f}-{one.high_s * 1e3:.0f})")
+            cells.append(
+                f"{one.predicted_s * 1e3:.1f} ({one.low_s * 1e3:.0f}-{one.high_s * 1e3:.0f})"
+            )
             cells += [f"{one.error:+.0%}", "yes" if one.inside else "no"]
         print(f"| {' | '.join(cells)} |")
     predicted = [one for one in found if not one.missing]
@@ -102,7 +120,10 @@ def main() -> None:
 
 
 def memory_mib(row: dict[str, str]) -> float | None:
-    """Return the predicted memory of a row of memory.csv in MiB; None if its model is not defined."""
+    """Return the predicted memory of a row of memory.csv in MiB.
+
+    None if its model is not defined.
+    """
     from benchmarks.models import published
     from dpbench.predict.memory import needed
 
@@ -110,11 +131,16 @@ def memory_mib(row: dict[str, str]) -> float | None:
         return None
     devices = int(row["devices"])
     case = Case(
-        model=f"benchmarks.models.published:{row['model']}", strategy=row["strategy"], devices=devices, size="full",
-        batch_size=devices * int(row["batch_per_gpu"]), device_kind="cuda", precision=row["precision"],
+        model=f"benchmarks.models.published:{row['model']}",
+        strategy=row["strategy"],
+        devices=devices,
+        size="full",
+        batch_size=devices * int(row["batch_per_gpu"]),
+        device_kind="cuda",
+        precision=row["precision"],
         optimizer="sgd" if row["optimizer"] == "sgd" else "own",
         zero_grad="zero" if row["gradients"] == "kept" else "none",
-    )  # fmt: skip
+    )
     found = needed(case)[int(row["device"])]
     sizes = {"allocated": found.peak.allocated_bytes, "reserved": found.peak.reserved_bytes}
     return sizes.get(row["quantity"], found.process_bytes) / MIB
@@ -122,7 +148,10 @@ def memory_mib(row: dict[str, str]) -> float | None:
 
 def print_memory() -> None:
     """Print the table of memory and its summary."""
-    print("| id | model | strategy, GPU | batch per GPU | precision | quantity | published, MiB | predicted | error |")
+    print(
+        "| id | model | strategy, GPU | batch per GPU | precision | quantity | published, MiB |"
+        " predicted | error |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     rows = list(csv.DictReader(MEMORY.read_text(encoding="utf-8").splitlines()))
     errors: list[float] = []
@@ -138,7 +167,10 @@ def print_memory() -> None:
         print(f"| {' | '.join(cells)} |", flush=True)
     near = sum(abs(error) <= 0.1 for error in errors)
     middle = statistics.median(abs(error) for error in errors)
-    print(f"\n{len(errors)} of {len(rows)} figures predicted, {near} of them within 10 %; median error {middle:.1%}.")
+    print(
+        f"\n{len(errors)} of {len(rows)} figures predicted, {near} of them within 10 %; median"
+        f" error {middle:.1%}."
+    )
 
 
 if __name__ == "__main__":

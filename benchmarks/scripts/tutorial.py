@@ -1,10 +1,11 @@
 """Run the commands of docs/why-dataparallel-is-slow.md, and write their tables into it.
 
-    python benchmarks/scripts/tutorial.py            # rewrite the tables; measures for about two minutes
-    python benchmarks/scripts/tutorial.py --check    # exit with status 1 if the table of a prediction differs
+    python benchmarks/scripts/tutorial.py            # rewrite the tables; takes two minutes
+    python benchmarks/scripts/tutorial.py --check    # exit status 1 if a predicted table differs
 
-A table follows the marker `<!-- result -->`, which follows the command. With `<!-- result memory -->`, it is the
-second table that the command prints. After `<!-- measured run -->`, it is a measurement, followed by the verdict.
+A table follows the marker `<!-- result -->`, which follows the command. With `<!-- result memory
+-->`, it is the second table that the command prints. After `<!-- measured run -->`, it is a
+measurement, followed by the verdict.
 """
 
 from __future__ import annotations
@@ -23,24 +24,43 @@ from dpbench.cli import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "why-dataparallel-is-slow.md"
 RESULT = re.compile(
-    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- result(?: memory)? -->)\n(?P<table>(?:\|[^\n]*\n)*)"
+    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- result(?: memory)?"
+    r" -->)\n(?P<table>(?:\|[^\n]*\n)*)"
 )
 MEASURED = re.compile(
-    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured run -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
+    r"```sh\ndpbench (?P<command>[^\n]+)\n```\n\n(?P<marker><!-- measured run"
+    r" -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
 )
 COLUMNS = {
     "<!-- measured run -->": ("strategy", "devices", "ms/step", "95 % interval", "speed-up"),
-    "<!-- result -->": ("strategy", "devices", "ms/step", "80 % interval", "speed-up", "phases, ms"),
-    "<!-- result memory -->": ("strategy", "devices", "GPU 0 allocated", "other GPUs", "GPU 0 reserved"),
+    "<!-- result -->": (
+        "strategy",
+        "devices",
+        "ms/step",
+        "80 % interval",
+        "speed-up",
+        "phases, ms",
+    ),
+    "<!-- result memory -->": (
+        "strategy",
+        "devices",
+        "GPU 0 allocated",
+        "other GPUs",
+        "GPU 0 reserved",
+    ),
 }
 
 
 def table(command: str, marker: str) -> str:
-    """Return the table that a command prints, in Markdown, with the columns that belong to the marker."""
+    """Return the table that a command prints, in Markdown, with the columns that belong to the
+    marker.
+    """
     with TemporaryDirectory() as folder, chdir(folder):  # some commands write a page
         done = CliRunner().invoke(cli, shlex.split(command), catch_exceptions=False)
     if done.exit_code:
-        raise RuntimeError(f"dpbench {command} ended with exit status {done.exit_code}: {done.output}")
+        raise RuntimeError(
+            f"dpbench {command} ended with exit status {done.exit_code}: {done.output}"
+        )
     printed = [block.splitlines() for block in done.stdout.split("\n\n")]
     blocks = [block for block in printed if len(block) > 1 and set(block[1]) <= {"-", " "}]
     header, dashes, *rows = blocks[1 if "memory" in marker else 0]
@@ -48,10 +68,16 @@ def table(command: str, marker: str) -> str:
     names = [header[start:end].strip() for start, end in places]
     wanted = COLUMNS[marker]
     cells = [[row[start:end].strip() for start, end in places] for row in rows]
-    lines = [wanted, ["---"] * len(wanted), *([one[names.index(name)] for name in wanted] for one in cells)]
+    lines = [
+        wanted,
+        ["---"] * len(wanted),
+        *([one[names.index(name)] for name in wanted] for one in cells),
+    ]
     verdict = printed[-1] if "measured" in marker else []
     said = [
-        part for line in verdict for part in textwrap.wrap(line, 98, initial_indent="> - ", subsequent_indent=">   ")
+        part
+        for line in verdict
+        for part in textwrap.wrap(line, 98, initial_indent="> - ", subsequent_indent=">   ")
     ]
     return "".join(f"{line}\n" for line in [*(f"| {' | '.join(line)} |" for line in lines), *said])
 

@@ -2,13 +2,15 @@
 
     python benchmarks/scripts/verdicts.py OUTPUT.jsonl [--aa 200] [--ab 50]
 
-A/A: half of the comparisons are within one run. One worker measures both sides in alternating blocks, and rounds are
-added until the ratio is known to 1 % or the budget of 12 s is spent. The other half are between two runs of five
-rounds, each round under a new server, so that the runs share only the machine. At most 5 % of the verdicts within a
-run, and 1 % of those between two runs, should be a false "faster" or "slower". A/B: one phase (forward, loss and
-backward in rotation) spins for 3 % of the step, and a comparison takes less than 60 s, of which 45 s are the budget of
-its run. At least 90 % of the comparisons should find the slowdown and name its phase. Each comparison appends one line
-to OUTPUT; a restarted script makes only the missing ones. All comparisons take about 100 minutes on two cores.
+A/A: half of the comparisons are within one run. One worker measures both sides in alternating
+blocks, and rounds are added until the ratio is known to 1 % or the budget of 12 s is spent. The
+other half are between two runs of five rounds, each round under a new server, so that the runs
+share only the machine. At most 5 % of the verdicts within a run, and 1 % of those between two runs,
+should be a false "faster" or "slower". A/B: one phase (forward, loss and backward in rotation)
+spins for 3 % of the step, and a comparison takes less than 60 s, of which 45 s are the budget of
+its run. At least 90 % of the comparisons should find the slowdown and name its phase. Each
+comparison appends one line to OUTPUT; a restarted script makes only the missing ones. All
+comparisons take about 100 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ AA_BUDGET_S, AB_BUDGET_S = 12.0, 45.0
 
 
 def measure(
-    cases: list[Case], rounds: int | RoundsRule, *, paired: bool = False, budget_s: float | None = None
+    cases: list[Case],
+    rounds: int | RoundsRule,
+    *,
+    paired: bool = False,
+    budget_s: float | None = None,
 ) -> list[Trial]:
     """Run cases with a temporary store; return the trials."""
     with tempfile.TemporaryDirectory() as folder, Store.create(Path(folder) / "store.db") as store:
@@ -60,37 +66,59 @@ def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
     one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)
     phase, phase_s = comparison.blame(*sides)
-    return _row(ratio, stats.verdict(ratio)) | {"phase": phase, "phase_s": phase_s, "step_s": stats.median(one).value}
+    return _row(ratio, stats.verdict(ratio)) | {
+        "phase": phase,
+        "phase_s": phase_s,
+        "step_s": stats.median(one).value,
+    }
 
 
 def between() -> dict[str, Any]:
     """Compare a case with itself in a second run."""
     first, second = (measure([CASE], 5) for _ in range(2))
     (found,) = comparison.compare(first, second)
-    return _row(found.ratio, found.verdict) | {"step_s": stats.median(summary.measured(first)).value}
+    return _row(found.ratio, found.verdict) | {
+        "step_s": stats.median(summary.measured(first)).value
+    }
 
 
 def _row(ratio: Any, verdict: str) -> dict[str, Any]:
-    return {"ratio": ratio.value, "low": ratio.low, "high": ratio.high, "rounds": ratio.n, "verdict": verdict}
+    return {
+        "ratio": ratio.value,
+        "low": ratio.low,
+        "high": ratio.high,
+        "rounds": ratio.n,
+        "verdict": verdict,
+    }
 
 
 def planted(number: int) -> dict[str, Any]:
-    """Compare the case with a variant that has a planted slowdown; return the result and the size of the slowdown."""
+    """Compare the case with a variant that has a planted slowdown.
+
+    Return the result and the size of the slowdown.
+    """
     base_s = stats.median(summary.measured(measure([CASE], 3))).value
     phase = PHASES[number % len(PHASES)]
-    os.environ |= {"DPBENCH_PLANTED_S": str(SLOWDOWN * base_s), "DPBENCH_PLANTED_DEVICES": str(CASE.devices)}
+    os.environ |= {
+        "DPBENCH_PLANTED_S": str(SLOWDOWN * base_s),
+        "DPBENCH_PLANTED_DEVICES": str(CASE.devices),
+    }
     found = inside(CASE, replace(CASE, model=f"planted:{phase}"), AB_BUDGET_S)
     return found | {"planted": phase, "planted_s": SLOWDOWN * base_s}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--aa", type=int, default=200)
     parser.add_argument("--ab", type=int, default=50)
     given = parser.parse_args()
     # the workers import `planted` from this folder
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    )
     done = _lines(given.output)
     again = replace(CASE, options=(("role", "again"),))
     makers: dict[str, tuple[int, Callable[[int], dict[str, Any]]]] = {
@@ -98,9 +126,11 @@ def main() -> None:
         "between": (given.aa // 2, lambda i: between()),
         "planted": (given.ab, planted),
     }
-    # interleave the kinds evenly: all see the same load of the machine, and an interrupted script has results of each
+    # interleave the kinds evenly: all see the same load of the machine, and an interrupted script
+    # has results of each
     tries = sorted(
-        (((i + 0.5) / n, kind, i, make) for kind, (n, make) in makers.items() for i in range(n)), key=lambda t: t[:3]
+        (((i + 0.5) / n, kind, i, make) for kind, (n, make) in makers.items() for i in range(n)),
+        key=lambda t: t[:3],
     )
     for _, kind, number, make in tries:
         if not any(line["kind"] == kind and line["number"] == number for line in done):
@@ -127,13 +157,18 @@ def tally(lines: list[dict[str, Any]]) -> str:
         counts = Counter(line["verdict"] for line in mine)
         width = statistics.median((line["high"] - line["low"]) / 2 / line["ratio"] for line in mine)
         words = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-        text.append(f"{kind}: {len(mine)}: {words}; the median half-width of an interval is {width:.1%}; "
-                    f"{statistics.median(line['rounds'] for line in mine):.0f} rounds, "
-                    f"{statistics.median(line['seconds'] for line in mine):.0f} s each")  # fmt: skip
+        text.append(
+            f"{kind}: {len(mine)}: {words}; the median half-width of an interval is {width:.1%}; "
+            f"{statistics.median(line['rounds'] for line in mine):.0f} rounds, "
+            f"{statistics.median(line['seconds'] for line in mine):.0f} s each"
+        )
         if kind == "planted":
             slower = [line for line in mine if line["verdict"] == "slower"]
             named = sum(line["phase"] == line["planted"] for line in slower)
-            text.append(f"  found {len(slower)}, and named its phase {named}, of {len(mine)} ({named / len(mine):.0%})")
+            text.append(
+                f"  found {len(slower)}, and named its phase {named}, of {len(mine)}"
+                f" ({named / len(mine):.0%})"
+            )
         else:
             false = counts["faster"] + counts["slower"]
             text.append(f"  false verdicts: {false} of {len(mine)} ({false / len(mine):.1%})")

@@ -1,7 +1,9 @@
-"""DataParallel on one block of a plain module: its largest child runs on all devices, the rest on device 0.
+"""DataParallel on one block of a plain module: its largest child runs on all devices, the rest on
+device 0.
 
-dpbench.DataParallel wraps the child with the most bytes of parameters, as in torch's tutorial on model
-parallelism. The block marks its own phases; `backward` includes the addition of the replicas' gradients.
+dpbench.DataParallel wraps the child with the most bytes of parameters, as in torch's tutorial on
+model parallelism. The block marks its own phases; `backward` includes the addition of the replicas'
+gradients.
 
 The reference runs the whole batch in one pass, so that a block with batch normalisation, which each
 replica computes from its own rows, is refused by verification.
@@ -35,14 +37,20 @@ from .layers import Flow
 
 
 class DataParallelBlock(Strategy):
-    """DataParallel on one block of a plain module: its largest child runs on all devices, the rest on device 0."""
+    """DataParallel on one block of a plain module: its largest child runs on all devices, the rest
+    on device 0.
+    """
 
     traits = Traits(reduction=Reduction.IN_BACKWARD)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, a compiled case), or ""."""
+        """Return the reason why this strategy cannot run a case (for example, a compiled case), or
+        "".
+        """
         if case.compile:
-            return "torch.compile would compile only the layers around the block: leave out --compile"
+            return (
+                "torch.compile would compile only the layers around the block: leave out --compile"
+            )
         return super().skip(case)
 
     def split(self, case: Case, module: nn.Module) -> Split:
@@ -50,7 +58,9 @@ class DataParallelBlock(Strategy):
         return Split((case.batch_size,), replays=False)
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Wrap the block and yield the training step; on exit, put the unwrapped block back."""
         root, flow = devices[0], Flow(devices, mark)
         module = model.module.to(root.torch_device)
@@ -97,8 +107,8 @@ def largest(module: nn.Module) -> str:
         if 0 < size_bytes(inside) < size_bytes(module):
             return ".".join(path)
     raise ValueError(
-        f"this {type(module).__name__} has no child with a part of its parameters: give --strategies dp, "
-        "which runs the whole module on all devices"
+        f"this {type(module).__name__} has no child with a part of its parameters: give"
+        " --strategies dp, which runs the whole module on all devices"
     )
 
 

@@ -1,4 +1,6 @@
-"""DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the all-reduce."""
+"""DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the
+all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class Bf16(Strategy):
-    """DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the all-reduce."""
+    """DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the
+    all-reduce.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -25,13 +29,21 @@ class Bf16(Strategy):
     )
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, the ranks do not use NCCL), or ""."""
+        """Return the reason why this strategy cannot run a case (for example, the ranks do not use
+        NCCL), or "".
+        """
         if reason := super().skip(case):
             return reason
-        return "" if "nccl" in self.backend(case) else "torch's bf16_compress_hook needs NCCL, and thus distinct GPUs"
+        return (
+            ""
+            if "nccl" in self.backend(case)
+            else "torch's bf16_compress_hook needs NCCL, and thus distinct GPUs"
+        )
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Yield this rank's training step."""
         yield ddp.DdpStep(case, model, devices[0], mark, wrap)
 

@@ -1,4 +1,6 @@
-"""DistributedDataParallel whose gradients are views of the communication buckets, which saves a copy of each."""
+"""DistributedDataParallel whose gradients are views of the communication buckets, which saves a
+copy of each.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class BucketView(Strategy):
-    """DistributedDataParallel whose gradients are views of the communication buckets, which saves a copy of each."""
+    """DistributedDataParallel whose gradients are views of the communication buckets, which saves a
+    copy of each.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -23,7 +27,9 @@ class BucketView(Strategy):
     )
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Yield this rank's training step."""
         yield ddp.DdpStep(case, model, devices[0], mark, wrap)
 

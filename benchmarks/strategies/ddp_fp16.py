@@ -1,4 +1,6 @@
-"""DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the all-reduce."""
+"""DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the
+all-reduce.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class Fp16(Strategy):
-    """DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the all-reduce."""
+    """DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the
+    all-reduce.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -25,7 +29,9 @@ class Fp16(Strategy):
     )
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Yield this rank's training step."""
         yield ddp.DdpStep(case, model, devices[0], mark, wrap)
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel with model parallelism: each rank spreads its layers over two devices.
 
-A case with n devices has n / 2 ranks; rank r uses the devices 2 r and 2 r + 1. The exposed reduction is
-recorded for the first device of a rank.
+A case with n devices has n / 2 ranks; rank r uses the devices 2 r and 2 r + 1. The exposed
+reduction is recorded for the first device of a rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ PER_RANK = 2
 
 
 class DdpModelParallel(Strategy):
-    """DistributedDataParallel with model parallelism: each rank spreads its layers over two devices."""
+    """DistributedDataParallel with model parallelism: each rank spreads its layers over two
+    devices.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -43,13 +45,17 @@ class DdpModelParallel(Strategy):
     )
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, an odd number of devices), or ""."""
+        """Return the reason why this strategy cannot run a case (for example, an odd number of
+        devices), or "".
+        """
         if case.devices % PER_RANK:
             return f"each rank needs {PER_RANK} devices: give --devices {case.devices + 1}"
         return super().skip(case)
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Place this rank's layers on its devices, and yield its training step."""
         with spread(model, devices, mark) as flow:
             yield SpreadStep(case, model, flow, mark)
@@ -60,11 +66,16 @@ class SpreadStep(ddp.DdpStep):
 
     def __init__(self, case: Case, model: Model, flow: Flow, mark: Mark) -> None:
         # without device_ids, torch's wrapper moves no inputs
-        super().__init__(case, model, flow.devices[0], mark, lambda module, _: DistributedDataParallel(module))
+        super().__init__(
+            case, model, flow.devices[0], mark, lambda module, _: DistributedDataParallel(module)
+        )
         self.flow = flow
 
     def forward_backward(self, arguments: Sequence[Any], target: Any, share: float) -> torch.Tensor:
-        """Run forward and backward through the rank's devices; return the loss, which is multiplied by `share`."""
+        """Run forward and backward through the rank's devices.
+
+        Return the loss, which is multiplied by `share`.
+        """
         root, last = self.flow.devices
         with precision_of(self.case):
             with self.flow.during(Phase.FORWARD, root):

@@ -1,4 +1,6 @@
-"""DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under `no_sync`."""
+"""DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under
+`no_sync`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PARTS = 2
 
 
 class NoSync(Strategy):
-    """DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under `no_sync`."""
+    """DistributedDataParallel with gradient accumulation: two micro-batches per step, the first
+    under `no_sync`.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -33,11 +37,15 @@ class NoSync(Strategy):
         return Split(tuple(count for rows in case.rows for count in chunk_sizes(rows, PARTS)))
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False: each micro-batch updates the buffers, but the reference updates them once."""
+        """Return False: each micro-batch updates the buffers, but the reference updates them
+        once.
+        """
         return False
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Yield this rank's training step."""
         yield AccumulatingStep(case, model, devices[0], mark)
 
@@ -57,7 +65,9 @@ class AccumulatingStep(ddp.DdpStep):
 
 
 def part(batch: Any, rows: Sequence[int], number: int) -> Any:
-    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows` samples."""
+    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows`
+    samples.
+    """
     return mapped(batch, lambda tensor: tensor.split(rows)[number])
 
 

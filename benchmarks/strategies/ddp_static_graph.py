@@ -1,4 +1,6 @@
-"""DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same parameters."""
+"""DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class StaticGraph(Strategy):
-    """DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same parameters."""
+    """DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same
+    parameters.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -23,7 +27,9 @@ class StaticGraph(Strategy):
     )
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Yield this rank's training step."""
         yield ddp.DdpStep(case, model, devices[0], mark, wrap)
 

@@ -1,7 +1,8 @@
-"""Part CPU and part GPU: the first half of the layers is on the host, the second half on one accelerator.
+"""Part CPU and part GPU: the first half of the layers is on the host, the second half on one
+accelerator.
 
-Activations move to the accelerator in the phase `forward`, and their gradients move back in `backward`.
-The phases of the layers on the host are recorded for the device HOST.
+Activations move to the accelerator in the phase `forward`, and their gradients move back in
+`backward`. The phases of the layers on the host are recorded for the device HOST.
 """
 
 from __future__ import annotations
@@ -19,22 +20,30 @@ from .model_parallel import ModelParallel
 
 
 class HalfCpu(ModelParallel):
-    """Part CPU and part GPU: the first half of the layers is on the host, the second half on one accelerator."""
+    """Part CPU and part GPU: the first half of the layers is on the host, the second half on one
+    accelerator.
+    """
 
     traits = Traits(parallelism=Parallelism.NONE)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, on logical CPU devices), or ""."""
+        """Return the reason why this strategy cannot run a case (for example, on logical CPU
+        devices), or "".
+        """
         if case.device_kind == "cpu":
             return "half_cpu needs an accelerator: without a GPU, give --device-kind emulated"
         if case.precision in AUTOCAST:
             return f"autocast applies to one kind of device: leave out --precision {case.precision}"
         if case.compile:
-            return "torch.compile does not support layers on the host and a GPU: leave out --compile"
+            return (
+                "torch.compile does not support layers on the host and a GPU: leave out --compile"
+            )
         return ""
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Place the layers on the host and the accelerator, and yield the training step."""
         with super().start(case, model, [CpuDevice(HOST), devices[0]], mark) as step:
             yield step

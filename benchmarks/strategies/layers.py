@@ -1,9 +1,10 @@
-"""Layers over devices: place the layers of a module on several devices, and mark the device that computes.
+"""Layers over devices: place the layers of a module on several devices, and mark the device that
+computes.
 
 The strategies in the files beside this one use it. The layers are the module's children that have
-parameters or buffers. A child that is an `nn.Sequential` is replaced by its children. The layers are
-divided, in order, into contiguous groups with about equal bytes of parameters, one group per device.
-Everything between two layers runs on the device of the layer before it.
+parameters or buffers. A child that is an `nn.Sequential` is replaced by its children. The layers
+are divided, in order, into contiguous groups with about equal bytes of parameters, one group per
+device. Everything between two layers runs on the device of the layer before it.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Flow:
 
     @contextmanager
     def during(self, phase: Phase, *devices: Device) -> Iterator[None]:
-        """Open marks of `phase` inside this context; at its end, close the marks that are then open."""
+        """Open marks of `phase` inside this context.
+
+        At its end, close the marks that are then open.
+        """
         self.enter(phase, *devices)
         try:
             yield
@@ -55,7 +59,9 @@ class Flow:
 
 @contextmanager
 def spread(model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Flow]:
-    """Place the layers on the devices, and yield the `Flow` that they mark; on exit, remove the hooks.
+    """Place the layers on the devices, and yield the `Flow` that they mark.
+
+    On exit, remove the hooks.
 
     Raises ValueError if the module has fewer layers than devices.
     """
@@ -63,8 +69,8 @@ def spread(model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Flow
     layers = [child for child in dict.fromkeys(_children(model.module)) if _has_state(child)]
     if len(layers) < len(devices):
         raise ValueError(
-            f"the model {model.name} has {len(layers)} layers for {len(devices)} devices: give fewer "
-            "--devices, or another model in --models"
+            f"the model {model.name} has {len(layers)} layers for {len(devices)} devices: give"
+            " fewer --devices, or another model in --models"
         )
     sizes = [sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers]
     model.module.to(devices[0].torch_device)
@@ -80,10 +86,12 @@ def on(value: Any, device: Device) -> Any:
 
 
 def assign(sizes: Sequence[int], count: int) -> list[int]:
-    """Return the device number of each layer; each of `count` devices gets a contiguous group of layers.
+    """Return the device number of each layer.
 
-    `sizes` has the size of each layer; the groups have about equal total sizes. If there are at least
-    `count` layers, no group is empty.
+    Each of `count` devices gets a contiguous group of layers.
+
+    `sizes` has the size of each layer; the groups have about equal total sizes. If there are at
+    least `count` layers, no group is empty.
     """
     total = sum(sizes) or 1
     before = 0.0
@@ -116,10 +124,11 @@ def _is_packed(value: Any) -> bool:
 
 
 def _place(layer: nn.Module, device: Device, flow: Flow) -> Any:
-    """Move a layer to a device, and return the handle of the hook that moves the layer's inputs there.
+    """Move a layer to a device, and return the handle of the hook that moves the layer's inputs
+    there.
 
-    Where the flow comes from another device, the marks switch: to this device in forward, and back to
-    the other device as soon as backward has computed the gradient of the input.
+    Where the flow comes from another device, the marks switch: to this device in forward, and back
+    to the other device as soon as backward has computed the gradient of the input.
     """
     layer.to(device.torch_device)
 
@@ -135,6 +144,8 @@ def _place(layer: nn.Module, device: Device, flow: Flow) -> Any:
                 tensor.register_hook(lambda gradient: flow.enter(Phase.BACKWARD, source))
             return copy
 
-        return tree_map_only((torch.Tensor, PackedSequence), moved, (args, kwargs), is_leaf=_is_packed)
+        return tree_map_only(
+            (torch.Tensor, PackedSequence), moved, (args, kwargs), is_leaf=_is_packed
+        )
 
     return layer.register_forward_pre_hook(enter, with_kwargs=True)

@@ -1,4 +1,5 @@
-"""Model parallelism: the layers are spread over the devices, and the whole batch passes through all of them.
+"""Model parallelism: the layers are spread over the devices, and the whole batch passes through all
+of them.
 
 Activations move between two devices in the phase `forward`, and their gradients move back in
 `backward`. The loss is computed on the last device. Only one device computes at a time.
@@ -29,12 +30,16 @@ from .layers import on, spread
 
 
 class ModelParallel(Strategy):
-    """Model parallelism: the layers are spread over the devices, and the whole batch passes through all of them."""
+    """Model parallelism: the layers are spread over the devices, and the whole batch passes through
+    all of them.
+    """
 
     traits = Traits(parallelism=Parallelism.OTHER, shared_stream=True)
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Place the layers on the devices, and yield the training step."""
         root, last = devices[0], devices[-1]
         with spread(model, devices, mark) as flow:

@@ -1,8 +1,9 @@
-"""Model parallelism with micro-batches: the layers are spread over the devices, as stages of a pipeline.
+"""Model parallelism with micro-batches: the layers are spread over the devices, as stages of a
+pipeline.
 
-A step starts the forward of all micro-batches, then their backward. The host does not wait for GPUs,
-so that one GPU computes a micro-batch while the next GPU computes the micro-batch before it. Devices on
-the host compute when they are called, one after the other.
+A step starts the forward of all micro-batches, then their backward. The host does not wait for
+GPUs, so that one GPU computes a micro-batch while the next GPU computes the micro-batch before it.
+Devices on the host compute when they are called, one after the other.
 """
 
 from __future__ import annotations
@@ -35,24 +36,33 @@ MICRO_BATCHES = 4
 
 
 class Pipelined(Strategy):
-    """Model parallelism with micro-batches: the layers are spread over the devices, as stages of a pipeline."""
+    """Model parallelism with micro-batches: the layers are spread over the devices, as stages of a
+    pipeline.
+    """
 
     traits = Traits(parallelism=Parallelism.OTHER, shared_stream=True)
 
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch."""
-        return Split(chunk_sizes(case.batch_size, MICRO_BATCHES), replays=case.device_kind != "cuda")
+        return Split(
+            chunk_sizes(case.batch_size, MICRO_BATCHES), replays=case.device_kind != "cuda"
+        )
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False: each micro-batch updates the buffers, but the reference updates them once."""
+        """Return False: each micro-batch updates the buffers, but the reference updates them
+        once.
+        """
         return False
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Place the layers on the devices, and yield the training step."""
         root, last = devices[0], devices[-1]
         rows = self.split(case, model.module).rows
-        # a model's own loss is a mean with an unknown divisor, so each micro-batch has the same weight
+        # a model's own loss is a mean with an unknown divisor, so each micro-batch has the same
+        # weight
         shares = [1 / len(rows) if model.owns_loss else count / case.batch_size for count in rows]
         with spread(model, devices, mark) as flow:
             updates = Updates(case, model, model.module.parameters())
@@ -70,7 +80,9 @@ class Pipelined(Strategy):
                 with mark(Phase.SCATTER, root.index):
                     arguments = put_all(positional(inputs), root)
                     (target,) = put_all([target], last)
-                    batches = [part((arguments, target), rows, number) for number in range(len(rows))]
+                    batches = [
+                        part((arguments, target), rows, number) for number in range(len(rows))
+                    ]
                 losses = [
                     forward(rows_of_inputs, rows_of_target, share)
                     for (rows_of_inputs, rows_of_target), share in zip(batches, shares, strict=True)
@@ -86,7 +98,9 @@ class Pipelined(Strategy):
 
 
 def part(batch: Any, rows: Sequence[int], number: int) -> Any:
-    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows` samples."""
+    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows`
+    samples.
+    """
     return mapped(batch, lambda tensor: tensor.split(rows)[number])
 
 

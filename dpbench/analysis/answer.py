@@ -1,4 +1,6 @@
-"""Answer: a decision in words, with its reason, its certainty, the memory it needs, and the command to run next."""
+"""Answer: a decision in words, with its reason, its certainty, the memory it needs, and the command
+to run next.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,17 @@ from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.records import UNATTRIBUTED, Case, Fault, Source, Status, plan, registry, schedule, words
+from dpbench.records import (
+    UNATTRIBUTED,
+    Case,
+    Fault,
+    Source,
+    Status,
+    plan,
+    registry,
+    schedule,
+    words,
+)
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
@@ -37,12 +49,13 @@ _OBSTACLES = {
 class Answer:
     """The answer to one question, in words.
 
-    `subject` names the model and, if a run has several, the settings. `headline` is the choice with its speed-up.
-    `reason` is a clause with DataParallel's speed-up and the phase in which it loses most time. `certainty` is a clause
-    on how sure the answer is and on missing measurements, `memory` a clause on the memory of the recommended case.
-    `command` is the full command to run next. A text is "" if there is nothing to say. `home` is the case on one device
-    with which the cases in `compared` are compared. `baseline` is the row of `home`, None if it was not measured. `row`
-    is the row of the recommended case, None if no case is recommended.
+    `subject` names the model and, if a run has several, the settings. `headline` is the choice with
+    its speed-up. `reason` is a clause with DataParallel's speed-up and the phase in which it loses
+    most time. `certainty` is a clause on how sure the answer is and on missing measurements,
+    `memory` a clause on the memory of the recommended case. `command` is the full command to run
+    next. A text is "" if there is nothing to say. `home` is the case on one device with which the
+    cases in `compared` are compared. `baseline` is the row of `home`, None if it was not measured.
+    `row` is the row of the recommended case, None if no case is recommended.
     """
 
     subject: str
@@ -68,14 +81,19 @@ class Answer:
         return " ".join([f"{self.subject}: {self.headline}.", *sentences, *following])
 
     def epoch(self, samples: int) -> str:
-        """Return a clause on the time of an epoch of `samples` samples, and on the time that the answer saves.
+        """Return a clause on the time of an epoch of `samples` samples, and on the time that the
+        answer saves.
 
         If it is unknown, the clause says why.
         """
         amount = f"an epoch of {words.count(samples, 'sample')}"
         now, then = self.epoch_s(samples)
         if self.home.traits.observed:
-            return f"the steps of {amount} take {words.long_duration(now)}" if now else self._no_epoch(amount)
+            return (
+                f"the steps of {amount} take {words.long_duration(now)}"
+                if now
+                else self._no_epoch(amount)
+            )
         if then and not now:
             return f"{amount} takes {words.long_duration(then)} with this choice"
         if not now:
@@ -84,15 +102,21 @@ class Answer:
         if not then:
             return takes
         saved_s = now.value - then.value
-        change = f"saves {words.long_time(saved_s)}" if saved_s > 0 else f"takes {words.long_time(-saved_s)} longer"
+        change = (
+            f"saves {words.long_time(saved_s)}"
+            if saved_s > 0
+            else f"takes {words.long_time(-saved_s)} longer"
+        )
         return f"{takes} and {words.long_duration(then)} with this choice, which {change}"
 
     def epoch_s(self, samples: int) -> tuple[Estimate | None, Estimate | None]:
-        """Return the seconds of an epoch of `samples` samples: as it is now, and with the recommended case.
+        """Return the seconds of an epoch of `samples` samples: as it is now, and with the
+        recommended case.
 
-        Now means on one device or, for an observed loop, in this loop. Both come from the means of all timed steps.
-        They are None if they are unknown or in doubt; the second is also None if no other case is recommended. Emulated
-        devices, which show host cost only, have no such times.
+        Now means on one device or, for an observed loop, in this loop. Both come from the means of
+        all timed steps. They are None if they are unknown or in doubt; the second is also None if
+        no other case is recommended. Emulated devices, which show host cost only, have no such
+        times.
         """
         if self.home.device_kind == "emulated":
             return None, None
@@ -127,7 +151,9 @@ def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
 
 
 def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
-    """Return the answers of a run, one for each question; questions without unusual settings come first.
+    """Return the answers of a run, one for each question.
+
+    Questions without unusual settings come first.
 
     `machine` has the resources of the run's machine.
     """
@@ -140,7 +166,9 @@ def _subject(question: Question, asked: Sequence[Question]) -> str:
     each = " per device" if question.weak else ""
     several = len({(one.home.batch_size, one.weak) for one in alike}) > 1
     batch = [f"batch {question.home.batch_size}{each}"] if several else []
-    settings = unusual(question.home) if len({tuple(unusual(one.home)) for one in alike}) > 1 else []
+    settings = (
+        unusual(question.home) if len({tuple(unusual(one.home)) for one in alike}) > 1 else []
+    )
     kind = [question.home.device_kind] if len({one.home.device_kind for one in alike}) > 1 else []
     source = [question.source.value] if len({one.source for one in alike}) > 1 else []
     found = [*batch, *settings, *kind, *source]
@@ -152,15 +180,32 @@ def _answer(question: Question, asked: Sequence[Question], machine: Resources) -
     measured = {one.home.batch_size for one in asked if one.home.model == question.home.model}
     shown = decision.row or (question.candidates or question.rows)[0]
     return Answer(
-        subject=_subject(question, asked), home=question.home, source=question.source,
-        compared=frozenset(row.case for row in question.others), choice=decision.choice,
-        row=decision.row, baseline=question.baseline,
-        headline=_headline(question, decision), reason=_reason(question, decision, machine),
-        certainty=_certainty(question, decision), memory=_memory(question, decision, machine),
+        subject=_subject(question, asked),
+        home=question.home,
+        source=question.source,
+        compared=frozenset(row.case for row in question.others),
+        choice=decision.choice,
+        row=decision.row,
+        baseline=question.baseline,
+        headline=_headline(question, decision),
+        reason=_reason(question, decision, machine),
+        certainty=_certainty(question, decision),
+        memory=_memory(question, decision, machine),
         command=commands.following(question, decision, machine, measured),
-        labels=tuple(dict.fromkeys([*shown.labels, *(label for row in question.rows for label in row.labels
-                                                     if label == foreign_load.NOISY)])),
-    )  # fmt: skip
+        labels=tuple(
+            dict.fromkeys(
+                [
+                    *shown.labels,
+                    *(
+                        label
+                        for row in question.rows
+                        for label in row.labels
+                        if label == foreign_load.NOISY
+                    ),
+                ]
+            )
+        ),
+    )
 
 
 def _name(row: Row) -> str:
@@ -168,7 +213,10 @@ def _name(row: Row) -> str:
     if case.traits.all_cores:
         return strategy(case)
     hosts = f" on {case.hosts} hosts" if case.hosts > 1 else ""
-    return f"{case.strategy if case.schedule == schedule.REFERENCE else strategy(case)} on {devices(case)}{hosts}"
+    return (
+        f"{case.strategy if case.schedule == schedule.REFERENCE else strategy(case)} on"
+        f" {devices(case)}{hosts}"
+    )
 
 
 def _one(case: Case) -> str:
@@ -203,18 +251,32 @@ def _unknown(question: Question, decision: Decision) -> str:
     baseline = plan.baseline(model="", batch_size=1).strategy
     if decision.basis in _OBSTACLES:
         hosts = any(row.case.hosts > 1 for row in question.several)
-        return "the hosts are one machine, so that no speed-up was possible" if hosts else _OBSTACLES[decision.basis]
+        return (
+            "the hosts are one machine, so that no speed-up was possible"
+            if hosts
+            else _OBSTACLES[decision.basis]
+        )
     if decision.basis is Basis.NO_RESULT:
         return f"no case on several devices has a result: {_failures(question.several)}"
     if decision.basis is Basis.LOST:
-        return f"the cases with a result have no gain, but other cases have no result: {_failures(question.failed)}"
+        return (
+            "the cases with a result have no gain, but other cases have no result:"
+            f" {_failures(question.failed)}"
+        )
     if decision.basis is Basis.NO_BASELINE:
-        why = f"has no result ({_failure(question.baseline)})" if question.baseline else "was not measured"
+        why = (
+            f"has no result ({_failure(question.baseline)})"
+            if question.baseline
+            else "was not measured"
+        )
         return f"the strategy {baseline} {why}, so that every speed-up is unknown"
     best = best_of(decision.open)
     if best.speedup and best.speedup.doubt:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
-    return f"{_name(best)} gives {_gain(best)}, which may or may not be a gain of {WORTH - 1:.0%} or more"
+    return (
+        f"{_name(best)} gives {_gain(best)}, which may or may not be a gain of {WORTH - 1:.0%} or"
+        " more"
+    )
 
 
 def _failures(rows: Sequence[Row]) -> str:
@@ -231,19 +293,31 @@ def _failure(row: Row) -> str:
 
 
 def _reason(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return a clause on DataParallel: that it ran out of memory, or its speed-up and where it loses most time.
+    """Return a clause on DataParallel: that it ran out of memory, or its speed-up and where it
+    loses most time.
 
-    Return "" if DataParallel was not measured, if its speed-up is unknown, or if the run can show no speed-up at all.
+    Return "" if DataParallel was not measured, if its speed-up is unknown, or if the run can show
+    no speed-up at all.
     """
     dp = _data_parallel(question, decision.row)
     if dp is None or decision.basis in _OBSTACLES:
         return ""
     if dp.step is None:
-        return f"DataParallel runs out of memory on {devices(dp.case)}" if dp.status is Status.OOM else ""
+        return (
+            f"DataParallel runs out of memory on {devices(dp.case)}"
+            if dp.status is Status.OOM
+            else ""
+        )
     if dp.speedup is None or dp.speedup.doubt:
         return ""
-    said = "it" if dp is decision.row else f"DataParallel gives {words.times(dp.speedup)} on {devices(dp.case)} and"
-    share = f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
+    said = (
+        "it"
+        if dp is decision.row
+        else f"DataParallel gives {words.times(dp.speedup)} on {devices(dp.case)} and"
+    )
+    share = (
+        f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
+    )
     shared = dp.case.device_kind == "cpu" and 0 < machine.cores < len(dp.case.rows)
     return f"{said} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
 
@@ -254,10 +328,11 @@ def _added(row: Row, question: Question) -> str:
     The number of these devices is the next smaller one that was measured, and at least two.
     """
     same = [
-        one for one in question.candidates
+        one
+        for one in question.candidates
         if 1 < one.case.devices < row.case.devices
         and replace(one.case, devices=row.case.devices, batch_size=row.case.batch_size) == row.case
-    ]  # fmt: skip
+    ]
     if not same:
         return ""
     fewer = max(same, key=lambda one: one.case.devices)
@@ -270,22 +345,32 @@ def _added(row: Row, question: Question) -> str:
 
 
 def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
-    """Return the row of torch.nn.DataParallel or of the engine's `reference`; None if neither was measured.
+    """Return the row of torch.nn.DataParallel or of the engine's `reference`.
 
-    Rows on as many devices as `chosen` are preferred, then rows on more devices, then rows of torch.nn.DataParallel.
+    None if neither was measured.
+
+    Rows on as many devices as `chosen` are preferred, then rows on more devices, then rows of
+    torch.nn.DataParallel.
     """
     wrappers = [
         row
         for row in question.several
         if not row.colocated
-        and (row.case.traits.role is Role.WRAPPER
-             or (row.case.traits.role is Role.ENGINE and row.case.schedule == schedule.REFERENCE))
-    ]  # fmt: skip
+        and (
+            row.case.traits.role is Role.WRAPPER
+            or (row.case.traits.role is Role.ENGINE and row.case.schedule == schedule.REFERENCE)
+        )
+    ]
     count = chosen.case.devices if chosen else 0
     return min(
-        wrappers, default=None,
-        key=lambda row: (row.case.devices != count, -row.case.devices, row.case.traits.role is not Role.WRAPPER),
-    )  # fmt: skip
+        wrappers,
+        default=None,
+        key=lambda row: (
+            row.case.devices != count,
+            -row.case.devices,
+            row.case.traits.role is not Role.WRAPPER,
+        ),
+    )
 
 
 def _loses(row: Row, question: Question) -> str:
@@ -298,9 +383,13 @@ def _loses(row: Row, question: Question) -> str:
     if lost_s <= 0:
         return "loses no time against perfect scaling"
     phases = {
-        name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor for name in {**row.phases, **base.phases}
+        name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor
+        for name in {**row.phases, **base.phases}
     }
-    clause = f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect scaling"
+    clause = (
+        f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect"
+        " scaling"
+    )
     if not {*phases} - {UNATTRIBUTED}:  # a prediction by formulas has no phases
         return clause
     most = max(sorted(phases), key=lambda name: phases[name])
@@ -313,44 +402,63 @@ def _certainty(question: Question, decision: Decision) -> str:
     if question.source is Source.PREDICTED:
         clauses.append("predicted, with an 80% interval")
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
-        clauses.append("no verdict is given on such rounds: end the other processes, or let dpbench wait (--patience)")
+        clauses.append(
+            "no verdict is given on such rounds: end the other processes, or let dpbench wait"
+            " (--patience)"
+        )
     elif decision.basis is Basis.OPEN:
         rounds = commands.rounds_needed(decision.open)
         more = (
-            f"about {rounds} rounds" if rounds <= commands.ROUNDS_MOST else f"more than {commands.ROUNDS_MOST} rounds"
+            f"about {rounds} rounds"
+            if rounds <= commands.ROUNDS_MOST
+            else f"more than {commands.ROUNDS_MOST} rounds"
         )
         clauses.append(f"{more} should decide this")
     elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
-        clauses.append(f"compared with one device, decided at the 95% level from {words.count(rounds, 'round')}")
+        clauses.append(
+            "compared with one device, decided at the 95% level from"
+            f" {words.count(rounds, 'round')}"
+        )
     if decision.row:
         clauses += _of_all_steps(question, decision.row)
         clauses += _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
         clauses.append(
-            f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster than this choice"
+            f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster"
+            " than this choice"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         left_out = ", and the comparison leaves these rounds out" if decision.row else ""
-        clauses.append(f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}")
+        clauses.append(
+            f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}"
+        )
     if question.home.device_kind == "cpu":
         clauses.append("this says nothing about GPUs")
     return "; ".join(clauses)
 
 
 def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
-    if row is not question.baseline and any(map(uneven.differs, filter(None, (row, question.baseline)))):
+    if row is not question.baseline and any(
+        map(uneven.differs, filter(None, (row, question.baseline)))
+    ):
         gain = uneven.gain_of_means(row, question.baseline)
         if gain and not gain.doubt:
-            yield f"some steps are much longer: by the mean of all steps, it gives {words.times(gain)}"
+            yield (
+                "some steps are much longer: by the mean of all steps, it gives"
+                f" {words.times(gain)}"
+            )
 
 
 def _gaps(question: Question, row: Row) -> Iterator[str]:
     if question.failed:
         yield f"without a result: {_failures(question.failed)}"
-    for one in [row, *([question.baseline] if question.baseline and question.baseline is not row else [])]:
+    for one in [
+        row,
+        *([question.baseline] if question.baseline and question.baseline is not row else []),
+    ]:
         if one.lost:
             rounds = f"{len(one.lost)} of {one.rounds + len(one.lost)} rounds"
             yield f"no result in {rounds} of {_name(one)} ({', '.join(dict.fromkeys(one.lost))})"
@@ -370,7 +478,11 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
         of = f" of {words.size(capacity)}, so it fits" if capacity > peak else ""
         clauses.append(f"device {device} uses up to {words.size(peak)}{of}")
     told = _data_parallel(question, decision.row)  # the reason names it already
-    out = [_name(one) for one in question.several if one.status is Status.OOM and not one.step and one is not told]
+    out = [
+        _name(one)
+        for one in question.several
+        if one.status is Status.OOM and not one.step and one is not told
+    ]
     if out and decision.basis is not Basis.NO_RESULT:
         clauses.append(f"out of memory: {', '.join(out[:3])}")
     return "; ".join(clauses)

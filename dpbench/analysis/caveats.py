@@ -1,4 +1,6 @@
-"""Caveats: the problems that limit the conclusions from a run, each with its kind and the cases that have it."""
+"""Caveats: the problems that limit the conclusions from a run, each with its kind and the cases
+that have it.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,24 @@ from dpbench.store import UnreadableRow
 FINISHED = "finished"
 """The status of a run that has measured all of its cases."""
 PARTS = (
-    "the rounds of an observed loop are consecutive parts of one execution, so intervals leave out the variation "
-    "between executions"
+    "the rounds of an observed loop are consecutive parts of one execution, so intervals leave out"
+    " the variation between executions"
 )
 NAMES = 8
-"""The largest number of cases that the text of one caveat names; of all further cases, it gives only the number."""
+"""The largest number of cases that the text of one caveat names.
+
+Of all further cases, it gives only the number.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caveat:
     """One problem that limits the conclusions.
 
-    `kind` is a word that problems of one kind share: the outcome of a case, such as "oom", the name of a check, such as
-    "drift", or the subject of the problem, such as "hosts". `cases` are the cases that have the problem, each with a
-    detail, which may be empty; without cases, the problem concerns the whole run. `every` is True if the run has
-    several cases, and all have the problem.
+    `kind` is a word that problems of one kind share: the outcome of a case, such as "oom", the name
+    of a check, such as "drift", or the subject of the problem, such as "hosts". `cases` are the
+    cases that have the problem, each with a detail, which may be empty; without cases, the problem
+    concerns the whole run. `every` is True if the run has several cases, and all have the problem.
     """
 
     kind: str
@@ -40,7 +45,9 @@ class Caveat:
     every: bool = False
 
     def __str__(self) -> str:
-        """Return the problem and the names of its cases as one line, such as "oom: out of memory: vgg16 dp x4"."""
+        """Return the problem and the names of its cases as one line, such as "oom: out of memory:
+        vgg16 dp x4".
+        """
         if not self.cases:
             return self.text
         if self.every:
@@ -51,16 +58,22 @@ class Caveat:
     @property
     def names(self) -> list[str]:
         """Return the name of each case, followed by its detail in parentheses if it has one."""
-        return [f"{label(case)} ({detail})" if detail else label(case) for case, detail in self.cases]
+        return [
+            f"{label(case)} ({detail})" if detail else label(case) for case, detail in self.cases
+        ]
 
 
 def caveats(
-    rows: Sequence[Row], trials: Sequence[Trial], provenance: Mapping[str, Any], status: str = FINISHED,
+    rows: Sequence[Row],
+    trials: Sequence[Trial],
+    provenance: Mapping[str, Any],
+    status: str = FINISHED,
     unreadable: Sequence[UnreadableRow] = (),
-) -> list[Caveat]:  # fmt: skip
+) -> list[Caveat]:
     """Return the caveats of a run; the list is empty if there are none.
 
-    `status` is the status of the run in the store, and `unreadable` has the rows of the store that could not be read.
+    `status` is the status of the run in the store, and `unreadable` has the rows of the store that
+    could not be read.
     """
     cores = provenance.get("host", {}).get("cores", 0)
     machines = [*hosts.warnings(provenance), *hosts.unlike(trials), *hosts.failures(trials)]
@@ -81,7 +94,9 @@ def caveats(
 
 
 def summary(found: Sequence[Caveat]) -> str:
-    """Return how many kinds of problems there are, and how many cases have one, such as "3 kinds in 12 cases"."""
+    """Return how many kinds of problems there are, and how many cases have one, such as "3 kinds in
+    12 cases".
+    """
     cases = {case for caveat in found for case, _ in caveat.cases}
     among = f" in {words.count(len(cases), 'case')}" if cases else ""
     return words.count(len({caveat.kind for caveat in found}), "kind") + among
@@ -90,9 +105,14 @@ def summary(found: Sequence[Caveat]) -> str:
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
     if status != FINISHED:
         again = "repeat the same `dpbench run` command to continue it"
-        yield Caveat(kind="incomplete", text=f"incomplete: the status of this run is {status}; {again}")
+        yield Caveat(
+            kind="incomplete", text=f"incomplete: the status of this run is {status}; {again}"
+        )
     if reason := provenance.get(foreign_load.FACT, {}).get("unknown"):
-        yield Caveat(kind=foreign_load.FACT, text=f"it is unknown whether other processes used the cores: {reason}")
+        yield Caveat(
+            kind=foreign_load.FACT,
+            text=f"it is unknown whether other processes used the cores: {reason}",
+        )
 
 
 def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
@@ -102,12 +122,15 @@ def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
     if numbers:
         amount = sum(map(len, numbers.values()))
         where = " and ".join(
-            f"{', '.join(map(str, sorted(rows)))} of the table {name}" for name, rows in sorted(numbers.items())
+            f"{', '.join(map(str, sorted(rows)))} of the table {name}"
+            for name, rows in sorted(numbers.items())
         )
         yield Caveat(
             kind="unreadable",
-            text=f"{words.count(amount, 'row')} of the store could not be read, and {words.verb(amount, 'is', 'are')} "
-            f"left out: {where}",
+            text=(
+                f"{words.count(amount, 'row')} of the store could not be read, and"
+                f" {words.verb(amount, 'is', 'are')} left out: {where}"
+            ),
         )
 
 
@@ -120,13 +143,20 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
     for row in rows:
         first = row.reason.partition("\n")[0] or "no reason given"
         if row.outcome != Status.OK:
-            by_problem.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append((row.case, ""))
+            by_problem.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append(
+                (row.case, "")
+            )
         elif row.reason:
-            by_problem.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append((row.case, ""))
+            by_problem.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append(
+                (row.case, "")
+            )
         for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
             if estimate and estimate.doubt:
                 remedy = "more steps" if row.case.traits.observed else words.REMEDY
-                few = f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would help"
+                few = (
+                    f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would"
+                    " help"
+                )
                 by_problem.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
         by_problem[rule.name, rule.headline] = list(details.items())
@@ -142,14 +172,22 @@ def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
         mine = [trial for trial in trials if trial.case == row.case and trial.source is row.source]
         slow = uneven.period(shown(mine))
         said = f"the mean is {words.duration(row.mean)}, the median {words.duration(row.step)}"
-        every = f"; every {words.ordinal(slow.steps)} step takes {words.time(slow.longer_s)} longer" if slow else ""
+        every = (
+            f"; every {words.ordinal(slow.steps)} step takes {words.time(slow.longer_s)} longer"
+            if slow
+            else ""
+        )
         cases.append((row.case, said + every))
     if cases:
         yield Caveat(
-            kind="uneven", cases=tuple(cases), every=False,
-            text="the mean step differs from the median step: samples/s and times of epochs are those of all steps, "
-            "but step times and their ratios are medians",
-        )  # fmt: skip
+            kind="uneven",
+            cases=tuple(cases),
+            every=False,
+            text=(
+                "the mean step differs from the median step: samples/s and times of epochs are"
+                " those of all steps, but step times and their ratios are medians"
+            ),
+        )
 
 
 def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
@@ -157,25 +195,34 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
     if max((row.case.devices for row in cpu), default=0) > 1:
         yield Caveat(
             kind="cpu",
-            text="CPU-ONLY: logical CPU devices show whether schedules are correct and how long schedules take on a "
-            "CPU, not the gain on GPUs",
+            text=(
+                "CPU-ONLY: logical CPU devices show whether schedules are correct and how long"
+                " schedules take on a CPU, not the gain on GPUs"
+            ),
         )
         if not any(row.case.traits.all_cores or row.case.traits.observed for row in cpu):
             yield Caveat(
                 kind="cpu",
-                text="each logical CPU device has one thread; add the strategy single_all_cores to compare with one "
-                "device that uses all cores of the machine",
+                text=(
+                    "each logical CPU device has one thread; add the strategy single_all_cores to"
+                    " compare with one device that uses all cores of the machine"
+                ),
             )
     if any(row.case.device_kind == "emulated" for row in rows):
         yield Caveat(
             kind="emulated",
-            text="EMULATED devices run one at a time on the host: their steps show host cost only, and no speed-up is "
-            "computed from them",
+            text=(
+                "EMULATED devices run one at a time on the host: their steps show host cost only,"
+                " and no speed-up is computed from them"
+            ),
         )
     if any(row.case.placement == "colocated" for row in rows):
         yield Caveat(
             kind="colocated",
-            text="COLOCATED replicas share one GPU: they show correctness and host cost, not speed-up",
+            text=(
+                "COLOCATED replicas share one GPU: they show correctness and host cost, not"
+                " speed-up"
+            ),
         )
 
 
@@ -186,21 +233,34 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
     traced = tuple((row.case, "") for row in rows if row.source is Source.IMPORTED and row.step)
     if traced:
         yield Caveat(
-            kind="profiler", cases=traced, every=len(traced) > 1,
-            text=f"{Source.IMPORTED.value.upper()}: the profiler that recorded the trace slows the host, so steps may "
-            "be longer than without it",
-        )  # fmt: skip
-    unknown = {(trial.case, one): None for trial in trials if (loop := observed(trial)) for one in loop.unknown}
+            kind="profiler",
+            cases=traced,
+            every=len(traced) > 1,
+            text=(
+                f"{Source.IMPORTED.value.upper()}: the profiler that recorded the trace slows the"
+                " host, so steps may be longer than without it"
+            ),
+        )
+    unknown = {
+        (trial.case, one): None
+        for trial in trials
+        if (loop := observed(trial))
+        for one in loop.unknown
+    }
     for case, one in unknown:
         yield Caveat(
-            kind="not understood", text=str(one),
+            kind="not understood",
+            text=str(one),
             cases=((case, f"in {words.count(one.steps, 'step')}" if one.steps else ""),),
-        )  # fmt: skip
+        )
 
 
 def _of_code(provenance: Mapping[str, Any]) -> Iterator[Caveat]:
     if provenance.get("dpbench", {}).get("dirty"):
         yield Caveat(
             kind="code",
-            text="dpbench's checkout has uncommitted changes: the code that ran differs from the recorded commit",
+            text=(
+                "dpbench's checkout has uncommitted changes: the code that ran differs from the"
+                " recorded commit"
+            ),
         )

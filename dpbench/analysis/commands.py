@@ -1,4 +1,5 @@
-"""Commands: write the shell commands `dpbench run`, which measures cases, and `dpbench predict`, which predicts one.
+"""Commands: write the shell commands `dpbench run`, which measures cases, and `dpbench predict`,
+which predicts one.
 
 `following` returns the command that the user should run next, after a decision.
 """
@@ -21,7 +22,10 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
 ROUNDS_MOST = 50
-"""The largest number of rounds that a command states; if more are needed, the command gives --rounds auto."""
+"""The largest number of rounds that a command states.
+
+If more are needed, the command gives --rounds auto.
+"""
 PATIENT_S = 600.0
 """The seconds that a repeated run waits for other processes to leave the cores."""
 GPUS = "rtx-3090-x8"
@@ -33,13 +37,14 @@ PREDICTABLE = ("fp32", "bf16")
 def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     """Return the `dpbench run` command that measures `cases`.
 
-    The cases must differ only in strategy, schedule, devices, batch and habits of the training loop.
+    The cases must differ only in strategy, schedule, devices, batch and habits of the training
+    loop.
 
-    The command may select further cases: all combinations of the strategies, the numbers of devices and the batch
-    sizes. `how` are further options. The command names the kind of devices unless it is the default of `machine`.
-    Return "" for cases on several machines, which a single command cannot start, for models known only to
-    `dpbench predict`, for a model that shares the machine with another, and for stored cases with names that only
-    another version of dpbench knows.
+    The command may select further cases: all combinations of the strategies, the numbers of devices
+    and the batch sizes. `how` are further options. The command names the kind of devices unless it
+    is the default of `machine`. Return "" for cases on several machines, which a single command
+    cannot start, for models known only to `dpbench predict`, for a model that shares the machine
+    with another, and for stored cases with names that only another version of dpbench knows.
     """
     first = cases[0]
     known = ":" in first.model or first.model in registry.own("models")
@@ -49,27 +54,38 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     batches = {case.batch_size for case in cases}
     weak = len(shares) == 1 < len(batches)
     given: dict[str, Any] = {
-        **_apart("models", "model", [first.model]), **_apart("strategies", "strategy", _strategies(cases)),
-        "schedules": _schedules(cases), "devices": _sorted(case.devices for case in cases),
-        "device_ids": first.device_ids, "size": first.size, "precision": first.precision,
-        "optimizer": first.optimizer, "unverified": first.unverified,
+        **_apart("models", "model", [first.model]),
+        **_apart("strategies", "strategy", _strategies(cases)),
+        "schedules": _schedules(cases),
+        "devices": _sorted(case.devices for case in cases),
+        "device_ids": first.device_ids,
+        "size": first.size,
+        "precision": first.precision,
+        "optimizer": first.optimizer,
+        "unverified": first.unverified,
         "device_kind": "" if first.device_kind == machine.device_kind else first.device_kind,
         "placement": "" if first.placement == Case.placement else first.placement,
         "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
-        "device_memory": first.device_memory_bytes, **{name: _unique(cases, name) for name in LOOP}, **how,
-    }  # fmt: skip
+        "device_memory": first.device_memory_bytes,
+        **{name: _unique(cases, name) for name in LOOP},
+        **how,
+    }
     try:
         return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
-    except ValueError:  # another version of dpbench has stored a name that this version does not know
+    except (
+        ValueError
+    ):  # another version of dpbench has stored a name that this version does not know
         return ""
 
 
 def predict(case: Case, described: str = "") -> str:
-    """Return the `dpbench predict` command for the work of `case` on one or several GPUs of a described machine.
+    """Return the `dpbench predict` command for the work of `case` on one or several GPUs of a
+    described machine.
 
-    `described` is the name or the file of the machine. If it is empty, the command predicts 1, 2, 4 and 8 GPUs of the
-    machine `GPUS`. Return "" for a case that `dpbench predict` does not support: a precision not in `PREDICTABLE`, a
-    training loop with a habit that is not the default, or a model that brings its own optimizer.
+    `described` is the name or the file of the machine. If it is empty, the command predicts 1, 2, 4
+    and 8 GPUs of the machine `GPUS`. Return "" for a case that `dpbench predict` does not support:
+    a precision not in `PREDICTABLE`, a training loop with a habit that is not the default, or a
+    model that brings its own optimizer.
     """
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
@@ -78,20 +94,36 @@ def predict(case: Case, described: str = "") -> str:
     # a model that is known by name is "full", the default, and refuses the option
     size = ["--size", case.size] if case.size != "full" else []
     return shlex.join(
-        ["dpbench", "predict", "--machine", described or GPUS, *model, *size, "--batch-sizes",
-         str(case.batch_size), *([] if described else ["--devices", "1,2,4,8"]), *precision]
-    )  # fmt: skip
+        [
+            "dpbench",
+            "predict",
+            "--machine",
+            described or GPUS,
+            *model,
+            *size,
+            "--batch-sizes",
+            str(case.batch_size),
+            *([] if described else ["--devices", "1,2,4,8"]),
+            *precision,
+        ]
+    )
 
 
 def at_batch(cases: Iterable[Case], factor: float) -> list[Case]:
-    """Return the cases with their batch sizes multiplied by `factor`, rounded down, but at least 1."""
+    """Return the cases with their batch sizes multiplied by `factor`, rounded down, but at least
+    1.
+    """
     return [replace(case, batch_size=max(1, int(case.batch_size * factor))) for case in cases]
 
 
-def following(question: Question, decision: Decision, machine: Resources, measured: Collection[int]) -> str:
-    """Return the command to run next: the measurement that the answer lacks, or the most useful further one.
+def following(
+    question: Question, decision: Decision, machine: Resources, measured: Collection[int]
+) -> str:
+    """Return the command to run next: the measurement that the answer lacks, or the most useful
+    further one.
 
-    `measured` has the batch sizes of the baselines in all questions of the run about the same model.
+    `measured` has the batch sizes of the baselines in all questions of the run about the same
+    model.
     """
     if decision.choice is Choice.UNKNOWN:
         return _lacking(question, decision, machine)
@@ -106,10 +138,14 @@ def following(question: Question, decision: Decision, machine: Resources, measur
         return measure([home, best.case, control], machine=machine)
     if home.device_kind == "cpu":
         return predict(home)
-    full = any(2 * peak > machine.memory_of(best.case, device) > 0 for device, peak in best.memory.items())
+    full = any(
+        2 * peak > machine.memory_of(best.case, device) > 0 for device, peak in best.memory.items()
+    )
     if full or decision.basis is Basis.ONLY_FITS:
         return measure([best.case], machine=machine, find_max_batch=True)
-    factor = next(factor for factor in itertools.count(2) if factor * home.batch_size not in measured)
+    factor = next(
+        factor for factor in itertools.count(2) if factor * home.batch_size not in measured
+    )
     return measure(at_batch([home, best.case], factor), machine=machine)
 
 
@@ -120,12 +156,19 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
     if question.source is Source.PREDICTED and basis is Basis.OPEN:
         return measure([home, best_of(decision.open).case], machine=Resources())
-    if basis is Basis.EMULATED or question.source is Source.PREDICTED or (basis in ELSEWHERE and few):
+    if (
+        basis is Basis.EMULATED
+        or question.source is Source.PREDICTED
+        or (basis in ELSEWHERE and few)
+    ):
         return predict(home, machine.described)
     if basis in ELSEWHERE:
         spread = replace(home, device_ids=())
         roles = (Role.ENGINE, Role.CONTROL)
-        two = [replace(spread, strategy=registry.of_role(role), devices=2, schedule="") for role in roles]
+        two = [
+            replace(spread, strategy=registry.of_role(role), devices=2, schedule="")
+            for role in roles
+        ]
         return measure([spread, *two], machine=machine)
     if basis is Basis.OPEN:
         return measure(cases, machine=machine, **_more(decision.open))
@@ -135,11 +178,14 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
-"""The reasons for a missing answer that only a run on other devices, or a prediction for them, can remove."""
+"""The reasons for a missing answer that only a run on other devices, or a prediction for them, can
+remove.
+"""
 
 
 def _more(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the options of a run whose rounds should be enough for a verdict on each speed-up in `rows`.
+    """Return the options of a run whose rounds should be enough for a verdict on each speed-up in
+    `rows`.
 
     If NOISY rounds prevented a verdict, the run waits until other processes leave the cores.
     """
@@ -153,13 +199,19 @@ def _more(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str:
-    """Return the command that tries cases without a result again, with half the batch size if memory ran out.
+    """Return the command that tries cases without a result again, with half the batch size if
+    memory ran out.
 
     Return "" if another try would not help, as after wrong gradients.
     """
-    if any(row.status is Status.OOM and not row.step for row in question.several) and question.home.batch_size > 1:
+    if (
+        any(row.status is Status.OOM and not row.step for row in question.several)
+        and question.home.batch_size > 1
+    ):
         return measure(at_batch(cases, 0.5), machine=machine)
-    ended = [row.status for row in question.several if not row.step and Fault.UNVERIFIED not in row.lost]
+    ended = [
+        row.status for row in question.several if not row.step and Fault.UNVERIFIED not in row.lost
+    ]
     retry = tuple(status.value for status in (Status.FAILED, Status.TIMEOUT) if status in ended)
     return measure(cases, machine=machine, retry=retry) if retry else ""
 
@@ -175,10 +227,12 @@ def noisy(row: Row) -> bool:
 
 
 def rounds_needed(rows: Sequence[Row]) -> int:
-    """Return the number of rounds that should be enough for a verdict on each speed-up in `rows`: more than they have.
+    """Return the number of rounds that should be enough for a verdict on each speed-up in `rows`:
+    more than they have.
 
-    A speed-up of `WORTH` or more needs an interval above 1, a smaller one an interval below `WORTH`. The spread of
-    NOISY rounds says nothing about quiet ones: for them, as many rounds again are assumed to be enough.
+    A speed-up of `WORTH` or more needs an interval above 1, a smaller one an interval below
+    `WORTH`. The spread of NOISY rounds says nothing about quiet ones: for them, as many rounds
+    again are assumed to be enough.
     """
     known = [row.speedup for row in rows if row.speedup and row.speedup.n >= Estimate.ROUNDS]
     return max(map(_rounds_needed, known), default=10)
@@ -204,10 +258,13 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of two options: `known` gets the names that dpbench has, `own` the names of the user's code."""
+    """Return the values of two options: `known` gets the names that dpbench has, `own` the names of
+    the user's code.
+    """
     return {
-        known: tuple(name for name in names if ":" not in name), own: tuple(name for name in names if ":" in name)
-    }  # fmt: skip
+        known: tuple(name for name in names if ":" not in name),
+        own: tuple(name for name in names if ":" in name),
+    }
 
 
 def _strategies(cases: Sequence[Case]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Comparison: two runs of the same cases, with the ratio of their speeds, its verdict, and the phase that changed most.
+"""Comparison: two runs of the same cases, with the ratio of their speeds, its verdict, and the
+phase that changed most.
 
 Runs on unlike machines are compared only if the caller asks for it.
 """
@@ -23,7 +24,8 @@ UNKNOWN = "unknown"
 SURE = 0.99
 """The probability with which the intervals of all ratios of a comparison hold together.
 
-It is higher than in one run, because two runs also differ in ways that no round of either run shows.
+It is higher than in one run, because two runs also differ in ways that no round of either run
+shows.
 """
 NEVER = 100
 """More rounds are not recommended if at least this number would be needed to decide a verdict."""
@@ -35,11 +37,12 @@ ORDER = ("slower", "faster", "undecided", "same")
 class Comparison:
     """One case compared between two runs.
 
-    `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run is faster. `reason`
-    explains the verdict. `phase` is the phase that changed most. `phase_s` is its change in seconds per step, negative
-    if the phase became shorter. `share` is its absolute change over the sum of the absolute changes of all phases.
-    `other` is the case in the second run; it differs from `case` only if unlike machines are compared. `labels` has the
-    labels of both cases.
+    `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run
+    is faster. `reason` explains the verdict. `phase` is the phase that changed most. `phase_s` is
+    its change in seconds per step, negative if the phase became shorter. `share` is its absolute
+    change over the sum of the absolute changes of all phases. `other` is the case in the second
+    run; it differs from `case` only if unlike machines are compared. `labels` has the labels of
+    both cases.
     """
 
     case: Case
@@ -80,9 +83,11 @@ class Unlike:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparisons:
-    """Two runs compared: their common cases, sorted by verdict, and the facts in which their machines differ.
+    """Two runs compared: their common cases, sorted by verdict, and the facts in which their
+    machines differ.
 
-    `lost` has the reason for each case that is in both runs but has no result in at least one of them.
+    `lost` has the reason for each case that is in both runs but has no result in at least one of
+    them.
     """
 
     lines: Sequence[Comparison]
@@ -96,56 +101,81 @@ class Comparisons:
         return Counter([*(line.verdict for line in self.lines), *("undecided" for _ in self.lost)])
 
 
-def between(before: Report, after: Report, *, margin: float = stats.MARGIN, unlike: bool = False) -> Comparisons:
-    """Return the comparison of two runs; `margin` is the relative difference up to which two cases count as the same.
+def between(
+    before: Report, after: Report, *, margin: float = stats.MARGIN, unlike: bool = False
+) -> Comparisons:
+    """Return the comparison of two runs.
 
-    Raises ValueError if the runs have no measured case in common. Unless `unlike` is True, also raises ValueError if
-    their machines or software differ.
+    `margin` is the relative difference up to which two cases count as the same.
+
+    Raises ValueError if the runs have no measured case in common. Unless `unlike` is True, also
+    raises ValueError if their machines or software differ.
     """
     differing = unlikes(before, after)
     if differing and not unlike:
         said = "; ".join(map(str, differing))
-        raise ValueError(f"the two runs differ ({said}): give --unlike to compare them nevertheless")
+        raise ValueError(
+            f"the two runs differ ({said}): give --unlike to compare them nevertheless"
+        )
     lines = compare(before.trials, after.trials, margin=margin, unlike=unlike)
     lost = uncompared(before.trials, after.trials)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise ValueError(
-            f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in common{reasons}"
+            f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in"
+            f" common{reasons}"
         )
     return Comparisons(lines=lines, lost=lost, unlike=differing, margin=margin)
 
 
 def unlikes(before: Report, after: Report) -> list[Unlike]:
-    """Return the facts about machine and software that step times depend on and in which two runs differ."""
+    """Return the facts about machine and software that step times depend on and in which two runs
+    differ.
+    """
     first, second = _facts(before), _facts(after)
-    return [Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]]
+    return [
+        Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]
+    ]
 
 
 def _facts(report: Report) -> dict[str, str]:
     host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
     models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
-    versions = dict.fromkeys(str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance)
+    versions = dict.fromkeys(
+        str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance
+    )
     installed: Any = (report.provenance.get("packages") or {}).get("torch", UNKNOWN)
     return {
         "processor": str(host.get("cpu", UNKNOWN)),
         "cores": str(host.get("cores", UNKNOWN)),
         "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(models.items())) or "none",
         "torch": ", ".join(versions) or str(installed),
-        "devices": ", ".join(sorted({trial.case.device_kind for trial in report.trials})) or UNKNOWN,
-        "trace": "imported" if any(trial.source is Source.IMPORTED for trial in report.trials) else "none",
+        "devices": (
+            ", ".join(sorted({trial.case.device_kind for trial in report.trials})) or UNKNOWN
+        ),
+        "trace": (
+            "imported"
+            if any(trial.source is Source.IMPORTED for trial in report.trials)
+            else "none"
+        ),
     }
 
 
 def compare(
-    before: Sequence[Trial], after: Sequence[Trial], *, margin: float = stats.MARGIN, unlike: bool = False
+    before: Sequence[Trial],
+    after: Sequence[Trial],
+    *,
+    margin: float = stats.MARGIN,
+    unlike: bool = False,
 ) -> list[Comparison]:
-    """Return the comparison of every case with results in both runs; a ratio above 1 means that `after` is faster.
+    """Return the comparison of every case with results in both runs.
 
-    `margin` is the relative difference up to which two cases count as the same. The interval of each ratio decides; the
-    intervals of all ratios hold together with the probability `SURE`. With `unlike`, a case on one kind of device is
-    compared with the same case on another kind. Emulated devices, whose time is host time only, are never compared with
-    others.
+    A ratio above 1 means that `after` is faster.
+
+    `margin` is the relative difference up to which two cases count as the same. The interval of
+    each ratio decides; the intervals of all ratios hold together with the probability `SURE`. With
+    `unlike`, a case on one kind of device is compared with the same case on another kind. Emulated
+    devices, whose time is host time only, are never compared with others.
     """
     sides = [_by_case(side, unlike=unlike) for side in (before, after)]
     pairs = [(earlier, sides[1][key]) for key, earlier in sides[0].items() if key in sides[1]]
@@ -159,21 +189,27 @@ def compare(
         total_s = sum(map(abs, changes.values()))
         lines.append(
             Comparison(
-                case=earlier[-1].case, other=later[-1].case, before=stats.median(measured(earlier)),
-                after=stats.median(measured(later)), ratio=ratio, verdict=verdict,
-                reason=_reason(ratio, verdict, len(pairs), margin), phase=phase, phase_s=phase_s,
+                case=earlier[-1].case,
+                other=later[-1].case,
+                before=stats.median(measured(earlier)),
+                after=stats.median(measured(later)),
+                ratio=ratio,
+                verdict=verdict,
+                reason=_reason(ratio, verdict, len(pairs), margin),
+                phase=phase,
+                phase_s=phase_s,
                 share=abs(phase_s) / total_s if total_s else 0.0,
                 labels=(*all_labels([*shown(earlier), *shown(later)]), *["UNLIKE"] * unlike),
             )
-        )  # fmt: skip
+        )
     return sorted(lines, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
     """Return, by case, the trials of each case that has a result.
 
-    If `unlike`, all keys have the same kind of device, so that a case on GPUs finds its counterpart on CPUs. Cases on
-    emulated devices keep theirs.
+    If `unlike`, all keys have the same kind of device, so that a case on GPUs finds its counterpart
+    on CPUs. Cases on emulated devices keep theirs.
     """
     groups: dict[Case, list[Trial]] = {}
     for trial in trials:
@@ -192,30 +228,42 @@ def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
         return f"{words.withheld(ratio)}: {words.doubt(ratio)}; {words.REMEDY} would help"
     if verdict == "same":
         although = "" if ratio.low <= 1 <= ratio.high else ", although it excludes 1"
-        return f"the whole interval is within the margin of {words.percent(margin)} around 1{although}"
+        return (
+            f"the whole interval is within the margin of {words.percent(margin)} around 1{although}"
+        )
     if verdict != "undecided":
         cases = f" for all of {count} cases together" if count > 1 else ""
-        return f"the whole interval is {'above' if verdict == 'faster' else 'below'} 1, at {SURE:.0%}{cases}"
+        return (
+            f"the whole interval is {'above' if verdict == 'faster' else 'below'} 1, at"
+            f" {SURE:.0%}{cases}"
+        )
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
     enough = f"about {words.count(rounds, 'round')} per run should be enough for a verdict"
     more = "more rounds will hardly lead to a verdict" if hopeless else enough
-    return f"the interval includes 1 and extends beyond the margin of {words.percent(margin)}; {more}"
+    return (
+        f"the interval includes 1 and extends beyond the margin of {words.percent(margin)}; {more}"
+    )
 
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
-    """Return the cases that are in both runs but have no result in at least one of them, each with the reason."""
+    """Return the cases that are in both runs but have no result in at least one of them, each with
+    the reason.
+    """
     reasons = {}
     for case in dict.fromkeys(trial.case for trial in before):
         for name, side in (("before", before), ("after", after)):
             of_case = [trial for trial in side if trial.case == case]
             if not measured(of_case) and any(trial.case == case for trial in after):
-                reasons[case] = f'no result in the run "{name}": {of_case[-1].refusal.partition(chr(10))[0]}'
+                reasons[case] = (
+                    f'no result in the run "{name}": {of_case[-1].refusal.partition(chr(10))[0]}'
+                )
     return reasons
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
-    """Return the phase whose time changed most from `before` to `after`, and the change in seconds per step.
+    """Return the phase whose time changed most from `before` to `after`, and the change in seconds
+    per step.
 
     The change is negative if the phase became shorter.
     """
@@ -228,7 +276,10 @@ def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
 
 
 def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
-    """Return the change of each phase from `before` to `after` in seconds per step; negative for a shorter phase."""
+    """Return the change of each phase from `before` to `after` in seconds per step.
+
+    Negative for a shorter phase.
+    """
     first, second = (_phase_medians(trials) for trials in (before, after))
     return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
 
@@ -238,5 +289,7 @@ def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
     for trial in (trial for trial in trials if trial.trusted):
         ledgers = trial.by_column.timed(trial.ledger.phases)
         for name in dict.fromkeys(name for phases in ledgers for name in phases):
-            medians.setdefault(name, []).append(statistics.median(phases.get(name, 0.0) for phases in ledgers))
+            medians.setdefault(name, []).append(
+                statistics.median(phases.get(name, 0.0) for phases in ledgers)
+            )
     return {name: statistics.median(values) for name, values in medians.items()}

@@ -1,9 +1,10 @@
 """Decision: answer whether a model should be trained on several devices, and with which strategy.
 
-`decide` is the rule. A question is one model at one setting: the cases that are compared with one baseline, which is
-the strategy `single` on one device. The rule recommends a case on several devices only if it is decidedly faster than
-the baseline, and its speed-up is at least `WORTH`. The rule never recommends emulated devices, or replicas that share a
-GPU. A result on a CPU holds for this CPU alone.
+`decide` is the rule. A question is one model at one setting: the cases that are compared with one
+baseline, which is the strategy `single` on one device. The rule recommends a case on several
+devices only if it is decidedly faster than the baseline, and its speed-up is at least `WORTH`. The
+rule never recommends emulated devices, or replicas that share a GPU. A result on a CPU holds for
+this CPU alone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ WORTH = 1.05
 
 
 class Choice(StrEnum):
-    """The answers: use several devices or stay with one; for an observed loop, change it or keep it; or unknown."""
+    """The answers: use several devices or stay with one.
+
+    For an observed loop, change it or keep it. Or unknown.
+    """
 
     USE = "use"
     STAY = "stay with one device"
@@ -58,9 +62,9 @@ class Basis(StrEnum):
 class Question:
     """The rows that are compared with one baseline, which is `single` on one device.
 
-    `home` is the case of the baseline, and `baseline` its row, None if it was not measured. `others` are the rows of
-    all other cases. `weak` is True if cases on several devices have the batch size of `home` on each device, not in
-    total.
+    `home` is the case of the baseline, and `baseline` its row, None if it was not measured.
+    `others` are the rows of all other cases. `weak` is True if cases on several devices have the
+    batch size of `home` on each device, not in total.
     """
 
     home: Case
@@ -81,10 +85,11 @@ class Question:
 
     @property
     def candidates(self) -> tuple[Row, ...]:
-        """Return the rows with a result that may be recommended: several devices, or one with all CPU cores.
+        """Return the rows with a result that may be recommended: several devices, or one with all
+        CPU cores.
 
-        Replicas that share a GPU are left out, and so are cases with wrong gradients in a round, and predictions for
-        strategies whose predictions were never compared with measurements.
+        Replicas that share a GPU are left out, and so are cases with wrong gradients in a round,
+        and predictions for strategies whose predictions were never compared with measurements.
         """
         return tuple(
             row
@@ -98,12 +103,15 @@ class Question:
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """Return the rows of cases on several devices that gave no result, or wrong gradients in a round.
+        """Return the rows of cases on several devices that gave no result, or wrong gradients in a
+        round.
 
         Cases that ran out of memory or were skipped do not count: their outcome is a result.
         """
         return tuple(
-            row for row in self.several if Fault.UNVERIFIED in row.lost or (not row.step and {*row.lost} - {Status.OOM})
+            row
+            for row in self.several
+            if Fault.UNVERIFIED in row.lost or (not row.step and {*row.lost} - {Status.OOM})
         )
 
 
@@ -111,8 +119,9 @@ class Question:
 class Decision:
     """The decision on a question.
 
-    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the candidates that may be faster than the
-    recommended case or, if no case is recommended, may have a worthwhile gain: the measurements do not decide this.
+    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the candidates that may be
+    faster than the recommended case or, if no case is recommended, may have a worthwhile gain: the
+    measurements do not decide this.
     """
 
     choice: Choice
@@ -124,11 +133,12 @@ class Decision:
 def decide(question: Question) -> Decision:
     """Return the decision on a question.
 
-    The interval of a speed-up decides; the intervals of all speed-ups over the baseline hold together with 95 %. Of the
-    candidates that are decidedly faster than the baseline, with a speed-up of at least `WORTH`, the fastest wins. If
-    another of them is slower by a factor of less than `WORTH`, and has fewer devices or a better-known strategy, it
-    wins instead. Stay with one device if no case on several devices failed, and none can gain `WORTH`: the whole
-    interval of each is below `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
+    The interval of a speed-up decides; the intervals of all speed-ups over the baseline hold
+    together with 95 %. Of the candidates that are decidedly faster than the baseline, with a
+    speed-up of at least `WORTH`, the fastest wins. If another of them is slower by a factor of less
+    than `WORTH`, and has fewer devices or a better-known strategy, it wins instead. Stay with one
+    device if no case on several devices failed, and none can gain `WORTH`: the whole interval of
+    each is below `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
     """
     candidates = question.candidates
     obstacle = _obstacle(question)
@@ -161,7 +171,11 @@ def _obstacle(question: Question) -> Basis | None:
         return Basis.NO_RESULT
     if baseline is None or baseline.step is None:
         # logical CPU devices share one memory: a case that fits on several of them fits on one
-        out = baseline is not None and baseline.status is Status.OOM and question.home.device_kind == "cuda"
+        out = (
+            baseline is not None
+            and baseline.status is Status.OOM
+            and question.home.device_kind == "cuda"
+        )
         return Basis.ONLY_FITS if out else Basis.NO_BASELINE
     return None
 
@@ -192,7 +206,8 @@ def _rate(row: Row) -> float:
 def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
     """Return, of the rows that are about as fast as the fastest, the one with the fewest devices.
 
-    If several have as few devices, return the one with the best-known strategy. `of` returns the speed of a row.
+    If several have as few devices, return the one with the best-known strategy. `of` returns the
+    speed of a row.
     """
     most = max(map(of, rows))
     roles = [Role.ALL_CORES, Role.CONTROL, Role.WRAPPER, Role.ENGINE, Role.OTHER]
@@ -203,20 +218,26 @@ def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
 
 
 def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows that may be faster than `best` by more than `WORTH`: the measurements do not exclude it."""
+    """Return the rows that may be faster than `best` by more than `WORTH`: the measurements do not
+    exclude it.
+    """
     others = [row for row in rows if row is not best]
     ratios = {row.case: ratio_of(row, best, level=stats.together(len(others))) for row in others}
     return tuple(row for row in others if _may_gain(ratios[row.case]))
 
 
 def _may_gain(ratio: Estimate) -> bool:
-    return stats.verdict(ratio) == "undecided" and (ratio.doubt is Doubt.NOISY or ratio.high >= WORTH)
+    return stats.verdict(ratio) == "undecided" and (
+        ratio.doubt is Doubt.NOISY or ratio.high >= WORTH
+    )
 
 
 def ratio_of(one: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estimate:
-    """Return the speed of `one` over that of `other`, from their timed steps or, without them, from their speed-ups.
+    """Return the speed of `one` over that of `other`, from their timed steps or, without them, from
+    their speed-ups.
 
-    `level` is the probability with which the interval of a ratio from timed steps contains the true value.
+    `level` is the probability with which the interval of a ratio from timed steps contains the true
+    value.
     """
     if one.series and other.series:
         found = stats.ratio(other.series, one.series, level=level)
@@ -230,9 +251,9 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those without unusual settings first.
 
     Strong scaling and weak scaling are separate questions, also if they have the same baseline. The
-    questions leave out observed loops, DataLoaders, cases that share the machine with another model,
-    and emulated devices for models that were also measured on other devices. If a model has cases on
-    several devices, its batch sizes that ran on one device only are left out.
+    questions leave out observed loops, DataLoaders, cases that share the machine with another
+    model, and emulated devices for models that were also measured on other devices. If a model has
+    cases on several devices, its batch sizes that ran on one device only are left out.
     """
     asks = (
         row
@@ -243,13 +264,27 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     table = {(row.case, row.source): row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}
     for (case, source), row in table.items():
-        home = next((baseline for baseline in homes(case) if (baseline, source) in table), homes(case)[0])
+        home = next(
+            (baseline for baseline in homes(case) if (baseline, source) in table), homes(case)[0]
+        )
         groups.setdefault((home, source, home.batch_size != case.batch_size), []).append(row)
     asked = []
     for (home, source, weak), group in groups.items():
-        alone = [row for row in groups.get((home, source, False), ()) if row.case.devices == 1] if weak else []
+        alone = (
+            [row for row in groups.get((home, source, False), ()) if row.case.devices == 1]
+            if weak
+            else []
+        )
         others = tuple(row for row in (*alone, *group) if row.case != home)
-        asked.append(Question(home=home, source=source, baseline=table.get((home, source)), others=others, weak=weak))
+        asked.append(
+            Question(
+                home=home,
+                source=source,
+                baseline=table.get((home, source)),
+                others=others,
+                weak=weak,
+            )
+        )
     several = {(question.home.model, question.source) for question in asked if question.several}
     real = {question.home.model for question in asked if question.home.device_kind != "emulated"}
     kept = [
@@ -262,11 +297,16 @@ def questions(rows: Iterable[Row]) -> list[Question]:
 
 
 def homes(case: Case) -> list[Case]:
-    """Return the cases that can be the baseline of `case`: the same global batch, then the same batch per device."""
+    """Return the cases that can be the baseline of `case`: the same global batch, then the same
+    batch per device.
+    """
     if case.traits.role is Role.BASELINE:
         return [case]
     share, rest = divmod(case.batch_size, case.devices)
-    return [plan.alone(case, batch) for batch in ([case.batch_size] if rest else [case.batch_size, share])]
+    return [
+        plan.alone(case, batch)
+        for batch in ([case.batch_size] if rest else [case.batch_size, share])
+    ]
 
 
 def unusual(case: Case) -> list[str]:

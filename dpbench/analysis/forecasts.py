@@ -1,4 +1,6 @@
-"""Forecasts: predicted step times next to the measured ones of the same case on the same hardware."""
+"""Forecasts: predicted step times next to the measured ones of the same case on the same
+hardware.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from dpbench.store.runs import PastRun
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The predicted and the measured step time of a case, in seconds, and the name of the predicted machine.
+    """The predicted and the measured step time of a case, in seconds, and the name of the predicted
+    machine.
 
-    The interval of `predicted` is the predictor's 80 % interval, that of `measured` a 95 % interval.
+    The interval of `predicted` is the predictor's 80 % interval, that of `measured` a 95 %
+    interval.
     """
 
     case: Case
@@ -29,7 +33,10 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """Return the predicted step time over the measured one, minus 1; above 0 if the prediction was too long."""
+        """Return the predicted step time over the measured one, minus 1.
+
+        Above 0 if the prediction was too long.
+        """
         return self.predicted.value / self.measured.value - 1
 
     @property
@@ -38,14 +45,21 @@ class Forecast:
         return self.predicted.low <= self.measured.value <= self.predicted.high
 
 
-def forecasts(rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[str, Any]) -> tuple[Forecast, ...]:
+def forecasts(
+    rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[str, Any]
+) -> tuple[Forecast, ...]:
     """Return the predictions of the measured cases among `rows`, in the order of the rows.
 
-    `provenance` has the facts of the run. Predictions are taken from `rows`, and from the runs of `past` that describe
-    the same hardware. If a case has several predictions for one machine, the newest is used. Cases whose measured
-    step time must not be shown (`Estimate.doubt`) are left out.
+    `provenance` has the facts of the run. Predictions are taken from `rows`, and from the runs of
+    `past` that describe the same hardware. If a case has several predictions for one machine, the
+    newest is used. Cases whose measured step time must not be shown (`Estimate.doubt`) are left
+    out.
     """
-    measured = {row.case: row for row in rows if row.source is Source.MEASURED and row.step and not row.step.doubt}
+    measured = {
+        row.case: row
+        for row in rows
+        if row.source is Source.MEASURED and row.step and not row.step.doubt
+    }
     found: dict[tuple[Case, str], Forecast] = {}
     described = [one.trials for one in past if _same_hardware(one.run.provenance, provenance)]
     predicted = [(one, _machine(trials)) for trials in described for one in summary.rows(trials)]
@@ -53,9 +67,12 @@ def forecasts(rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[
         there = measured.get(row.case)
         if row.source is Source.PREDICTED and row.step and there and there.step:
             found[row.case, machine] = Forecast(
-                case=row.case, machine=machine, predicted=row.step, measured=there.step,
+                case=row.case,
+                machine=machine,
+                predicted=row.step,
+                measured=there.step,
                 labels=tuple(dict.fromkeys((*row.labels, *there.labels))),
-            )  # fmt: skip
+            )
     order = list(measured)
     return tuple(sorted(found.values(), key=lambda one: order.index(one.case)))
 

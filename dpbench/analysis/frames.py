@@ -1,7 +1,9 @@
-"""Frames: the recorded data of a run as tidy tables with one row per step, per phase of a step, or per sample.
+"""Frames: the recorded data of a run as tidy tables with one row per step, per phase of a step, or
+per sample.
 
-Every row has the id of the run, the fields of the case, the source, status, labels and round of the trial. The status
-is "ok" if the numbers can be used, else the trial's fault or status, such as "unverified".
+Every row has the id of the run, the fields of the case, the source, status, labels and round of the
+trial. The status is "ok" if the numbers can be used, else the trial's fault or status, such as
+"unverified".
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ Columns = dict[str, Sequence[object]]
 
 
 def cases(run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per case: the columns of `frame`, and then those of the imbalance indexes."""
+    """Return a table with one row per case: the columns of `frame`, and then those of the imbalance
+    indexes.
+    """
     beside = imbalance.columns([(run_id, trials)], [(run_id, row.case, row.source) for row in rows])
     return frame(rows, [run_id] * len(rows), beside)
 
 
 def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per step of every trial: its index `step`, whether it is `warmup`, its `seconds`."""
+    """Return a table with one row per step of every trial: its index `step`, whether it is
+    `warmup`, its `seconds`.
+    """
 
     def columns(trial: Trial) -> Columns:
         return {
@@ -47,11 +53,12 @@ MISSING = (
 
 
 def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
-    """Write a Parquet file with one row per step of every trial of several runs, given with their ids.
+    """Write a Parquet file with one row per step of every trial of several runs, given with their
+    ids.
 
-    The columns are those of `steps`, `verified`, and one column `phase_*_s` per phase. The columns of
-    the phases, including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not have
-    is 0. Raises LookupError if pyarrow is not installed.
+    The columns are those of `steps`, `verified`, and one column `phase_*_s` per phase. The columns
+    of the phases, including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not
+    have is 0. Raises LookupError if pyarrow is not installed.
     """
 
     def columns(trial: Trial) -> Columns:
@@ -61,7 +68,10 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
             "warmup": trial.by_column.warmup,
             "seconds": trial.by_column.seconds,
             "verified": [trial.verified.value] * len(trial.steps),
-            **{f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split] for phase in (*Phase, UNATTRIBUTED)},
+            **{
+                f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split]
+                for phase in (*Phase, UNATTRIBUTED)
+            },
         }
 
     table = pd.concat([_table(run_id, trials, columns) for run_id, trials in runs])
@@ -72,14 +82,20 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
 
 
 def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per phase of every step: the phase and its seconds, which sum to the step."""
+    """Return a table with one row per phase of every step: the phase and its seconds, which sum to
+    the step.
+    """
 
     def columns(trial: Trial) -> Columns:
         split = trial.ledger.phases
         counts = [len(parts) for parts in split]
         return {
             "step": [index for index, count in enumerate(counts) for _ in range(count)],
-            "warmup": [warm for warm, count in zip(trial.by_column.warmup, counts, strict=True) for _ in range(count)],
+            "warmup": [
+                warm
+                for warm, count in zip(trial.by_column.warmup, counts, strict=True)
+                for _ in range(count)
+            ],
             "phase": list(chain.from_iterable(split)),
             "seconds": [seconds for parts in split for seconds in parts.values()],
         }
@@ -90,8 +106,8 @@ def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
 def samples(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     """Return a table with one row per reading of a sampler.
 
-    A row has the time in seconds on the machine's monotonic clock, the device (-1 for the host), the metric, whose name
-    ends with its unit, and the value.
+    A row has the time in seconds on the machine's monotonic clock, the device (-1 for the host),
+    the metric, whose name ends with its unit, and the value.
     """
 
     def columns(trial: Trial) -> Columns:
@@ -101,9 +117,13 @@ def samples(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     return _table(run_id, trials, columns)
 
 
-def _table(run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Columns]) -> pd.DataFrame:
+def _table(
+    run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Columns]
+) -> pd.DataFrame:
     empty = columns(Trial(case=summary.BLANK.case))
-    gathered: dict[str, list[object]] = {name: [] for name in (*_facts(run_id, Trial(case=summary.BLANK.case)), *empty)}
+    gathered: dict[str, list[object]] = {
+        name: [] for name in (*_facts(run_id, Trial(case=summary.BLANK.case)), *empty)
+    }
     for trial in trials:
         found = columns(trial)
         count = len(next(iter(found.values())))
@@ -130,9 +150,11 @@ def frame(
     run_ids: Sequence[str] = (),
     extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """Return the rows as a flat table with one line per row, whose columns are those of `summary.records`.
+    """Return the rows as a flat table with one line per row, whose columns are those of
+    `summary.records`.
 
-    `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both have one value per row.
+    `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both
+    have one value per row.
     """
     blank, *flat = summary.records([summary.BLANK, *table])
     frame_of_rows = pd.DataFrame(flat, columns=list(blank))
@@ -144,7 +166,10 @@ def frame(
 
 
 def csv(table: pd.DataFrame) -> str:
-    """Return a table as CSV text in which spreadsheets see no text as a formula; numbers are unchanged."""
+    """Return a table as CSV text in which spreadsheets see no text as a formula.
+
+    Numbers are unchanged.
+    """
     inert = table.copy()
     for name, column in table.items():
         if not pd.api.types.is_numeric_dtype(column):
@@ -154,4 +179,8 @@ def csv(table: pd.DataFrame) -> str:
 
 def _inert(cell: object) -> object:
     """Return a cell; a text that a spreadsheet would evaluate gets an apostrophe in front."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+    return (
+        f"'{cell}"
+        if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))
+        else cell
+    )

@@ -1,4 +1,6 @@
-"""History: the step time of a case over the commits that a store has, and the changes of its level that asv detects."""
+"""History: the step time of a case over the commits that a store has, and the changes of its level
+that asv detects.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ class CommitPoint:
 
 @dataclass(frozen=True)
 class Level:
-    """Points of a history, from index `first` to `end` - 1, without a detected change; `seconds` is the median."""
+    """Points of a history, from index `first` to `end` - 1, without a detected change.
+
+    `seconds` is the median.
+    """
 
     first: int
     end: int
@@ -42,7 +47,8 @@ class Level:
 
 @dataclass(frozen=True)
 class History:
-    """The points of a case in the order of the first runs of their commits, and the levels between detected changes.
+    """The points of a case in the order of the first runs of their commits, and the levels between
+    detected changes.
 
     `levels` is None if asv, which detects changes of the step time, is not installed.
     """
@@ -57,18 +63,21 @@ class History:
         return tuple(dict.fromkeys(label for point in self.points for label in point.labels))
 
 
-def histories(cases: Iterable[Case], past: Sequence[PastRun], provenance: Mapping[str, Any]) -> tuple[History, ...]:
+def histories(
+    cases: Iterable[Case], past: Sequence[PastRun], provenance: Mapping[str, Any]
+) -> tuple[History, ...]:
     """Return the history of each case with a step time at `COMMITS` commits or more.
 
-    `provenance` has the facts of the current run, and `past` are runs on the same hardware. Runs with another version
-    of torch, with uncommitted changes, or without a commit are left out, as are commits whose step time must not be
-    shown.
+    `provenance` has the facts of the current run, and `past` are runs on the same hardware. Runs
+    with another version of torch, with uncommitted changes, or without a commit are left out, as
+    are commits whose step time must not be shown.
     """
     torch = (provenance.get("packages") or {}).get("torch")
     usable = [
         (commit, one)
         for one in past
-        if (commit := _commit(one.run.provenance)) and (one.run.provenance.get("packages") or {}).get("torch") == torch
+        if (commit := _commit(one.run.provenance))
+        and (one.run.provenance.get("packages") or {}).get("torch") == torch
     ]
     if len({commit for commit, _ in usable}) < COMMITS:
         return ()
@@ -95,7 +104,9 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[CommitPoint, ...]:
     groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
     for commit, one in past:
-        trials = [trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED]
+        trials = [
+            trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED
+        ]
         if trials:
             groups.setdefault(commit, []).append((one.run.id, trials))
     by_project = len({project for _, project in groups}) > 1
@@ -106,18 +117,28 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
         if not rounds or (step := stats.median(rounds)).doubt or not math.isfinite(step.high):
             continue
         labels = summary.all_labels(trial for _, trials in runs for trial in summary.shown(trials))
-        name = "+".join(filter(None, (code[:8], project[:8] if by_project and project != code else "")))
+        name = "+".join(
+            filter(None, (code[:8], project[:8] if by_project and project != code else ""))
+        )
         points.append(
-            CommitPoint(commit=name or project[:8], runs=tuple(run for run, _ in runs), step=step, labels=labels)
+            CommitPoint(
+                commit=name or project[:8],
+                runs=tuple(run for run, _ in runs),
+                step=step,
+                labels=labels,
+            )
         )
     return tuple(points)
 
 
 def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
-    """Return the levels of a series between the changes that asv detects; None if asv is not installed.
+    """Return the levels of a series between the changes that asv detects.
 
-    If there are few points, asv makes nearly every point a level. A detected change therefore counts only if the
-    intervals of the two points next to it do not overlap. The seconds of a level are the median of its points.
+    None if asv is not installed.
+
+    If there are few points, asv makes nearly every point a level. A detected change therefore
+    counts only if the intervals of the two points next to it do not overlap. The seconds of a level
+    are the median of its points.
     """
     try:
         from asv.step_detect import detect_steps
@@ -125,10 +146,14 @@ def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
         return None
     widths = [point.high - point.low for point in points]
     least = max(widths) * 1e-3 or 1.0  # an interval without width would have an infinite weight
-    detected = detect_steps([point.value for point in points], [1 / max(width, least) for width in widths])
+    detected = detect_steps(
+        [point.value for point in points], [1 / max(width, least) for width in widths]
+    )
     starts = [first for first, *_ in detected if first and _apart(points[first - 1], points[first])]
     edges = pairwise([0, *starts, len(points)])
-    return tuple(Level(a, b, statistics.median(point.value for point in points[a:b])) for a, b in edges)
+    return tuple(
+        Level(a, b, statistics.median(point.value for point in points[a:b])) for a, b in edges
+    )
 
 
 def _apart(one: Estimate, other: Estimate) -> bool:

@@ -1,7 +1,9 @@
-"""Hosts: find machines of a launch that differ from the first, hosts that share a machine, and slow machines.
+"""Hosts: find machines of a launch that differ from the first, hosts that share a machine, and slow
+machines.
 
-In every round, each machine runs the step of the baseline (`single`) by itself, without communication; all machines do
-so at the same time. A machine whose step takes longer delays every rank at each collective.
+In every round, each machine runs the step of the baseline (`single`) by itself, without
+communication; all machines do so at the same time. A machine whose step takes longer delays every
+rank at each collective.
 """
 
 from __future__ import annotations
@@ -17,14 +19,18 @@ from dpbench.records import Case, Trial, host_device, words
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate
 
 SLOW = 1.05
-"""A machine is slow if the whole interval of its step time over the fastest machine's is above this ratio."""
+"""A machine is slow if the whole interval of its step time over the fastest machine's is above this
+ratio.
+"""
 ALIKE = 0.05
 """The largest relative difference of memory at which two machines count as alike."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of a machine: its median step time over that of the fastest machine, both for the same case."""
+    """The pace of a machine: its median step time over that of the fastest machine, both for the
+    same case.
+    """
 
     case: Case
     host: str
@@ -34,18 +40,22 @@ class Pace:
     def __str__(self) -> str:
         interval = f"{words.number(self.ratio.value)}x ({words.interval(self.ratio)})"
         return (
-            f"{self.host} is slow: a step of {self.case.model} on one device takes {interval} as long there as on "
-            f"{self.fastest}, and every rank waits for it"
+            f"{self.host} is slow: a step of {self.case.model} on one device takes {interval} as"
+            f" long there as on {self.fastest}, and every rank waits for it"
         )
 
     @property
     def slow(self) -> bool:
-        """Return whether the lower end of the ratio's interval is above `SLOW`, and the ratio has enough rounds."""
+        """Return whether the lower end of the ratio's interval is above `SLOW`, and the ratio has
+        enough rounds.
+        """
         return not self.ratio.doubt and self.ratio.low > SLOW
 
 
 def paces(trials: Sequence[Trial]) -> list[Pace]:
-    """Return the pace of each machine except the fastest, for each baseline that several machines of a launch ran."""
+    """Return the pace of each machine except the fastest, for each baseline that several machines
+    of a launch ran.
+    """
     steps_of: dict[Case, dict[str, dict[int, list[float]]]] = {}
     noisy: dict[Case, set[int]] = {}
     for trial in trials:
@@ -57,16 +67,24 @@ def paces(trials: Sequence[Trial]) -> list[Pace]:
         case: {name: stats.Timed(rounds, noisy.get(case, ())) for name, rounds in machines.items()}
         for case, machines in steps_of.items()
     }
-    return [pace for case, machines in timed.items() if len(machines) > 1 for pace in _compared(case, machines)]
+    return [
+        pace
+        for case, machines in timed.items()
+        if len(machines) > 1
+        for pace in _compared(case, machines)
+    ]
 
 
 def _alone(trial: Trial) -> dict[str, list[float]]:
-    """Return each machine's step times in seconds in the trial of a launch's baseline, which every machine runs.
+    """Return each machine's step times in seconds in the trial of a launch's baseline, which every
+    machine runs.
 
     For other trials, the result is empty.
     """
     readings = trial.readings(ALONE) if trial.trusted else {}
-    steps = {host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)}
+    steps = {
+        host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)
+    }
     return {name: seconds for name, seconds in steps.items() if seconds}
 
 
@@ -79,19 +97,29 @@ def _compared(case: Case, machines: Mapping[str, stats.Rounds]) -> Iterator[Pace
 
 
 def sentences(trials: Sequence[Trial]) -> list[str]:
-    """Return a sentence for each slow machine, the slowest first; if there is none, return an empty list."""
-    return [f"{pace}." for pace in sorted(paces(trials), key=lambda one: -one.ratio.value) if pace.slow]
+    """Return a sentence for each slow machine, the slowest first.
+
+    If there is none, return an empty list.
+    """
+    return [
+        f"{pace}." for pace in sorted(paces(trials), key=lambda one: -one.ratio.value) if pace.slow
+    ]
 
 
 def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each machine of a launch that is unlike the first, and for hosts that share a machine."""
+    """Yield a warning for each machine of a launch that is unlike the first, and for hosts that
+    share a machine.
+    """
     machines: Sequence[Mapping[str, Any]] = provenance.get(HOSTS, {}).get("machines", ())
-    for machine, group in itertools.groupby(sorted(machines, key=lambda m: m["machine"]), key=lambda m: m["machine"]):
+    for machine, group in itertools.groupby(
+        sorted(machines, key=lambda m: m["machine"]), key=lambda m: m["machine"]
+    ):
         names = [one["name"] for one in group]
         if len(names) > 1:
             yield (
-                f"COLOCATED: {' and '.join(names)} are the same machine ({machine[:8]}), whose cores and memory their "
-                "ranks share: the figures show that the launch works, not how it scales"
+                f"COLOCATED: {' and '.join(names)} are the same machine ({machine[:8]}), whose"
+                " cores and memory their ranks share: the figures show that the launch works, not"
+                " how it scales"
             )
     for other in machines[1:]:
         if unlike := list(_differences(machines[0]["facts"], other["facts"])):
@@ -100,22 +128,38 @@ def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 def failures(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield a warning for each machine that could not run the baseline, with its reason."""
-    found = {host: reason for trial in trials for host, reason in trial.provenance.get(FAILED_HOSTS, {}).items()}
+    found = {
+        host: reason
+        for trial in trials
+        for host, reason in trial.provenance.get(FAILED_HOSTS, {}).items()
+    }
     for host, reason in found.items():
-        yield f"{host} could not run the baseline, so that it is not compared with the other machines: {reason}"
+        yield (
+            f"{host} could not run the baseline, so that it is not compared with the other"
+            f" machines: {reason}"
+        )
 
 
 def unlike(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a warning if cases were measured on machines of several kinds, as can happen in a scheduler's jobs."""
+    """Yield a warning if cases were measured on machines of several kinds, as can happen in a
+    scheduler's jobs.
+    """
     kinds: dict[str, set[Case]] = {}
     for trial in trials:
         if host := trial.provenance.get("host"):
             gpus = _gpus(trial.provenance)
-            kind = f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', 0)} cores" + (f", {gpus}" if gpus else "")
+            kind = f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', 0)} cores" + (
+                f", {gpus}" if gpus else ""
+            )
             kinds.setdefault(kind, set()).add(trial.case)
     if len(kinds) > 1:
-        where = "; ".join(f"{words.count(len(cases), 'case')} on {kind}" for kind, cases in kinds.items())
-        yield f"cases were measured on unlike machines, so their ratios also compare the machines: {where}"
+        where = "; ".join(
+            f"{words.count(len(cases), 'case')} on {kind}" for kind, cases in kinds.items()
+        )
+        yield (
+            "cases were measured on unlike machines, so their ratios also compare the machines:"
+            f" {where}"
+        )
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:

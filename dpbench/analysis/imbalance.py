@@ -1,9 +1,11 @@
-"""Imbalance: compare device 0 with the other devices, for each quantity, such as busy time or peak memory.
+"""Imbalance: compare device 0 with the other devices, for each quantity, such as busy time or peak
+memory.
 
-An index is a ratio of amounts of one quantity: device 0's to the mean of the others', or the largest amount to the mean
-of all. It is 1 if all devices have the same amount. DistributedDataParallel is the control, because its ranks all
-do the same work: a difference between its devices is due to the machine or to the measurement. docs/measuring.md
-defines each quantity. A footprint has each device's peak memory in each phase of a case, and the excess of device 0.
+An index is a ratio of amounts of one quantity: device 0's to the mean of the others', or the
+largest amount to the mean of all. It is 1 if all devices have the same amount.
+DistributedDataParallel is the control, because its ranks all do the same work: a difference between
+its devices is due to the machine or to the measurement. docs/measuring.md defines each quantity. A
+footprint has each device's peak memory in each phase of a case, and the excess of device 0.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 class Footprint:
     """The memory peaks of one case, in bytes.
 
-    `peaks[phase][device]` is the highest peak over the rounds; `basis` is the source of the peaks, such as "allocator".
-    `used` has each device's highest memory use as reported by NVML; this use includes CUDA contexts and the driver's
-    reserve. `used` is empty if NVML reported nothing.
+    `peaks[phase][device]` is the highest peak over the rounds; `basis` is the source of the peaks,
+    such as "allocator". `used` has each device's highest memory use as reported by NVML; this use
+    includes CUDA contexts and the driver's reserve. `used` is empty if NVML reported nothing.
     """
 
     case: Case
@@ -41,16 +43,21 @@ class Footprint:
     def whole(self) -> Mapping[int, int]:
         """Return each device's highest peak over all phases, in bytes."""
         devices = sorted({device for held in self.peaks.values() for device in held})
-        return {device: max(held.get(device, 0) for held in self.peaks.values()) for device in devices}
+        return {
+            device: max(held.get(device, 0) for held in self.peaks.values()) for device in devices
+        }
 
     @property
     def top(self) -> str:
         """Return the phase in which device 0 has its highest peak."""
-        return max(self.peaks, key=lambda phase: (self.peaks[phase].get(0, 0), -PHASES.index(phase)))
+        return max(
+            self.peaks, key=lambda phase: (self.peaks[phase].get(0, 0), -PHASES.index(phase))
+        )
 
     @property
     def excess_bytes(self) -> float | None:
-        """Return device 0's highest peak minus the mean of the other devices' highest peaks, in bytes.
+        """Return device 0's highest peak minus the mean of the other devices' highest peaks, in
+        bytes.
 
         Return None if device 0 has no peak, or if no other device has one.
         """
@@ -59,7 +66,8 @@ class Footprint:
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return, by phase, device 0's peak minus the mean peak of the other devices, in bytes, the largest first.
+        """Return, by phase, device 0's peak minus the mean peak of the other devices, in bytes, the
+        largest first.
 
         Phases in which device 0 or all other devices have no peak are left out.
         """
@@ -72,7 +80,9 @@ class Footprint:
 
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
-    """Return one footprint for each case and source with memory peaks by phase, in the order of the trials."""
+    """Return one footprint for each case and source with memory peaks by phase, in the order of the
+    trials.
+    """
     peaks_of: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
     basis: dict[tuple[Case, Source], str] = {}
     used: dict[tuple[Case, Source], dict[int, int]] = {}
@@ -89,11 +99,14 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
                 held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)
     return [
         Footprint(
-            case=case, source=source, basis=basis[case, source], used=dict(sorted(used[case, source].items())),
+            case=case,
+            source=source,
+            basis=basis[case, source],
+            used=dict(sorted(used[case, source].items())),
             peaks={phase: dict(sorted(peaks[phase].items())) for phase in PHASES if phase in peaks},
         )
         for (case, source), peaks in peaks_of.items()
-    ]  # fmt: skip
+    ]
 
 
 Figures = Mapping[int, Sequence[float]]
@@ -104,7 +117,8 @@ Figures = Mapping[int, Sequence[float]]
 class Quantity:
     """A quantity that is compared between devices.
 
-    `sources` has pairs of a description and a function that reads the quantity from a trial, the best source first.
+    `sources` has pairs of a description and a function that reads the quantity from a trial, the
+    best source first.
     """
 
     name: str
@@ -116,11 +130,12 @@ class Quantity:
 class Index:
     """The imbalance between the devices of one case in one quantity.
 
-    `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of device 0's amount to
-    the mean of the other devices', and `most` the ratio of the largest amount to the mean of all. `basis` describes the
-    source of the readings. `verdict` compares `first` with `control`, which is the value of `first` for the control.
-    `floor` is the amount on the one device of `single` at the same batch size. `control` and `floor` are None if they
-    have no readings with the same `source` and `basis`.
+    `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of
+    device 0's amount to the mean of the other devices', and `most` the ratio of the largest amount
+    to the mean of all. `basis` describes the source of the readings. `verdict` compares `first`
+    with `control`, which is the value of `first` for the control. `floor` is the amount on the one
+    device of `single` at the same batch size. `control` and `floor` are None if they have no
+    readings with the same `source` and `basis`.
     """
 
     case: Case
@@ -140,7 +155,8 @@ class Index:
 class _Found:
     """The readings of one quantity for one case: an array by round, with one row for each step.
 
-    A row has one reading for each device in `columns`. `basis` describes the source of the readings.
+    A row has one reading for each device in `columns`. `basis` describes the source of the
+    readings.
     """
 
     vectors: stats.Vectors
@@ -153,7 +169,9 @@ class _Found:
 
     @property
     def several(self) -> bool:
-        """Return whether device 0 and at least one other device have readings, and all readings are positive."""
+        """Return whether device 0 and at least one other device have readings, and all readings are
+        positive.
+        """
         others = self.columns[:1] == (0,) and len(self.columns) > 1
         return others and all(bool((readings > 0).all()) for readings in self.vectors.values())
 
@@ -164,7 +182,9 @@ class _Found:
 
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
-    """Return the indexes of all cases on several devices, one for each known quantity, in the order of the trials."""
+    """Return the indexes of all cases on several devices, one for each known quantity, in the order
+    of the trials.
+    """
     groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
@@ -173,7 +193,11 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
     every = []
     for quantity in QUANTITIES:
         amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
-        every += [_index(quantity, key, mine, amounts) for key, mine in amounts.items() if mine and mine.several]
+        every += [
+            _index(quantity, key, mine, amounts)
+            for key, mine in amounts.items()
+            if mine and mine.several
+        ]
     place = {key: number for number, key in enumerate(groups)}
     return sorted(every, key=lambda index: place[index.case, index.source])
 
@@ -190,19 +214,30 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
             if figures:
                 rounds[trial.round] = figures
         columns = max((tuple(sorted(figures)) for figures in rounds.values()), key=len, default=())
-        whole = {number: figures for number, figures in rounds.items() if tuple(sorted(figures)) == columns}
+        whole = {
+            number: figures
+            for number, figures in rounds.items()
+            if tuple(sorted(figures)) == columns
+        }
         if whole:
-            vectors = {n: stats.beside([figures[device] for device in columns]) for n, figures in whole.items()}
+            vectors = {
+                n: stats.beside([figures[device] for device in columns])
+                for n, figures in whole.items()
+            }
             return _Found(vectors, columns, basis)
     return None
 
 
 def _index(
-    quantity: Quantity, key: tuple[Case, Source], readings: _Found, amounts: Mapping[tuple[Case, Source], _Found | None]
+    quantity: Quantity,
+    key: tuple[Case, Source],
+    readings: _Found,
+    amounts: Mapping[tuple[Case, Source], _Found | None],
 ) -> Index:
     """Return the index of `quantity` for the case and source in `key`, which has these `readings`.
 
-    The control (DDP) and the floor (`single`) are taken from `amounts`, which has the readings of all cases.
+    The control (DDP) and the floor (`single`) are taken from `amounts`, which has the readings of
+    all cases.
     """
     case, source = key
 
@@ -211,25 +246,39 @@ def _index(
         return found if found and found.basis == readings.basis else None
 
     is_control = case.traits.role is Role.CONTROL
-    balanced, alone = None if is_control else alike(control_of(case)), alike(plan.alone(case, case.batch_size))
+    balanced, alone = (
+        None if is_control else alike(control_of(case)),
+        alike(plan.alone(case, case.batch_size)),
+    )
     control = balanced.balance.first if balanced and balanced.several else None
     return Index(
-        case=case, source=source, quantity=quantity.name, unit=quantity.unit, basis=readings.basis,
-        devices=readings.medians(), first=readings.balance.first, most=readings.balance.most, control=control,
+        case=case,
+        source=source,
+        quantity=quantity.name,
+        unit=quantity.unit,
+        basis=readings.basis,
+        devices=readings.medians(),
+        first=readings.balance.first,
+        most=readings.balance.most,
+        control=control,
         verdict="the control" if is_control else _verdict(readings.balance.first, control),
         floor=alone.medians().get(0) if alone else None,
-    )  # fmt: skip
+    )
 
 
 def control_of(case: Case) -> Case:
-    """Return the control of `case`: the case that trains with DistributedDataParallel on the same work and devices."""
+    """Return the control of `case`: the case that trains with DistributedDataParallel on the same
+    work and devices.
+    """
     return replace(case, strategy=registry.of_role(Role.CONTROL), schedule="", options=())
 
 
 def _verdict(first: Estimate, control: Estimate | None) -> str:
-    """Return, as text, whether the interval of the index `first` is above or below that of `control`, or overlaps it.
+    """Return, as text, whether the interval of the index `first` is above or below that of
+    `control`, or overlaps it.
 
-    If the control is missing, or if either index does not have enough rounds, the text states this instead.
+    If the control is missing, or if either index does not have enough rounds, the text states this
+    instead.
     """
     if control is None:
         return "no control"
@@ -237,7 +286,9 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
         return f"undecided: {words.NOT_ENOUGH}"
     if first.low > control.high:
         return "above the control"
-    return "below the control" if first.high < control.low else "not distinguishable from the control"
+    return (
+        "below the control" if first.high < control.low else "not distinguishable from the control"
+    )
 
 
 def columns(
@@ -245,18 +296,28 @@ def columns(
 ) -> dict[str, list[object]]:
     """Return the imbalance columns of a flat table, by column name.
 
-    `runs` has pairs of a run's id and its trials. `rows` has the run's id, the case and the source of each line of the
-    table. Each column has one value per line, None if unknown. The column names are the same for all runs.
+    `runs` has pairs of a run's id and its trials. `rows` has the run's id, the case and the source
+    of each line of the table. Each column has one value per line, None if unknown. The column names
+    are the same for all runs.
     """
-    known = {(run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)}
+    known = {
+        (run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)
+    }
     values_of: dict[str, list[object]] = {}
     for quantity in QUANTITIES:
         name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
         of_rows = [known.get((*row, quantity.name)) for row in rows]
         for kind in ("first", "most"):
             estimates: list[Estimate | None] = [getattr(index, kind, None) for index in of_rows]
-            for part, column in (("value", "value"), ("low", "low"), ("high", "high"), ("doubt", "withheld")):
-                values_of[f"{name}_{kind}_{column}"] = [getattr(estimate, part, None) for estimate in estimates]
+            for part, column in (
+                ("value", "value"),
+                ("low", "low"),
+                ("high", "high"),
+                ("doubt", "withheld"),
+            ):
+                values_of[f"{name}_{kind}_{column}"] = [
+                    getattr(estimate, part, None) for estimate in estimates
+                ]
         values_of[f"{name}_verdict"] = [index.verdict if index else None for index in of_rows]
     return values_of
 
@@ -282,19 +343,29 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
 
 def _used(trial: Trial) -> Figures:
-    """Return each device's highest memory use during the timed steps as reported by NVML, in bytes."""
-    return {device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()}
+    """Return each device's highest memory use during the timed steps as reported by NVML, in
+    bytes.
+    """
+    return {
+        device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()
+    }
 
 
 def _energy(trial: Trial) -> Figures:
-    """Return each device's energy per timed step in joules: the rise of its energy counter over the number of steps."""
+    """Return each device's energy per timed step in joules: the rise of its energy counter over the
+    number of steps.
+    """
     steps = len(trial.timed)
-    rises = {device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()}
+    rises = {
+        device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()
+    }
     return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
 
 
 def _moved(trial: Trial) -> Figures:
-    """Return, for each device, the sum of the bytes that it receives and sends in one step, computed from shapes."""
+    """Return, for each device, the sum of the bytes that it receives and sends in one step,
+    computed from shapes.
+    """
     shapes = Shapes.of(trial.provenance)
     found = transfers.moves(trial.case, shapes) if shapes else []
     devices = range(len(trial.case.rows)) if found else ()
@@ -302,16 +373,31 @@ def _moved(trial: Trial) -> Figures:
 
 
 QUANTITIES = (
-    Quantity("busy time", "s", (
-        ("kernels of profiled steps", _steps_of("kernel_busy_s")), ("thread CPU time", _steps_of("busy_s")),
-    )),
-    Quantity("occupied time", "s", (("phases open on the device", lambda trial: trial.ledger.occupied),)),
-    Quantity("memory, allocated", "bytes", (
-        ("allocator", _peak("allocated", "allocator")), ("ledger", _peak("allocated", "ledger")),
-    )),
+    Quantity(
+        "busy time",
+        "s",
+        (
+            ("kernels of profiled steps", _steps_of("kernel_busy_s")),
+            ("thread CPU time", _steps_of("busy_s")),
+        ),
+    ),
+    Quantity(
+        "occupied time", "s", (("phases open on the device", lambda trial: trial.ledger.occupied),)
+    ),
+    Quantity(
+        "memory, allocated",
+        "bytes",
+        (
+            ("allocator", _peak("allocated", "allocator")),
+            ("ledger", _peak("allocated", "ledger")),
+        ),
+    ),
     Quantity("memory, reserved", "bytes", (("allocator", _peak("reserved", "allocator")),)),
     Quantity("memory, in use", "bytes", (("NVML", _used),)),
     Quantity("energy", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
-)  # fmt: skip
-"""The quantities that are compared. Conclusions rest on busy time and memory; the other quantities corroborate them."""
+)
+"""The quantities that are compared.
+
+Conclusions rest on busy time and memory. The other quantities corroborate them.
+"""

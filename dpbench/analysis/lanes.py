@@ -1,4 +1,6 @@
-"""Lanes: the timeline of one typical step of a case, with a lane per device, idle time and the critical path."""
+"""Lanes: the timeline of one typical step of a case, with a lane per device, idle time and the
+critical path.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,21 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
 
 Interval = tuple[float, float]
-"""The start and the end of an interval, in seconds after the start of the step; negative before it."""
+"""The start and the end of an interval, in seconds after the start of the step.
+
+Negative before it.
+"""
 
 
 @dataclass(frozen=True)
 class Bar:
     """A phase on one device, from `start_s` to `end_s` in seconds after the start of the step.
 
-    Spans of one phase that overlap or touch are one bar. `row` is the index of a row of the lane; bars of one row do
-    not overlap. `step` is 0 for a phase of the drawn step, which may begin before the step if the device had run ahead
-    of the others. It is -1 for a phase of the step before, 1 for a phase of the next step, and so on.
-    If `joint`, the phase was open on several devices at once (`Span.joint`), so that the bar does not show how long
-    this device computed.
+    Spans of one phase that overlap or touch are one bar. `row` is the index of a row of the lane;
+    bars of one row do not overlap. `step` is 0 for a phase of the drawn step, which may begin
+    before the step if the device had run ahead of the others. It is -1 for a phase of the step
+    before, 1 for a phase of the next step, and so on. If `joint`, the phase was open on several
+    devices at once (`Span.joint`), so that the bar does not show how long this device computed.
     """
 
     phase: Phase
@@ -36,10 +41,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """The bars of one device, or of the host, and its idle intervals, in which no phase of any step is open on it.
+    """The bars of one device, or of the host, and its idle intervals, in which no phase of any step
+    is open on it.
 
-    The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase of the step. It
-    ends with the step, `seconds` later.
+    The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase
+    of the step. It ends with the step, `seconds` later.
     """
 
     device: int
@@ -66,9 +72,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class PathSegment:
-    """A stretch of the critical path, from `start_s` to `end_s` in seconds after the start of the step.
+    """A stretch of the critical path, from `start_s` to `end_s` in seconds after the start of the
+    step.
 
-    It is a part of `bar` in the lane of `device`. Both fields are None for time in which no phase is open anywhere.
+    It is a part of `bar` in the lane of `device`. Both fields are None for time in which no phase
+    is open anywhere.
     """
 
     device: int | None
@@ -81,9 +89,10 @@ class PathSegment:
 class Lanes:
     """The timeline of one step of a case: the step of one round that `ledger.typical_step` chooses.
 
-    `round` and `step` are indices; `step` counts the warm-up steps too, as the trace export does. `seconds` is the
-    duration of the step, and `timed` the number of timed steps of the round. `path` is the critical path in the order
-    of time, without gaps; its stretches add up to the step.
+    `round` and `step` are indices; `step` counts the warm-up steps too, as the trace export does.
+    `seconds` is the duration of the step, and `timed` the number of timed steps of the round.
+    `path` is the critical path in the order of time, without gaps; its stretches add up to the
+    step.
     """
 
     case: Case
@@ -117,7 +126,10 @@ def _closest(rounds: Sequence[Lanes], step_s: float) -> Lanes:
 
 
 def of_trial(trial: Trial) -> Lanes | None:
-    """Return the timeline of a trial's typical step; None if the trial has no timed step with spans."""
+    """Return the timeline of a trial's typical step.
+
+    None if the trial has no timed step with spans.
+    """
     number, spans = trial.ledger.median_step or (0, ())
     own = [span for span in spans if span.step == number]
     if not own:
@@ -128,14 +140,23 @@ def of_trial(trial: Trial) -> Lanes | None:
         for device in sorted({span.device for span in own})
     }
     return Lanes(
-        case=trial.case, source=trial.source, round=trial.round, step=number, seconds=step.seconds,
-        timed=len(trial.timed), path=_path(step, own, bars),
-        lanes=tuple(_lane(device, bars[device], step.seconds) for device in sorted(bars, key=_place)),
-    )  # fmt: skip
+        case=trial.case,
+        source=trial.source,
+        round=trial.round,
+        step=number,
+        seconds=step.seconds,
+        timed=len(trial.timed),
+        path=_path(step, own, bars),
+        lanes=tuple(
+            _lane(device, bars[device], step.seconds) for device in sorted(bars, key=_place)
+        ),
+    )
 
 
 def _place(device: int) -> tuple[bool, int]:
-    """Return the sort key of a lane: the hosts first, whose indices count down from -1, and then the devices."""
+    """Return the sort key of a lane: the hosts first, whose indices count down from -1, and then
+    the devices.
+    """
     return device >= 0, abs(device)
 
 
@@ -167,7 +188,10 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
 
 
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
-    """Return the lane of one device in a step of `step_s` seconds; it is idle in the gaps between all its bars."""
+    """Return the lane of one device in a step of `step_s` seconds.
+
+    It is idle in the gaps between all its bars.
+    """
     begin_s = min([0.0, *(bar.start_s for bar in bars if not bar.step)])
     idle = []
     reach = begin_s
@@ -180,7 +204,9 @@ def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
     return Lane(device, bars, tuple(idle), begin_s, step_s - begin_s)
 
 
-def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) -> tuple[PathSegment, ...]:
+def _path(
+    step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]
+) -> tuple[PathSegment, ...]:
     path: list[PathSegment] = []
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s
@@ -194,6 +220,12 @@ def _path(step: Step, spans: Iterable[Span], bars: Mapping[int, Sequence[Bar]]) 
 
 
 def _bar_at(bars: Sequence[Bar], span: Span, at_s: float) -> Bar:
-    """Return the bar of a span of the step that is open at the time `at_s`, in seconds after the start of the step."""
+    """Return the bar of a span of the step that is open at the time `at_s`, in seconds after the
+    start of the step.
+    """
     key = span.phase, 0, span.joint
-    return next(bar for bar in reversed(bars) if (bar.phase, bar.step, bar.joint) == key and bar.start_s <= at_s)
+    return next(
+        bar
+        for bar in reversed(bars)
+        if (bar.phase, bar.step, bar.joint) == key and bar.start_s <= at_s
+    )

@@ -1,7 +1,8 @@
-"""Loaders: the rate of a DataLoader over its number of workers, its knee, and whether the step or loading is slower.
+"""Loaders: the rate of a DataLoader over its number of workers, its knee, and whether the step or
+loading is slower.
 
-The knee is the least number of workers whose rate is at most 5 % below the best rate. The rates of a
-round are those of its mean steps. The interval of the knee lists every number of workers that may
+The knee is the least number of workers whose rate is at most 5 % below the best rate. The rates of
+a round are those of its mean steps. The interval of the knee lists every number of workers that may
 be the true knee, judged by the 95 % intervals of the ratios. NOISY rounds decide nothing (see
 `stats.Timed`).
 """
@@ -45,8 +46,8 @@ class Bound(StrEnum):
 class LoaderPoint:
     """The results with one number of workers.
 
-    `of_best` is the rate divided by the best rate. `demand` is the step time divided by the time of a batch: the
-    DataLoader is fast enough if `demand` is at least 1; it is None without a step.
+    `of_best` is the rate divided by the best rate. `demand` is the step time divided by the time of
+    a batch: the DataLoader is fast enough if `demand` is at least 1; it is None without a step.
     """
 
     row: Row
@@ -61,17 +62,23 @@ class LoaderPoint:
     @property
     def bound(self) -> Bound:
         """Return the slower one of the DataLoader and the step; UNDECIDED if that is unknown."""
-        if self.demand is None or self.demand.doubt in UNSURE or self.demand.low < 1 <= self.demand.high:
+        if (
+            self.demand is None
+            or self.demand.doubt in UNSURE
+            or self.demand.low < 1 <= self.demand.high
+        ):
             return Bound.UNDECIDED
         return Bound.STEP if self.demand.low >= 1 else Bound.LOADER
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderCurve:
-    """The results with every number of workers that was measured, in ascending order of this number.
+    """The results with every number of workers that was measured, in ascending order of this
+    number.
 
-    `knee` is the knee, None if it is unknown; `possible` has every measured number that may be the true one. `step` is
-    the time of the step to compare with in seconds, None without a step; if the user gave it, its `n` is 0.
+    `knee` is the knee, None if it is unknown; `possible` has every measured number that may be the
+    true one. `step` is the time of the step to compare with in seconds, None without a step; if the
+    user gave it, its `n` is 0.
     """
 
     points: tuple[LoaderPoint, ...]
@@ -87,9 +94,11 @@ class LoaderCurve:
 
     @property
     def advised(self) -> int | None:
-        """Return the least number of workers that is surely enough for the step or, without one, the knee.
+        """Return the least number of workers that is surely enough for the step or, without one,
+        the knee.
 
-        The end of a flat or a rising curve counts as its knee. Return None if the number is unknown.
+        The end of a flat or a rising curve counts as its knee. Return None if the number is
+        unknown.
         """
         sure = [point.workers for point in self.points if point.bound is Bound.STEP]
         if sure:
@@ -98,11 +107,15 @@ class LoaderCurve:
 
 
 def curve(rows: Sequence[Row]) -> LoaderCurve | None:
-    """Return the curve of the DataLoader among the rows of a run; None if the run measured no DataLoader.
+    """Return the curve of the DataLoader among the rows of a run.
+
+    None if the run measured no DataLoader.
 
     The step to compare with is that of the run's other case, or the one that the user gave.
     """
-    loaders = sorted((row for row in rows if row.case.traits.loads), key=lambda row: row.case.loader)
+    loaders = sorted(
+        (row for row in rows if row.case.traits.loads), key=lambda row: row.case.loader
+    )
     if not loaders:
         return None
     measured = [row for row in loaders if row.step]
@@ -121,7 +134,9 @@ def curve(rows: Sequence[Row]) -> LoaderCurve | None:
 
 
 def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Rounds]:
-    """Return the time of the step to compare with, and its durations by round, which are empty for a given time."""
+    """Return the time of the step to compare with, and its durations by round, which are empty for
+    a given time.
+    """
     given_s = Loading.of(loader.case).step_s
     if given_s:
         return Estimate(given_s, given_s, given_s, 0), {}
@@ -136,20 +151,30 @@ def _given(step: Estimate, row: Row) -> stats.Rounds:
 def _least(ratios: Sequence[Estimate]) -> Estimate:
     """Return the least of the ratios of a rate to every rate.
 
-    The best rate of the measurement is not necessarily the true best. Each end of the interval is therefore the
-    smallest such end of all intervals.
+    The best rate of the measurement is not necessarily the true best. Each end of the interval is
+    therefore the smallest such end of all intervals.
     """
-    value, low, high = (min(getattr(ratio, part) for ratio in ratios) for part in ("value", "low", "high"))
-    return Estimate(value, low, high, min(ratio.n for ratio in ratios), noisy=any(ratio.noisy for ratio in ratios))
+    value, low, high = (
+        min(getattr(ratio, part) for ratio in ratios) for part in ("value", "low", "high")
+    )
+    return Estimate(
+        value,
+        low,
+        high,
+        min(ratio.n for ratio in ratios),
+        noisy=any(ratio.noisy for ratio in ratios),
+    )
 
 
 def _knee(of_best: Mapping[int, Estimate]) -> tuple[int | None, tuple[int, ...]]:
-    """Return the knee, None if it is unknown, and every number of workers that may be the true knee.
+    """Return the knee, None if it is unknown, and every number of workers that may be the true
+    knee.
 
-    `of_best` has the ratio to the best rate by number of workers. A number may be the true knee if the upper end of its
-    interval reaches `CLOSE`, and if no smaller number has an interval that is entirely at or above `CLOSE`. A ratio
-    from fewer than three rounds, or from NOISY rounds, proves nothing: its number may be the knee, no larger number is
-    excluded because of it, and the knee is unknown.
+    `of_best` has the ratio to the best rate by number of workers. A number may be the true knee if
+    the upper end of its interval reaches `CLOSE`, and if no smaller number has an interval that is
+    entirely at or above `CLOSE`. A ratio from fewer than three rounds, or from NOISY rounds, proves
+    nothing: its number may be the knee, no larger number is excluded because of it, and the knee is
+    unknown.
     """
     counts = sorted(of_best)
     unsure = {count for count in counts if of_best[count].doubt in UNSURE}
@@ -161,7 +186,10 @@ def _knee(of_best: Mapping[int, Estimate]) -> tuple[int | None, tuple[int, ...]]
 
 
 def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> Shape:
-    """Return the form of a curve; its last point is never a knee, because the rate may rise beyond it."""
+    """Return the form of a curve.
+
+    Its last point is never a knee, because the rate may rise beyond it.
+    """
     if len(counts) < 2 or list(possible) == list(counts):
         return Shape.UNDECIDED
     if list(possible) == [counts[0]]:
@@ -172,7 +200,9 @@ def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> 
 
 
 def said(found: LoaderCurve) -> list[str]:
-    """Return the verdicts on a curve as sentences, and the number of workers to use if one can be recommended."""
+    """Return the verdicts on a curve as sentences, and the number of workers to use if one can be
+    recommended.
+    """
     against = [_bound_said(found, found.step)] if found.step and found.points else []
     use = [] if found.advised is None else [f"Use num_workers={found.advised}."]
     return [_knee_said(found), *against, *use]
@@ -183,21 +213,39 @@ def _knee_said(found: LoaderCurve) -> str:
         return "Cannot tell where the knee is: no measurement of the DataLoader succeeded."
     first, last = found.counts[0], found.counts[-1]
     if len(found.counts) < 2:
-        return "Cannot tell where the knee is from a single number of workers: give several with --workers."
+        return (
+            "Cannot tell where the knee is from a single number of workers: give several with"
+            " --workers."
+        )
     if found.shape is Shape.FLAT:
-        return f"Flat: the rate with up to {workers_said([last])} is not clearly higher than with {first}."
+        return (
+            f"Flat: the rate with up to {workers_said([last])} is not clearly higher than with"
+            f" {first}."
+        )
     if found.shape is Shape.RISING:
-        return f"No knee up to {workers_said([last])}: the rate still rises; give more with --workers."
+        return (
+            f"No knee up to {workers_said([last])}: the rate still rises; give more with --workers."
+        )
     possible = among(found.possible)
     if found.shape is Shape.KNEE and found.knee is not None:
         return f"Knee: {workers_said([found.knee])} (95 %: {possible})."
-    return f"Cannot tell where the knee is: it may be at {possible} workers; {words.REMEDY} would help."
+    return (
+        f"Cannot tell where the knee is: it may be at {possible} workers; {words.REMEDY} would"
+        " help."
+    )
 
 
 def _bound_said(found: LoaderCurve, step: Estimate) -> str:
-    by_bound = {bound: [point.workers for point in found.points if point.bound is bound] for bound in Bound}
-    parts = [f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts]
-    return f"Against the step ({words.ms(step) if step.n else words.time(step.value)}): {'; '.join(parts)}."
+    by_bound = {
+        bound: [point.workers for point in found.points if point.bound is bound] for bound in Bound
+    }
+    parts = [
+        f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts
+    ]
+    return (
+        f"Against the step ({words.ms(step) if step.n else words.time(step.value)}):"
+        f" {'; '.join(parts)}."
+    )
 
 
 def workers_said(counts: Sequence[int]) -> str:

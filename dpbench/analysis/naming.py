@@ -7,7 +7,9 @@ from dpbench.records import Case, words
 
 
 def strategy(case: Case) -> str:
-    """Return the name of a case's strategy, with the short name of its schedule in brackets if it has one."""
+    """Return the name of a case's strategy, with the short name of its schedule in brackets if it
+    has one.
+    """
     if case.traits.all_cores:
         return "one device with all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
@@ -17,5 +19,7 @@ def devices(case: Case) -> str:
     """Return the number and the kind of a case's devices as text, such as "4 GPUs"."""
     if case.placement == "colocated":
         return f"{words.count(case.devices, 'replica')} sharing one GPU"
-    noun = {"cpu": "logical CPU device", "cuda": "GPU"}.get(case.device_kind, f"{case.device_kind} device")
+    noun = {"cpu": "logical CPU device", "cuda": "GPU"}.get(
+        case.device_kind, f"{case.device_kind} device"
+    )
     return words.count(case.devices, noun)

@@ -14,10 +14,12 @@ from dpbench.records.trial import Estimate
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
-    """Return sentences on the effects of loop settings (habits), a concurrent model, and compilation; empty if none.
+    """Return sentences on the effects of loop settings (habits), a concurrent model, and
+    compilation; empty if none.
 
-    An effect is the ratio of the step times of two cases that differ in one habit only. If more than three
-    pairs of cases show the effect of a habit, the sentence gives only the smallest and the largest effect.
+    An effect is the ratio of the step times of two cases that differ in one habit only. If more
+    than three pairs of cases show the effect of a habit, the sentence gives only the smallest and
+    the largest effect.
     """
     table = {(row.case, row.source): row for row in rows if row.series}
     found: dict[str, list[tuple[Case, Estimate]]] = {}
@@ -28,12 +30,20 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
             usual = table.get((case.without(name), source)) if habit else None
             if usual and usual is not row:
                 group = neighbours if name == "neighbour" else found
-                group.setdefault(habit, []).append((usual.case, stats.ratio(row.series, usual.series)))
+                group.setdefault(habit, []).append(
+                    (usual.case, stats.ratio(row.series, usual.series))
+                )
     clauses = [_of_habit(habit, pairs) for habit, pairs in found.items()]
     concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
-    compiled = f"Compilation, which no step includes, took at most {words.time(longest_s)}." if longest_s else ""
-    settings = "Loop settings, as the step time with the setting divided by the step time without it"
+    compiled = (
+        f"Compilation, which no step includes, took at most {words.time(longest_s)}."
+        if longest_s
+        else ""
+    )
+    settings = (
+        "Loop settings, as the step time with the setting divided by the step time without it"
+    )
     compared = f"{settings}: {'; '.join(clauses)}." if clauses else ""
     beside = "Interference, as the step time beside another model divided by the step time alone"
     disturbed = f"{beside}: {'; '.join(concurrent)}." if concurrent else ""
@@ -41,14 +51,19 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
 
 
 def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
-    """Return a clause with the effects of a habit, such as "loss read: 1.04× (1.01–1.07) in mlp single x1 batch 64"."""
+    """Return a clause with the effects of a habit, such as "loss read: 1.04× (1.01–1.07) in mlp
+    single x1 batch 64".
+    """
     kept = sorted(pairs, key=lambda pair: pair[1].value)
     joiner, kept = (" to ", [kept[0], kept[-1]]) if len(kept) > 3 else (", ", kept)
-    return f"{habit}: " + joiner.join(f"{words.times(effect)} in {label(case)}" for case, effect in kept)
+    return f"{habit}: " + joiner.join(
+        f"{words.times(effect)} in {label(case)}" for case, effect in kept
+    )
 
 
 def climbs(ladders: Sequence[Ladder]) -> str:
-    """Return a sentence that names, for each ladder, the best rung and the rung with the largest gain over a lower one.
+    """Return a sentence that names, for each ladder, the best rung and the rung with the largest
+    gain over a lower one.
 
     The largest gain is left out if no gain has the verdict "faster". Return "" without ladders.
     """
@@ -58,7 +73,8 @@ def climbs(ladders: Sequence[Ladder]) -> str:
     parts = []
     for found in ladders:
         many = f" ×{found.case.devices}" if several else ""
-        where = f"{found.case.model}{many}{_batch(found.fastest.row, [one.fastest.row for one in ladders])}"
+        batch = _batch(found.fastest.row, [one.fastest.row for one in ladders])
+        where = f"{found.case.model}{many}{batch}"
         if found.fastest is found.rungs[0]:
             parts.append(f"on {where} no rung is faster than {found.fastest.name}")
             continue
@@ -76,10 +92,12 @@ def climbs(ladders: Sequence[Ladder]) -> str:
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Return the details that distinguish a row from others of its model, as text in parentheses; "" if none.
+    """Return the details that distinguish a row from others of its model, as text in parentheses.
 
-    The details are the batch size, if `rows` has several for this model, and the habits of the training loop that
-    differ from the default, such as reading the loss in every step.
+    "" if none.
+
+    The details are the batch size, if `rows` has several for this model, and the habits of the
+    training loop that differ from the default, such as reading the loss in every step.
     """
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
     found = [*([f"batch {row.case.batch_size}"] if several else []), *row.case.habits]
@@ -87,6 +105,8 @@ def _batch(row: Row, rows: Sequence[Row]) -> str:
 
 
 def noisy(provenance: Mapping[str, Any]) -> str:
-    """Return the label NOISY and its reasons if other processes used too much of the cores during the run, else ""."""
+    """Return the label NOISY and its reasons if other processes used too much of the cores during
+    the run, else "".
+    """
     reasons = provenance.get("noisy")
     return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

@@ -1,6 +1,8 @@
-"""Report: the analysis of one run, which the HTML page, the Markdown report, the terminal and `dpbench explain` show.
+"""Report: the analysis of one run, which the HTML page, the Markdown report, the terminal and
+`dpbench explain` show.
 
-A report is built once, from trials without spans (`Trial.summary`), so that a run with many trials fits in memory.
+A report is built once, from trials without spans (`Trial.summary`), so that a run with many trials
+fits in memory.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `notes` are sentences on ladders, habits, hosts, DataLoaders and noise. `past` are the runs of the store that have
-    cases of this run; see `Store.past`.
+    `notes` are sentences on ladders, habits, hosts, DataLoaders and noise. `past` are the runs of
+    the store that have cases of this run; see `Store.past`.
     """
 
     run_id: str
@@ -72,25 +74,45 @@ class Report:
     ) -> Self:
         """Return the report of the run that has these trials.
 
-        `alternatives` are predictions for observed loops, and `unreadable` has the rows of the store that could not be
-        read; all other arguments are facts stored with the run.
+        `alternatives` are predictions for observed loops, and `unreadable` has the rows of the
+        store that could not be read; all other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders = ladder.ladders(rows)
         loading = loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)
         return cls(
-            run_id=run_id, started_s=started_s, provenance=provenance, trials=trials, rows=rows, ladders=ladders,
-            notes=tuple(filter(None, (
-                notes.climbs(ladders), *hosts.sentences(trials), *notes.habits(rows, trials),
-                *(loaders.said(loading) if loading else ()), notes.noisy(provenance),
-            ))),
-            answers=() if loading else (
-                *verdict.answers(rows, trials, diagnoses, machine), *answer.answers(rows, machine),
+            run_id=run_id,
+            started_s=started_s,
+            provenance=provenance,
+            trials=trials,
+            rows=rows,
+            ladders=ladders,
+            notes=tuple(
+                filter(
+                    None,
+                    (
+                        notes.climbs(ladders),
+                        *hosts.sentences(trials),
+                        *notes.habits(rows, trials),
+                        *(loaders.said(loading) if loading else ()),
+                        notes.noisy(provenance),
+                    ),
+                )
+            ),
+            answers=(
+                ()
+                if loading
+                else (
+                    *verdict.answers(rows, trials, diagnoses, machine),
+                    *answer.answers(rows, machine),
+                )
             ),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
-            diagnoses=diagnoses, past=past, loading=loading,
-        )  # fmt: skip
+            diagnoses=diagnoses,
+            past=past,
+            loading=loading,
+        )
 
     @property
     def labels(self) -> Mapping[Case, tuple[str, ...]]:
@@ -99,12 +121,16 @@ class Report:
 
     @property
     def observed(self) -> bool:
-        """Return whether all cases of the run are observed loops, which have no baseline and no reference."""
+        """Return whether all cases of the run are observed loops, which have no baseline and no
+        reference.
+        """
         return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
 
     @property
     def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
-        """Return the timeline of one median step of each case and source whose trials have spans."""
+        """Return the timeline of one median step of each case and source whose trials have
+        spans.
+        """
         return lanes.of_rows(self.rows, self.trials)
 
     @property
@@ -119,21 +145,29 @@ class Report:
 
     @property
     def forecasts(self) -> Sequence[forecasts.Forecast]:
-        """Return the predicted step times of this run's measured cases on this machine, from this run and its store."""
+        """Return the predicted step times of this run's measured cases on this machine, from this
+        run and its store.
+        """
         return forecasts.forecasts(self.rows, self.past, self.provenance)
 
     @property
     def histories(self) -> Sequence[history.History]:
-        """Return the step time over commits of each measured case, on this machine and version of torch."""
+        """Return the step time over commits of each measured case, on this machine and version of
+        torch.
+        """
         measured = dict.fromkeys(row.case for row in self.rows if row.source is Source.MEASURED)
         return history.histories(measured, self.past, self.provenance)
 
     @property
     def flows(self) -> Sequence[transfers.PhaseTraffic]:
-        """Return the bytes that each phase of each case moves between devices in one step, computed from shapes."""
+        """Return the bytes that each phase of each case moves between devices in one step, computed
+        from shapes.
+        """
         return transfers.flows(self.trials)
 
     @property
     def counted(self) -> Sequence[transfers.Counted]:
-        """Return the bytes per step that the counters of the devices' links recorded, for each case."""
+        """Return the bytes per step that the counters of the devices' links recorded, for each
+        case.
+        """
         return transfers.counted(self.trials)

@@ -1,18 +1,22 @@
-"""Statistics: medians and ratios with confidence intervals by a hierarchical bootstrap, and verdicts on ratios.
+"""Statistics: medians and ratios with confidence intervals by a hierarchical bootstrap, and
+verdicts on ratios.
 
-Each round runs in a fresh process, and rounds differ from each other more than the steps within one round do.
-Resampling therefore draws rounds first, then steps within each drawn round. Resampling a few rounds understates their
-variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)), and the interval is taken from Student's t with
-n - 1 degrees of freedom (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5.3). A single
-round gives no information about the variation between rounds: the interval of its estimate covers only the variation
-between steps. An estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is
+Each round runs in a fresh process, and rounds differ from each other more than the steps within one
+round do. Resampling therefore draws rounds first, then steps within each drawn round. Resampling a
+few rounds understates their variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)),
+and the interval is taken from Student's t with n - 1 degrees of freedom (Hesterberg, "What Teachers
+Should Know About the Bootstrap", 2015, section 5.3). A single round gives no information about the
+variation between rounds: the interval of its estimate covers only the variation between steps. An
+estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is
 computed but not shown (`Estimate.doubt`), and its verdict is "undecided".
 
-One interval decides each verdict, and it is the interval that is shown. Of several estimates that are judged together,
-each has a wider interval (Bonferroni, see `together`), so that all of them contain the true values with 95 %.
+One interval decides each verdict, and it is the interval that is shown. Of several estimates that
+are judged together, each has a wider interval (Bonferroni, see `together`), so that all of them
+contain the true values with 95 %.
 
-Other processes take cores from cases with several processes first, an error that no interval contains. A comparison
-therefore leaves out the NOISY rounds of both sides if at least three rounds remain; otherwise it is in doubt.
+Other processes take cores from cases with several processes first, an error that no interval
+contains. A comparison therefore leaves out the NOISY rounds of both sides if at least three rounds
+remain; otherwise it is in doubt.
 """
 
 from __future__ import annotations
@@ -35,15 +39,17 @@ Rounds = Mapping[int, Sequence[float]]
 
 
 class Timed(dict[int, Sequence[float]]):
-    """The durations of one case's timed steps in seconds, by round (see `Rounds`), and the rounds that are NOISY.
+    """The durations of one case's timed steps in seconds, by round (see `Rounds`), and the rounds
+    that are NOISY.
 
     In a NOISY round, other processes used too much of the cores.
     """
 
     def __init__(
-        self, rounds: Mapping[int, Sequence[float]] | Iterable[tuple[int, Sequence[float]]] = (),
+        self,
+        rounds: Mapping[int, Sequence[float]] | Iterable[tuple[int, Sequence[float]]] = (),
         noisy: Iterable[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(rounds)
         self.noisy = frozenset(noisy)
 
@@ -51,15 +57,26 @@ class Timed(dict[int, Sequence[float]]):
 Array = NDArray[np.float64]
 Places = NDArray[np.int32]
 Vectors = Mapping[int, Array]
-"""For each round, an array of shape (steps, devices). A quantity read once per round has one step."""
+"""For each round, an array of shape (steps, devices).
+
+A quantity read once per round has one step.
+"""
 
 RESAMPLES = 2000
 WITHIN = 400
-"""In `balance`, each round's steps are resampled at most this many times; each use of the round picks one of them."""
+"""In `balance`, each round's steps are resampled at most this many times.
+
+Each use of the round picks one of them.
+"""
 NETWORK = 10
-"""The largest number of columns that `_row_medians` sorts by comparing whole columns: 4 rounds have 10 pairs."""
+"""The largest number of columns that `_row_medians` sorts by comparing whole columns: 4 rounds have
+10 pairs.
+"""
 CELLS = 4_000_000
-"""The largest number of pairs of rounds in all resamples together. With many rounds, fewer resamples are drawn."""
+"""The largest number of pairs of rounds in all resamples together.
+
+With many rounds, fewer resamples are drawn.
+"""
 CONFIDENCE = 0.95
 MARGIN = 0.01
 """The relative difference up to which two cases count as the same."""
@@ -67,10 +84,12 @@ MARGIN = 0.01
 
 @dataclass(frozen=True)
 class Percentile:
-    """A percentile, in seconds, of the durations of all steps of all rounds; `steps` is the number of these steps.
+    """A percentile, in seconds, of the durations of all steps of all rounds.
 
-    `low` and `high` are the ends of its 95 % interval; both are None if there are too few steps for an interval, and
-    the percentile is then not shown.
+    `steps` is the number of these steps.
+
+    `low` and `high` are the ends of its 95 % interval; both are None if there are too few steps for
+    an interval, and the percentile is then not shown.
     """
 
     value: float
@@ -85,11 +104,12 @@ class Percentile:
 
 
 def percentile(rounds: Rounds, share: float) -> Percentile:
-    """Return the duration below which the given share of all steps lies, as numpy.percentile computes it.
+    """Return the duration below which the given share of all steps lies, as numpy.percentile
+    computes it.
 
-    The interval is that of the order statistics, which assumes independent steps but no particular distribution. Its
-    ends are the durations of two steps, because the number of steps below the true percentile is binomial. The 95th
-    percentile needs 72 steps, the 99th 368.
+    The interval is that of the order statistics, which assumes independent steps but no particular
+    distribution. Its ends are the durations of two steps, because the number of steps below the
+    true percentile is binomial. The 95th percentile needs 72 steps, the 99th 368.
     """
     pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
     n = len(pooled)
@@ -98,12 +118,17 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
     reach = 6 * math.sqrt(n * share * (1 - share)) + 2  # beyond `reach`, bdtr is 0 or 1
     ranks = np.arange(max(0, int(middle - reach)), min(n, int(middle + reach) + 1))
     first, last = ranks[0] + np.searchsorted(scipy.special.bdtr(ranks, n, share), [tail, 1 - tail])
-    low, high = (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
+    low, high = (
+        (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
+    )
     return Percentile(float(np.percentile(pooled, 100 * share)), low, high, n)
 
 
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
-    """Return the median over rounds of each round's median, with its interval. Values may have any sign."""
+    """Return the median over rounds of each round's median, with its interval.
+
+    Values may have any sign.
+    """
     ((each, draws),) = _medians([rounds], seed)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value = float(np.median(each))
@@ -117,8 +142,8 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
 def mean(rounds: Rounds) -> Estimate:
     """Return the mean over rounds of the mean duration of each round's steps, with its interval.
 
-    All durations must be above 0. The interval is Student's over the logarithms of the rounds' means; that of a single
-    round covers only the variation between its steps.
+    All durations must be above 0. The interval is Student's over the logarithms of the rounds'
+    means; that of a single round covers only the variation between its steps.
     """
     means = np.array([np.mean(steps) for steps in rounds.values()])
     varying = means if len(means) > 1 else np.asarray(next(iter(rounds.values())), dtype=float)
@@ -130,25 +155,35 @@ def mean(rounds: Rounds) -> Estimate:
 
 
 def ratio(
-    numerator: Rounds, denominator: Rounds, *, paired: bool = True, level: float = CONFIDENCE, seed: int = 0
+    numerator: Rounds,
+    denominator: Rounds,
+    *,
+    paired: bool = True,
+    level: float = CONFIDENCE,
+    seed: int = 0,
 ) -> Estimate:
     """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
 
-    If `paired`, the median of each round of `numerator` is divided by the median of the same round of `denominator`;
-    both series must come from one run. The estimate is the Hodges-Lehmann centre of these ratios on a logarithmic
-    scale. Disturbances that affect both series in a round cancel, and an outlying round has little influence. If not
-    `paired`, or if the series have no round in common, every round of one series is compared with every round of the
-    other, and the estimate is the median of the ratios. NOISY rounds are left out if enough others remain
-    (see `Timed`).
+    If `paired`, the median of each round of `numerator` is divided by the median of the same round
+    of `denominator`; both series must come from one run. The estimate is the Hodges-Lehmann centre
+    of these ratios on a logarithmic scale. Disturbances that affect both series in a round cancel,
+    and an outlying round has little influence. If not `paired`, or if the series have no round in
+    common, every round of one series is compared with every round of the other, and the estimate is
+    the median of the ratios. NOISY rounds are left out if enough others remain (see `Timed`).
     """
     common, sides, disturbed = _compared(numerator, denominator, paired=paired)
     if common:
-        (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed, together=True))
-        estimate = _exponential(float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level)
+        (top, tops), (bottom, bottoms) = (
+            map(np.log, one) for one in _medians(sides, seed, together=True)
+        )
+        estimate = _exponential(
+            float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level
+        )
         return replace(estimate, noisy=disturbed)
     (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed))
     count = min(len(tops), len(bottoms))
-    # resample each side's centre: computing all pairs of rounds in every resample would cost too much
+    # resample each side's centre: computing all pairs of rounds in every resample would cost too
+    # much
     draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
     value = float(np.median(top[:, None] - bottom[None, :]))
     estimate = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
@@ -156,17 +191,23 @@ def ratio(
 
 
 def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
-    """Return whether rounds are compared in pairs, the rounds of both series to compare, and whether some are NOISY.
+    """Return whether rounds are compared in pairs, the rounds of both series to compare, and
+    whether some are NOISY.
 
-    In pairs, these are the common rounds. NOISY rounds of either series are left out if enough others remain.
+    In pairs, these are the common rounds. NOISY rounds of either series are left out if enough
+    others remain.
     """
     common = sorted(set(first) & set(second)) if paired else []
     if common:
         kept, disturbed = _quiet(common, noisy(first) | noisy(second))
-        pairs: list[Rounds] = [{number: side[number] for number in kept} for side in (first, second)]
+        pairs: list[Rounds] = [
+            {number: side[number] for number in kept} for side in (first, second)
+        ]
         return True, pairs, disturbed
     chosen = [_quiet([*side], noisy(side)) for side in (first, second)]
-    sides: list[Rounds] = [{n: side[n] for n in kept} for side, (kept, _) in zip((first, second), chosen, strict=True)]
+    sides: list[Rounds] = [
+        {n: side[n] for n in kept} for side, (kept, _) in zip((first, second), chosen, strict=True)
+    ]
     return False, sides, any(disturbed for _, disturbed in chosen)
 
 
@@ -176,7 +217,10 @@ def noisy(rounds: Rounds) -> frozenset[int]:
 
 
 def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> tuple[Sequence[int], bool]:
-    """Return the rounds that are not in `noisy`, and False; if they are too few, return all rounds, and True."""
+    """Return the rounds that are not in `noisy`, and False.
+
+    If they are too few, return all rounds, and True.
+    """
     kept = [number for number in rounds if number not in noisy]
     enough = len(kept) >= Estimate.ROUNDS or len(kept) == len(rounds)
     return (kept, False) if enough else (rounds, True)
@@ -185,8 +229,8 @@ def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> tuple[Sequence[int]
 def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
     """Return the ratio of the mean step of `numerator` to that of `denominator`, with its interval.
 
-    The rounds that are compared are those of `ratio`. The interval is Student's over the logarithms of the rounds'
-    means, or of their ratios in common rounds.
+    The rounds that are compared are those of `ratio`. The interval is Student's over the logarithms
+    of the rounds' means, or of their ratios in common rounds.
     """
     common, sides, disturbed = _compared(numerator, denominator, paired=True)
     top, bottom = (np.log([np.mean(side[number]) for number in sorted(side)]) for side in sides)
@@ -195,24 +239,34 @@ def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
     error = math.sqrt(sum(part.var(ddof=1) / len(part) for part in parts)) if n > 1 else 0.0
     value = float(top.mean() - bottom.mean())
     half = float(_quantile(n, CONFIDENCE)) * error
-    return Estimate(math.exp(value), math.exp(value - half), math.exp(value + half), n, noisy=disturbed)
+    return Estimate(
+        math.exp(value), math.exp(value - half), math.exp(value + half), n, noisy=disturbed
+    )
 
 
 def quotient(
-    numerator: Estimate, denominator: Estimate, above: Sequence[float] = (), below: Sequence[float] = ()
+    numerator: Estimate,
+    denominator: Estimate,
+    above: Sequence[float] = (),
+    below: Sequence[float] = (),
 ) -> Estimate:
     """Return `numerator` divided by `denominator`.
 
-    `above` and `below` are random draws of the errors of the numerator and the denominator, as logarithms. Draws with
-    the same index are paired, so that common errors cancel in the interval. Without draws, the interval combines the
-    intervals of the numerator and the denominator, assuming independent errors.
+    `above` and `below` are random draws of the errors of the numerator and the denominator, as
+    logarithms. Draws with the same index are paired, so that common errors cancel in the interval.
+    Without draws, the interval combines the intervals of the numerator and the denominator,
+    assuming independent errors.
     """
     value = numerator.value / denominator.value
     if above and len(above) == len(below):
         low, high = middle_draws([a - b for a, b in zip(above, below, strict=True)])
         return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
-    up = math.hypot(math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low))
-    down = math.hypot(math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value))
+    up = math.hypot(
+        math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low)
+    )
+    down = math.hypot(
+        math.log(numerator.value / numerator.low), math.log(denominator.high / denominator.value)
+    )
     low, high = value * math.exp(-down), value * math.exp(up)
     n = min(numerator.n, denominator.n)
     disturbed = numerator.noisy or denominator.noisy
@@ -224,11 +278,13 @@ def inverse(estimate: Estimate) -> Estimate:
     return replace(estimate, value=1 / estimate.value, low=1 / estimate.high, high=1 / estimate.low)
 
 
-def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed: int = 0) -> Estimate:
+def difference(
+    first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed: int = 0
+) -> Estimate:
     """Return the median of `first` minus the median of `second` in seconds, with its interval.
 
-    Only rounds that both series have are used; if there are none, all rounds are used. NOISY rounds are left out if
-    enough others remain (see `Timed`).
+    Only rounds that both series have are used; if there are none, all rounds are used. NOISY rounds
+    are left out if enough others remain (see `Timed`).
     """
     common, sides, disturbed = _compared(first, second, paired=True)
     (one, ones), (other, others) = _medians(sides, seed, together=common)
@@ -244,7 +300,8 @@ def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed
 class Balance:
     """The imbalance of devices as two ratios of their medians.
 
-    `first` is device 0's median over the mean of the others' medians, `most` the largest median over the mean of all.
+    `first` is device 0's median over the mean of the others' medians, `most` the largest median
+    over the mean of all.
     """
 
     first: Estimate
@@ -254,8 +311,8 @@ class Balance:
 def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     """Return the imbalance of the devices, with intervals.
 
-    A device's median is the median over rounds of each round's median. Each step is resampled with all its devices, so
-    that disturbances common to all devices cancel.
+    A device's median is the median over rounds of each round's median. Each step is resampled with
+    all its devices, so that disturbances common to all devices cancel.
     """
     pools = [vectors[key] for key in sorted(vectors)]
     rounds, resamples = _drawn_steps(tuple(map(len, pools)), seed, RESAMPLES)
@@ -267,7 +324,9 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
 
     def estimate(function: Callable[[Array], Array]) -> Estimate:
         value = float(function(values))
-        return replace(_exponential(math.log(value), np.log(function(resampled)), len(vectors)), value=value)
+        return replace(
+            _exponential(math.log(value), np.log(function(resampled)), len(vectors)), value=value
+        )
 
     return Balance(
         first=estimate(lambda one: one[..., 0] / one[..., 1:].mean(axis=-1)),
@@ -276,7 +335,9 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
 
 
 def beside(series: Sequence[Sequence[float]]) -> Array:
-    """Return the series of several devices as one array of shape (steps, devices), as long as the shortest series."""
+    """Return the series of several devices as one array of shape (steps, devices), as long as the
+    shortest series.
+    """
     steps = min(map(len, series))
     return np.array([one[:steps] for one in series], dtype=float).T
 
@@ -286,16 +347,26 @@ def device_medians(vectors: Vectors) -> Array:
     return np.asarray(np.median([np.median(steps, axis=0) for steps in vectors.values()], axis=0))
 
 
-def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> list[tuple[Array, Array]]:
-    """Return for each series the medians of its rounds, and of its resampled rounds (shape (resamples, rounds)).
+def _medians(
+    sides: Sequence[Rounds], seed: int, *, together: bool = False
+) -> list[tuple[Array, Array]]:
+    """Return for each series the medians of its rounds, and of its resampled rounds (shape
+    (resamples, rounds)).
 
     If `together`, each resample draws the same rounds of all series.
     """
-    pools = [[np.sort(np.asarray(side[key], dtype=float)) for key in sorted(side)] for side in sides]
+    pools = [
+        [np.sort(np.asarray(side[key], dtype=float)) for key in sorted(side)] for side in sides
+    ]
     drawn = _drawn(tuple(tuple(map(len, pool)) for pool in pools), seed, RESAMPLES, together)
     steps = [np.concatenate(pool) for pool in pools]
-    draws = [(one.take(low) + one.take(high)) / 2 for one, (low, high) in zip(steps, drawn, strict=True)]
-    middles = [np.array([(one[(len(one) - 1) // 2] + one[len(one) // 2]) / 2 for one in pool]) for pool in pools]
+    draws = [
+        (one.take(low) + one.take(high)) / 2 for one, (low, high) in zip(steps, drawn, strict=True)
+    ]
+    middles = [
+        np.array([(one[(len(one) - 1) // 2] + one[len(one) // 2]) / 2 for one in pool])
+        for pool in pools
+    ]
     return list(zip(middles, draws, strict=True))
 
 
@@ -303,11 +374,14 @@ def _medians(sides: Sequence[Rounds], seed: int, *, together: bool = False) -> l
 def _drawn(
     sides: tuple[tuple[int, ...], ...], seed: int, resamples: int, together: bool
 ) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
-    """Draw resamples of several series; `sides` has, for each series, the number of steps of each round.
+    """Draw resamples of several series.
 
-    Return for each series the two middle steps of each resampled round, as two arrays of shape (resamples, rounds). A
-    step is an index into the concatenated rounds, each of them sorted. The draws depend only on the arguments and are
-    cached: all phases of a case have equal numbers of steps.
+    `sides` has, for each series, the number of steps of each round.
+
+    Return for each series the two middle steps of each resampled round, as two arrays of shape
+    (resamples, rounds). A step is an index into the concatenated rounds, each of them sorted. The
+    draws depend only on the arguments and are cached: all phases of a case have equal numbers of
+    steps.
     """
     generator = np.random.default_rng(seed)
     chosen = _choose(len(sides[0]), resamples, generator)
@@ -329,35 +403,45 @@ def _drawn(
 def _drawn_steps(
     sizes: tuple[int, ...], seed: int, resamples: int
 ) -> tuple[NDArray[np.int64], tuple[tuple[Places, NDArray[np.int64]], ...]]:
-    """Draw resamples of the steps of several devices; `sizes` has the number of steps of each round.
+    """Draw resamples of the steps of several devices.
 
-    Return the rounds of each resample, shape (resamples, rounds). For each round, also return resamples of its steps
-    (see `_counts`), and the index of one of these resamples for each time that the round was drawn.
+    `sizes` has the number of steps of each round.
+
+    Return the rounds of each resample, shape (resamples, rounds). For each round, also return
+    resamples of its steps (see `_counts`), and the index of one of these resamples for each time
+    that the round was drawn.
     """
     generator = np.random.default_rng(seed)
     rounds = _choose(len(sizes), resamples, generator)
     draws = []
     for number, n in enumerate(sizes):
         count = int((rounds == number).sum())
-        few = min(count, WITHIN) if len(sizes) > 1 else count  # the variation between rounds is larger
+        few = (
+            min(count, WITHIN) if len(sizes) > 1 else count
+        )  # the variation between rounds is larger
         counts = _counts(n, few, generator)
-        draws.append((counts, generator.integers(few, size=count) if few < count else np.arange(count)))
+        draws.append(
+            (counts, generator.integers(few, size=count) if few < count else np.arange(count))
+        )
     return rounds, tuple(draws)
 
 
 def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples, rounds)."""
+    """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples,
+    rounds).
+    """
     most = CELLS // (rounds * (rounds + 1) // 2)
     return generator.integers(rounds, size=(max(200, min(resamples, most)), rounds))
 
 
 def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places, Places]:
-    """Return the two middle steps of `count` resamples of `n` steps, as ranks among the steps in ascending order.
+    """Return the two middle steps of `count` resamples of `n` steps, as ranks among the steps in
+    ascending order.
 
-    The steps themselves need not be drawn. The k-th smallest of n uniform numbers has the distribution
-    Beta(k, n - k + 1), and each of the larger ones is uniform above it. The step at the rank of such a number is
-    distributed as the k-th smallest step of a resample (David and Nagaraja, "Order Statistics", 2003, sections 2.1 and
-    2.5).
+    The steps themselves need not be drawn. The k-th smallest of n uniform numbers has the
+    distribution Beta(k, n - k + 1), and each of the larger ones is uniform above it. The step at
+    the rank of such a number is distributed as the k-th smallest step of a resample (David and
+    Nagaraja, "Order Statistics", 2003, sections 2.1 and 2.5).
     """
     middle = (n + 1) // 2
     first = generator.beta(middle, n - middle + 1, size=count)
@@ -369,7 +453,9 @@ def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places
 
 
 def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
-    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape (count, n)."""
+    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape
+    (count, n).
+    """
     picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
     return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).astype(np.int32)
 
@@ -377,20 +463,26 @@ def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
 def _of_devices(pool: Array, counts: Places) -> Array:
     """Return each device's median in each resample of one round, shape (resamples, devices).
 
-    `pool` has shape (steps, devices). A row of `counts` has the number of times that a resample has drawn each step.
+    `pool` has shape (steps, devices). A row of `counts` has the number of times that a resample has
+    drawn each step.
     """
     n = len(pool)
     medians = []
     before = n * np.arange(len(counts), dtype=np.int32)
     for steps, order in zip(pool.T, pool.argsort(axis=0).T, strict=True):
         reached = counts.take(order, axis=1).cumsum(dtype=np.int32)  # each resample adds n
-        low, high = (reached.searchsorted(before + rank, side="right") - before for rank in ((n - 1) // 2, n // 2))
+        low, high = (
+            reached.searchsorted(before + rank, side="right") - before
+            for rank in ((n - 1) // 2, n // 2)
+        )
         medians.append((steps[order[low]] + steps[order[high]]) / 2)
     return np.stack(medians, axis=1)
 
 
 def _centre(values: Array) -> Array:
-    """Return the Hodges-Lehmann centre along the last axis: the median of the means of all pairs of values."""
+    """Return the Hodges-Lehmann centre along the last axis: the median of the means of all pairs of
+    values.
+    """
     first, second = np.triu_indices(values.shape[-1])
     return _row_medians((values[..., first] + values[..., second]) / 2)
 
@@ -399,7 +491,8 @@ def _row_medians(values: Array) -> Array:
     n = values.shape[-1]
     if n > NETWORK:
         return np.asarray(np.median(values, axis=-1))
-    # an odd-even transposition sort of whole columns: numpy would sort every row by itself, which takes longer
+    # an odd-even transposition sort of whole columns: numpy would sort every row by itself, which
+    # takes longer
     columns = [values[..., i] for i in range(n)]
     for turn in range(n):
         for i in range(turn % 2, n - 1, 2):
@@ -408,11 +501,15 @@ def _row_medians(values: Array) -> Array:
 
 
 def _widen(draws: Array, n: int) -> Array:
-    """Return `draws` times sqrt(n / (n - 1)) if n > 1, because resampling n rounds understates their variance."""
+    """Return `draws` times sqrt(n / (n - 1)) if n > 1, because resampling n rounds understates
+    their variance.
+    """
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
-def _exponential(value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE) -> Estimate:
+def _exponential(
+    value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
+) -> Estimate:
     """Return the estimate of exp(value) from `n` rounds; the arguments are those of `_interval`."""
     low, high = _interval(value, draws, n, widened=widened, level=level)
     return Estimate(math.exp(value), math.exp(low), math.exp(high), n, level=level)
@@ -421,10 +518,11 @@ def _exponential(value: float, draws: Array, n: int, *, widened: bool = False, l
 def _interval(
     value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Return the ends of the interval: by Student's t for several rounds, by percentiles for a single round.
+    """Return the ends of the interval: by Student's t for several rounds, by percentiles for a
+    single round.
 
-    `draws` are resamples of `value`. `widened` is True if they have already been widened by `_widen`. `level` is the
-    probability with which the interval contains the true value.
+    `draws` are resamples of `value`. `widened` is True if they have already been widened by
+    `_widen`. `level` is the probability with which the interval contains the true value.
     """
     if n < 2:
         low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
@@ -434,12 +532,15 @@ def _interval(
 
 
 def _quantile(n: Any, level: float) -> Any:
-    """Return half the width of an interval of `n` rounds over its standard error, by Student's t."""
+    """Return half the width of an interval of `n` rounds over its standard error, by Student's
+    t.
+    """
     return scipy.special.stdtrit(np.maximum(n - 1, 1), (1 + level) / 2)
 
 
 def together(count: int, level: float = CONFIDENCE) -> float:
-    """Return the level of each of `count` intervals that contain all of their true values with probability `level`.
+    """Return the level of each of `count` intervals that contain all of their true values with
+    probability `level`.
 
     This is Bonferroni's method, which holds for any dependence between the estimates.
     """
@@ -449,8 +550,9 @@ def together(count: int, level: float = CONFIDENCE) -> float:
 def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     """Return the verdict on a ratio: "same", "faster", "slower" or "undecided".
 
-    The verdict is "same" if the whole interval is between 1 - `margin` and 1 + `margin`. Otherwise, it is "faster" or
-    "slower" if the whole interval is above or below 1. It is "undecided" for an estimate in doubt.
+    The verdict is "same" if the whole interval is between 1 - `margin` and 1 + `margin`. Otherwise,
+    it is "faster" or "slower" if the whole interval is above or below 1. It is "undecided" for an
+    estimate in doubt.
     """
     if estimate.doubt:
         return "undecided"
@@ -459,16 +561,22 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     return "faster" if estimate.low > 1 else "slower" if estimate.high < 1 else "undecided"
 
 
-def rounds_to_decide(estimate: Estimate, *, against: float = 1.0, margin: float = MARGIN, most: int = 10_000) -> int:
-    """Return the least number of rounds, at most `most`, after which the interval of a ratio would decide.
+def rounds_to_decide(
+    estimate: Estimate, *, against: float = 1.0, margin: float = MARGIN, most: int = 10_000
+) -> int:
+    """Return the least number of rounds, at most `most`, after which the interval of a ratio would
+    decide.
 
-    The ratio and the variation between rounds are assumed to stay the same, so that the interval shrinks with the
-    square root of the number of rounds. It decides if it excludes `against`, or if it is within `margin` around 1.
-    Return `most` if more rounds would be needed, or if the estimate has fewer than two rounds.
+    The ratio and the variation between rounds are assumed to stay the same, so that the interval
+    shrinks with the square root of the number of rounds. It decides if it excludes `against`, or if
+    it is within `margin` around 1. Return `most` if more rounds would be needed, or if the estimate
+    has fewer than two rounds.
     """
     if estimate.n < 2:
         return most
-    error = math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
+    error = (
+        math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
+    )
     n = np.unique(np.geomspace(estimate.n, most, 400).astype(int))
     half = _quantile(n, estimate.level) * error * np.sqrt(estimate.n / n)
     apart = half < abs(math.log(estimate.value / against))

@@ -32,26 +32,32 @@ from dpbench.records.work import DRAWS
 PERCENTILES = (95, 99)
 """The percentiles of step durations that a row has; the median is `Row.step`."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of profiled steps", "busy_s": "thread CPU time"}
-"""The metrics from which busy time is taken, the best first, each with a description of its source."""
+"""The metrics from which busy time is taken, the best first, each with a description of its
+source.
+"""
 COLOCATED = "COLOCATED"
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The results of one case. Times are in seconds per step and sizes in bytes; mappings by device use its index.
+    """The results of one case.
 
-    `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has the durations of the
-    timed steps, by round; `step` is the median step time, and `mean` the mean one. `percentiles` maps each number of
-    `PERCENTILES` to that percentile of all timed steps; it is empty for predictions. `throughput` is in samples per
-    second of all timed steps, from their mean. `phases` divides `step.value` among the phases and unattributed time.
-    `speedup` compares with `single` at equal global work (`scaling` is "strong") or at equal work per device ("weak");
-    the intervals of all speed-ups over one baseline hold together. `efficiency` is the speed-up over the number of
-    devices. `busy` has the time in which a device computes, `occupied` the time in which one of its spans is open.
-    `memory` has the peaks of the devices, and `host_bytes` is the peak of the host's memory. `imbalance` and
-    `memory_imbalance` are the ratios of device 0's busy time and memory to the mean of the other devices'. `reason`
-    explains why a round gave no result. `fault` is set if no round gave a result although the last trial ended
-    normally. `lost` has the outcome of each round without a result, such as "timeout", or "unverified" for gradients
+    Times are in seconds per step and sizes in bytes. Mappings by device use its index.
+
+    `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has
+    the durations of the timed steps, by round; `step` is the median step time, and `mean` the mean
+    one. `percentiles` maps each number of `PERCENTILES` to that percentile of all timed steps; it
+    is empty for predictions. `throughput` is in samples per second of all timed steps, from their
+    mean. `phases` divides `step.value` among the phases and unattributed time. `speedup` compares
+    with `single` at equal global work (`scaling` is "strong") or at equal work per device ("weak");
+    the intervals of all speed-ups over one baseline hold together. `efficiency` is the speed-up
+    over the number of devices. `busy` has the time in which a device computes, `occupied` the time
+    in which one of its spans is open. `memory` has the peaks of the devices, and `host_bytes` is
+    the peak of the host's memory. `imbalance` and `memory_imbalance` are the ratios of device 0's
+    busy time and memory to the mean of the other devices'. `reason` explains why a round gave no
+    result. `fault` is set if no round gave a result although the last trial ended normally. `lost`
+    has the outcome of each round without a result, such as "timeout", or "unverified" for gradients
     that differ from the reference.
     """
 
@@ -85,17 +91,24 @@ class Row:
 
     @property
     def colocated(self) -> bool:
-        """Return whether replicas share a GPU, or hosts share a machine, so that no speed-up is possible."""
+        """Return whether replicas share a GPU, or hosts share a machine, so that no speed-up is
+        possible.
+        """
         return COLOCATED in self.labels
 
     @property
     def outcome(self) -> str:
-        """Return the outcome of the case as text: "ok" if it has a result, else its fault or status, such as "oom"."""
+        """Return the outcome of the case as text: "ok" if it has a result, else its fault or
+        status, such as "oom".
+        """
         return (self.fault or self.status).value
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return the reason why the step time must not be shown as a result; None if it may be shown or is missing."""
+        """Return the reason why the step time must not be shown as a result.
+
+        None if it may be shown or is missing.
+        """
         return self.step.doubt if self.step else None
 
     @property
@@ -106,13 +119,18 @@ class Row:
 
 
 DEVICES = 8
-"""Every record has the numbers of at least this many devices, so that records of different runs have equal names."""
-BLANK = Row(case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED)
+"""Every record has the numbers of at least this many devices, so that records of different runs
+have equal names.
+"""
+BLANK = Row(
+    case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED
+)
 """A row without results, whose case has an empty model and strategy."""
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row for each case and source (measured or predicted), sorted by model and settings.
+    """Return one row for each case and source (measured or predicted), sorted by model and
+    settings.
 
     Among equal settings, one-device strategies come first, in the order of `Role`.
     """
@@ -133,19 +151,32 @@ def order(case: Case) -> tuple[object, ...]:
     """Return the key of a case by which rows are sorted."""
     roles = [*Role]
     rank = roles.index(case.traits.role) if case.traits.one_device else len(roles)
-    return (case.model, case.size, case.device_kind, case.precision, rank, case.strategy, plan.place(case.schedule),
-            case.devices, case.batch_size, case.loader)  # fmt: skip
+    return (
+        case.model,
+        case.size,
+        case.device_kind,
+        case.precision,
+        rank,
+        case.strategy,
+        plan.place(case.schedule),
+        case.devices,
+        case.batch_size,
+        case.loader,
+    )
 
 
 def measured(trials: Iterable[Trial]) -> stats.Timed:
-    """Return, by round, the seconds of the timed steps of the last trial whose numbers may be shown (`trusted`)."""
+    """Return, by round, the seconds of the timed steps of the last trial whose numbers may be shown
+    (`trusted`).
+    """
     last = {trial.round: trial for trial in trials if trial.trusted and trial.timed}
     noisy = (number for number, trial in last.items() if foreign_load.noisy(trial))
     return stats.Timed({number: list(trial.timed) for number, trial in last.items()}, noisy)
 
 
 def shown(trials: Iterable[Trial]) -> list[Trial]:
-    """Return the trials behind the numbers of a case: the last trusted one of each round with timed steps.
+    """Return the trials behind the numbers of a case: the last trusted one of each round with timed
+    steps.
 
     If a round was measured again, its last trial counts.
     """
@@ -155,7 +186,8 @@ def shown(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
-    """Add the timed steps of an ended trial to those of its case, in place of an earlier trial of the same round.
+    """Add the timed steps of an ended trial to those of its case, in place of an earlier trial of
+    the same round.
 
     A trial whose numbers must not be shown adds nothing.
     """
@@ -165,7 +197,10 @@ def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return the rounds for estimates: `series`; for an observed loop with few rounds, each step as its own round."""
+    """Return the rounds for estimates: `series`.
+
+    For an observed loop with few rounds, each step as its own round.
+    """
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))
@@ -175,10 +210,16 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     good = shown(trials)
     last = (good or trials)[-1]
     row = Row(
-        case=case, source=last.source, status=last.status, fault=last.fault,
-        reason=next((why for trial in trials if (why := trial.refusal)), ""), rounds=len(series),
-        steps=sum(map(len, series.values())), labels=all_labels(good or [last]), lost=_lost(trials, series),
-    )  # fmt: skip
+        case=case,
+        source=last.source,
+        status=last.status,
+        fault=last.fault,
+        reason=next((why for trial in trials if (why := trial.refusal)), ""),
+        rounds=len(series),
+        steps=sum(map(len, series.values())),
+        labels=all_labels(good or [last]),
+        lost=_lost(trials, series),
+    )
     if not good:
         return row
     series = parts(case, series)
@@ -191,7 +232,11 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     return replace(
         row,
         series=series,
-        verified=None if case.traits.loads else max((trial.verified for trial in good), key=list(Verified).index),
+        verified=(
+            None
+            if case.traits.loads
+            else max((trial.verified for trial in good), key=list(Verified).index)
+        ),
         step=step,
         mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},
@@ -223,7 +268,10 @@ def _percentiles(series: stats.Rounds) -> dict[int, stats.Percentile]:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return the predicted step time with its stored 80 % interval; None for a measurement, or if none is stored."""
+    """Return the predicted step time with its stored 80 % interval.
+
+    None for a measurement, or if none is stored.
+    """
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -232,15 +280,21 @@ def _stated(trial: Trial) -> Estimate | None:
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
-    """Return, by device, the highest peak of allocated memory over the trials, in bytes; the host's index is HOST."""
+    """Return, by device, the highest peak of allocated memory over the trials, in bytes.
+
+    The host's index is HOST.
+    """
     peaks: dict[int, int] = {}
-    for memory in (m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase):
+    for memory in (
+        m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase
+    ):
         peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
     return dict(sorted(peaks.items()))
 
 
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
-    """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of the batch.
+    """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of
+    the batch.
 
     Return None if device 0's peak is unknown, or if no other such device has a known peak.
     """
@@ -253,13 +307,17 @@ def labels(trial: Trial) -> tuple[str, ...]:
     case = trial.case
     names = [trial.source.value.upper()]
     # predictions for strategies with Role.OTHER were never compared with measurements
-    if trial.source is Source.PREDICTED and (case.device_kind == "cpu" or case.traits.role is Role.OTHER):
+    if trial.source is Source.PREDICTED and (
+        case.device_kind == "cpu" or case.traits.role is Role.OTHER
+    ):
         names.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
         names.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if case.unverified:
         names.append("UNVERIFIED")
-    if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(trial.hosts):
+    if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(
+        trial.hosts
+    ):
         names.append(COLOCATED)
     if foreign_load.noisy(trial):
         names.append(foreign_load.NOISY)
@@ -267,7 +325,10 @@ def labels(trial: Trial) -> tuple[str, ...]:
 
 
 def all_labels(trials: Iterable[Trial]) -> tuple[str, ...]:
-    """Return the labels of all trials without duplicates; NOISY, which a single trial may have, is the last one."""
+    """Return the labels of all trials without duplicates.
+
+    NOISY, which a single trial may have, is the last one.
+    """
     found = dict.fromkeys(label for trial in trials for label in labels(trial))
     return tuple(sorted(found, key=lambda label: label == foreign_load.NOISY))
 
@@ -281,32 +342,39 @@ def _compared(
 ) -> Row:
     """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
 
-    `series` has the durations of the timed steps, by round, of all cases of the same source; for `levels`, see
-    `speedup_levels`. `steps` has the median step times. `draws` has random draws of the error of each predicted step
-    time. A case has no draws if it was measured, or if an older version of dpbench predicted it.
+    `series` has the durations of the timed steps, by round, of all cases of the same source; for
+    `levels`, see `speedup_levels`. `steps` has the median step times. `draws` has random draws of
+    the error of each predicted step time. A case has no draws if it was measured, or if an older
+    version of dpbench predicted it.
     """
     base = baseline_in(row.case, series) if series[row.case] else None
     if base is None:
         return row
     work = row.case.batch_size / base.batch_size
     if row.source is Source.PREDICTED and row.step:
-        ratio = stats.quotient(steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source])
+        ratio = stats.quotient(
+            steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source]
+        )
         speedup = scaled(ratio, work)
     else:
         speedup = _speedup(row.case, base, series, levels)
     efficiency = None if row.case.traits.one_device else scaled(speedup, 1 / row.case.devices)
-    return replace(row, speedup=speedup, scaling="strong" if work == 1 else "weak", efficiency=efficiency)
+    return replace(
+        row, speedup=speedup, scaling="strong" if work == 1 else "weak", efficiency=efficiency
+    )
 
 
 def _speedup(
     case: Case, base: Case, series: Mapping[Case, stats.Rounds], levels: Mapping[Case, float]
-) -> Estimate:  # fmt: skip
+) -> Estimate:
     ratio = stats.ratio(series[base], series[case], level=levels[base])
     return scaled(ratio, case.batch_size / base.batch_size)
 
 
 def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
-    """Return the speed-up of each measured case over its baseline; cases without a baseline in `series` are left out.
+    """Return the speed-up of each measured case over its baseline.
+
+    Cases without a baseline in `series` are left out.
 
     `series` has the durations of the timed steps of each case in seconds, by round.
     """
@@ -318,17 +386,21 @@ def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
 def speedup_levels(series: Mapping[Case, stats.Rounds]) -> dict[Case, float]:
     """Return, for each baseline, the level of the interval of each speed-up over it.
 
-    The speed-ups over one baseline are read together: the intervals of all of them contain the true values with 95 %.
+    The speed-ups over one baseline are read together: the intervals of all of them contain the true
+    values with 95 %.
     """
-    counts = Counter(base for case, mine in series.items() if mine and (base := baseline_in(case, series)))
+    counts = Counter(
+        base for case, mine in series.items() if mine and (base := baseline_in(case, series))
+    )
     return {base: stats.together(count) for base, count in counts.items()}
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
-    """Return the baseline of a case: `single` at the same global batch size, or else at the same batch size per device.
+    """Return the baseline of a case: `single` at the same global batch size, or else at the same
+    batch size per device.
 
-    Only cases in `series` can be the baseline. Return None for `single` itself, for emulated devices, and if `series`
-    has no baseline.
+    Only cases in `series` can be the baseline. Return None for `single` itself, for emulated
+    devices, and if `series` has no baseline.
     """
     if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
         return None  # emulated devices show host cost only: a speed-up would be meaningless
@@ -339,11 +411,18 @@ def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
 
 def scaled(estimate: Estimate, factor: float) -> Estimate:
     """Return the estimate with its value and its interval multiplied by `factor`."""
-    return replace(estimate, value=estimate.value * factor, low=estimate.low * factor, high=estimate.high * factor)
+    return replace(
+        estimate,
+        value=estimate.value * factor,
+        low=estimate.low * factor,
+        high=estimate.high * factor,
+    )
 
 
 def _inverse(estimate: Estimate, work: float) -> Estimate:
-    return replace(estimate, value=work / estimate.value, low=work / estimate.high, high=work / estimate.low)
+    return replace(
+        estimate, value=work / estimate.value, low=work / estimate.high, high=work / estimate.low
+    )
 
 
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
@@ -361,10 +440,15 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
-    """Return each device's busy seconds in the timed steps, and the description of their source; ({}, "") if none."""
+    """Return each device's busy seconds in the timed steps, and the description of their source.
+
+    ({}, "") if none.
+    """
     for metric, source in BUSY_METRICS.items():
         found: dict[int, list[float]] = {}
-        for device, values in (pair for trial in trials for pair in trial.readings(metric, timed=True).items()):
+        for device, values in (
+            pair for trial in trials for pair in trial.readings(metric, timed=True).items()
+        ):
             found.setdefault(device, []).extend(values)
         if found:
             return dict(sorted(found.items())), source
@@ -372,7 +456,8 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
-    """Return the ratio of device 0's busy time to the mean of the other devices', with its interval over the rounds.
+    """Return the ratio of device 0's busy time to the mean of the other devices', with its interval
+    over the rounds.
 
     Return None if `busy_of` has no readings of device 0 and another device.
     """
@@ -381,17 +466,22 @@ def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
 
 
 def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stats.Vectors]:
-    """Return the devices with work and, by round, their busy seconds as an array of shape (steps, devices).
+    """Return the devices with work and, by round, their busy seconds as an array of shape (steps,
+    devices).
 
-    `source` is the description of a metric in `BUSY_METRICS`. Both results are empty if a device has a busy time of 0,
-    if the rounds have different devices, or if there are no readings.
+    `source` is the description of a metric in `BUSY_METRICS`. Both results are empty if a device
+    has a busy time of 0, if the rounds have different devices, or if there are no readings.
     """
     metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
     vectors: dict[int, stats.Array] = {}
     devices: set[tuple[int, ...]] = set()
     for trial in trials:
         # devices without rows of the batch do no work and are left out
-        values = {d: v for d, v in trial.readings(metric, timed=True).items() if 0 <= d < trial.case.working}
+        values = {
+            d: v
+            for d, v in trial.readings(metric, timed=True).items()
+            if 0 <= d < trial.case.working
+        }
         if values:
             devices.add(tuple(sorted(values)))
             vectors[trial.round] = stats.beside([values[device] for device in sorted(values)])
@@ -400,7 +490,9 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return, for each device, the median number of seconds per timed step in which at least one span is open on it."""
+    """Return, for each device, the median number of seconds per timed step in which at least one
+    span is open on it.
+    """
     found: dict[int, list[float]] = {}
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
@@ -410,9 +502,9 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
 def records(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Return the numbers of each row by name; every row has the same names.
 
-    Each estimate and percentile has four entries: value, low, high and withheld. The last is the reason why reports do
-    not show the estimate, None if they show it. The names are the same for every run, except for devices beyond the
-    first eight.
+    Each estimate and percentile has four entries: value, low, high and withheld. The last is the
+    reason why reports do not show the estimate, None if they show it. The names are the same for
+    every run, except for devices beyond the first eight.
     """
     count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
     return [_record(row, count) for row in rows]
@@ -420,7 +512,12 @@ def records(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 def _record(row: Row, devices: int) -> dict[str, object]:
     record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
-    record |= {"status": row.outcome, "verified": row.verified, "rounds": row.rounds, "steps": row.steps}
+    record |= {
+        "status": row.outcome,
+        "verified": row.verified,
+        "rounds": row.rounds,
+        "steps": row.steps,
+    }
     for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance"):
         estimate: Estimate | None = getattr(row, name)
         for part in ("value", "low", "high"):

@@ -1,7 +1,9 @@
-"""Transfers: the bytes that one training step must move between devices, by phase, computed from tensor shapes.
+"""Transfers: the bytes that one training step must move between devices, by phase, computed from
+tensor shapes.
 
-Only bytes that must cross a link are counted. Copies within a device, padding, losses and the divisors of local losses
-(a few bytes each) are left out. Every all-reduce is counted as a ring all-reduce. docs/measuring.md lists the limits.
+Only bytes that must cross a link are counted. Copies within a device, padding, losses and the
+divisors of local losses (a few bytes each) are left out. Every all-reduce is counted as a ring
+all-reduce. docs/measuring.md lists the limits.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 
 
 def moves(case: Case, shapes: Shapes) -> list[Move]:
-    """Return the moves of bytes in one step of a case; empty if they are unknown or if the replicas share a device.
+    """Return the moves of bytes in one step of a case.
 
-    For a case that runs the forward alone, the moves end with the gathering of outputs, and no target is moved.
+    Empty if they are unknown or if the replicas share a device.
+
+    For a case that runs the forward alone, the moves end with the gathering of outputs, and no
+    target is moved.
     """
     if case.placement == "colocated":
         return []
@@ -35,7 +40,9 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
         found = registry.strategy(case.strategy).moves(case, shapes)
     except LookupError:  # an external strategy that has been removed since the run
         return []
-    return [move for move in found if move.bytes > 0 and (case.trains or move.phase in FORWARD_ALONE)]
+    return [
+        move for move in found if move.bytes > 0 and (case.trains or move.phase in FORWARD_ALONE)
+    ]
 
 
 LINKS = ("pcie", "nvlink")
@@ -46,9 +53,10 @@ LINKS = ("pcie", "nvlink")
 class PhaseTraffic:
     """The moves of bytes between devices in one phase of one step of a case.
 
-    `seconds` has, by device, the step's seconds in the phase, as split by `dpbench.records.ledger`: the median over
-    rounds of the median over each round's timed steps. `rate` is the total bytes divided by the sum of `seconds`, in
-    bytes per second. If the time of the moves cannot be separated from compute, `seconds` is empty and `rate` is None.
+    `seconds` has, by device, the step's seconds in the phase, as split by `dpbench.records.ledger`:
+    the median over rounds of the median over each round's timed steps. `rate` is the total bytes
+    divided by the sum of `seconds`, in bytes per second. If the time of the moves cannot be
+    separated from compute, `seconds` is empty and `rate` is None.
     """
 
     case: Case
@@ -64,16 +72,25 @@ class PhaseTraffic:
         return sum(move.bytes for move in self.moves)
 
     def rate_of(self, device: int) -> float | None:
-        """Return the bytes per second that `device` receives in the phase; None if the time of the phase is unknown."""
+        """Return the bytes per second that `device` receives in the phase.
+
+        None if the time of the phase is unknown.
+        """
         seconds = self.seconds.get(device, 0.0)
-        return received(self.moves, device) / seconds if self.rate is not None and seconds > 0 else None
+        return (
+            received(self.moves, device) / seconds
+            if self.rate is not None and seconds > 0
+            else None
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """The bytes that a device received and sent over one kind of link per step, from the link's counters.
+    """The bytes that a device received and sent over one kind of link per step, from the link's
+    counters.
 
-    `computed_received` and `computed_sent` are the bytes per step that follow from the shapes of tensors.
+    `computed_received` and `computed_sent` are the bytes per step that follow from the shapes of
+    tensors.
     """
 
     case: Case
@@ -87,7 +104,9 @@ class Counted:
 
 
 def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
-    """Return the traffic of each case in each phase that moves bytes, in the order of the trials."""
+    """Return the traffic of each case in each phase that moves bytes, in the order of the
+    trials.
+    """
     traffic = []
     for (case, source), group in _grouped(trials).items():
         moves = _moves(case, group)
@@ -97,13 +116,23 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
             total = sum(seconds.values())
             rate = sum(move.bytes for move in of_phase) / total if total > 0 else None
             traffic.append(
-                PhaseTraffic(case=case, source=source, phase=phase, moves=of_phase, seconds=seconds, rate=rate)
+                PhaseTraffic(
+                    case=case,
+                    source=source,
+                    phase=phase,
+                    moves=of_phase,
+                    seconds=seconds,
+                    rate=rate,
+                )
             )
     return traffic
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return, for each case, link and device, the bytes per step that counters recorded; empty without counters."""
+    """Return, for each case, link and device, the bytes per step that counters recorded.
+
+    Empty without counters.
+    """
     counters = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(seconds for trial in group for seconds in trial.timed)
@@ -113,11 +142,16 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
             for device in sorted(set(rates[0]) & set(rates[1]) & set(range(len(case.rows)))):
                 counters.append(
                     Counted(
-                        case=case, source=source, link=link, device=device, received=rates[0][device] * step_s,
-                        sent=rates[1][device] * step_s, computed_received=received(moves, device),
+                        case=case,
+                        source=source,
+                        link=link,
+                        device=device,
+                        received=rates[0][device] * step_s,
+                        sent=rates[1][device] * step_s,
+                        computed_received=received(moves, device),
                         computed_sent=sent(moves, device),
                     )
-                )  # fmt: skip
+                )
     return counters
 
 
@@ -135,7 +169,9 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
 
 
 def _separable(case: Case, phase: Phase) -> bool:
-    """Return whether the time of `phase` is the time of its moves alone, because they do not overlap with compute."""
+    """Return whether the time of `phase` is the time of its moves alone, because they do not
+    overlap with compute.
+    """
     if phase is Phase.REDUCE:
         scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
         return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
@@ -151,7 +187,9 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
     for trial in trials:
         steps: dict[int, list[float]] = {}
         charged = trial.by_column.timed(trial.ledger.charged)
-        for device in sorted({d for charge in charged for name, d in charge if name == phase.value}):
+        for device in sorted(
+            {d for charge in charged for name, d in charge if name == phase.value}
+        ):
             steps[device] = [charge.get((phase.value, device), 0.0) for charge in charged]
         for device, values in steps.items():
             rounds.setdefault(device, []).append(statistics.median(values))
@@ -166,17 +204,19 @@ def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
 
 
 SLOW_LINK = 1.5
-"""A link is slow if a copy over it takes more than this number of times as long as over the other links."""
+"""A link is slow if a copy over it takes more than this number of times as long as over the other
+links.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
     """A slow link between two devices, or between the host (-1) and a device.
 
-    `ends` are the source and the target of the copies in the slower direction. If `one_way`, copies in the other
-    direction are not slow. `rate` is the rate in the slower direction, and `others` the median rate of the other
-    links, both in bytes per second. `slower` is the time of a copy in the slower direction divided by the median time
-    on the other links.
+    `ends` are the source and the target of the copies in the slower direction. If `one_way`, copies
+    in the other direction are not slow. `rate` is the rate in the slower direction, and `others`
+    the median rate of the other links, both in bytes per second. `slower` is the time of a copy in
+    the slower direction divided by the median time on the other links.
     """
 
     ends: tuple[int, int]
@@ -189,18 +229,27 @@ class SlowLink:
         """Return a clause that names the link and both rates."""
         first, second = self.ends if self.one_way else sorted(self.ends)
         start = "the host" if first == HOST else f"device {first}"
-        ends = f"from {start} to device {second}" if self.one_way else f"between {start} and device {second}"
+        ends = (
+            f"from {start} to device {second}"
+            if self.one_way
+            else f"between {start} and device {second}"
+        )
         rate, others = number(self.rate / 1e9), number(self.others / 1e9)
         return f"the link {ends} is slow: {rate} GB/s, the others {others} GB/s"
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
-    """Return the slow links between two GPUs or, if `to_host`, those from the host to a GPU; empty for a single link.
+    """Return the slow links between two GPUs or, if `to_host`, those from the host to a GPU.
 
-    A link is slow if, in one direction, its median copy takes more than `SLOW_LINK` times as long as that of the other
-    links. The interval of this ratio is not judged here: it may contain `SLOW_LINK` or be in doubt.
+    Empty for a single link.
+
+    A link is slow if, in one direction, its median copy takes more than `SLOW_LINK` times as long
+    as that of the other links. The interval of this ratio is not judged here: it may contain
+    `SLOW_LINK` or be in doubt.
     """
-    every = {ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host}
+    every = {
+        ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host
+    }
     rates = {ends: 1 / stats.median(copies).value for ends, copies in every.items()}
     links = []
     for pair in dict.fromkeys((min(ends), max(ends)) for ends in every):
@@ -210,19 +259,26 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
             continue
         others = _median_of(rest)
         usual = 1 / stats.median(others).value
-        slow = sorted((ends for ends in ways if usual > SLOW_LINK * rates[ends]), key=lambda ends: rates[ends])
+        slow = sorted(
+            (ends for ends in ways if usual > SLOW_LINK * rates[ends]), key=lambda ends: rates[ends]
+        )
         for ends in slow[:1]:
             links.append(
                 SlowLink(
-                    ends=ends, one_way=len(slow) < len(ways), rate=rates[ends], others=usual,
+                    ends=ends,
+                    one_way=len(slow) < len(ways),
+                    rate=rates[ends],
+                    others=usual,
                     slower=stats.ratio(every[ends], others),
                 )
-            )  # fmt: skip
+            )
     return links
 
 
 def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
-    """Return, by source and target, the seconds per byte of the timed copies over each link, by round."""
+    """Return, by source and target, the seconds per byte of the timed copies over each link, by
+    round.
+    """
     by_ends: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
         for copies in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
@@ -234,10 +290,14 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
 def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:
     """Return the copy times of a typical link in each round that all links have.
 
-    Its first copy takes the median time of the links' first copies, its second that of their second copies, and so on.
+    Its first copy takes the median time of the links' first copies, its second that of their second
+    copies, and so on.
     """
     common = set(links[0]).intersection(*links)
     return {
-        number: [statistics.median(copies) for copies in zip(*(link[number] for link in links), strict=True)]
+        number: [
+            statistics.median(copies)
+            for copies in zip(*(link[number] for link in links), strict=True)
+        ]
         for number in sorted(common)
     }

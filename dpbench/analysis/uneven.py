@@ -1,7 +1,8 @@
-"""Uneven: find cases whose mean step differs from their median step, and the period of their slow steps.
+"""Uneven: find cases whose mean step differs from their median step, and the period of their slow
+steps.
 
-Samples per second and the time of an epoch come from the mean step, because all steps take time. Step times and
-speed-ups are medians, which a disturbance of a few steps does not change.
+Samples per second and the time of an epoch come from the mean step, because all steps take time.
+Step times and speed-ups are medians, which a disturbance of a few steps does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dpbench.records import Source, Trial
 from dpbench.records.trial import Estimate
 
 LEAST = 0.05
-"""The least difference of the mean from the median, as a fraction of the median, that is reported."""
+"""The least difference of the mean from the median, as a fraction of the median, that is
+reported.
+"""
 REGULAR = 0.8
 """The least share of the distances between slow steps that must be equal for a period."""
 FEWEST = 3
@@ -27,22 +30,35 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Period:
-    """Every step with a number that is a multiple of `steps` takes `longer_s` seconds longer than the others."""
+    """Every step with a number that is a multiple of `steps` takes `longer_s` seconds longer than
+    the others.
+    """
 
     steps: int
     longer_s: float
 
 
 def differs(row: Row) -> bool:
-    """Return whether the mean step of a row differs from its median step by more than their intervals."""
-    if row.source is Source.PREDICTED or not row.step or not row.mean or row.step.doubt or row.mean.doubt:
+    """Return whether the mean step of a row differs from its median step by more than their
+    intervals.
+    """
+    if (
+        row.source is Source.PREDICTED
+        or not row.step
+        or not row.mean
+        or row.step.doubt
+        or row.mean.doubt
+    ):
         return False
     apart = row.mean.low > row.step.high or row.mean.high < row.step.low
     return apart and abs(row.mean.value / row.step.value - 1) >= LEAST
 
 
 def gain_of_means(row: Row, baseline: Row | None) -> Estimate | None:
-    """Return the speed of `row` over that of its baseline by the means of all timed steps; None without these steps."""
+    """Return the speed of `row` over that of its baseline by the means of all timed steps.
+
+    None without these steps.
+    """
     if baseline is None or not row.series or not baseline.series or row.source is Source.PREDICTED:
         return None
     ratio = stats.mean_ratio(baseline.series, row.series)
@@ -50,7 +66,9 @@ def gain_of_means(row: Row, baseline: Row | None) -> Estimate | None:
 
 
 def period(trials: Sequence[Trial]) -> Period | None:
-    """Return the period of the slow steps of a case, which are those longer than the mean; None if there is none.
+    """Return the period of the slow steps of a case, which are those longer than the mean.
+
+    None if there is none.
 
     `trials` are the trials of one case whose steps count.
     """

@@ -1,7 +1,10 @@
-"""Validity: check a trial for conditions that distort its numbers; each check compares a value with a limit.
+"""Validity: check a trial for conditions that distort its numbers.
 
-The values are stored with the trial; the text of a warning is written only when a report is shown. A check without data
-(no GPU, no sampler, too few readings) is left out and does not count as passed. docs/measuring.md lists the checks.
+Each check compares a value with a limit.
+
+The values are stored with the trial; the text of a warning is written only when a report is shown.
+A check without data (no GPU, no sampler, too few readings) is left out and does not count as
+passed. docs/measuring.md lists the checks.
 """
 
 from __future__ import annotations
@@ -24,15 +27,22 @@ TREND_FROM = 10
 READINGS = 3
 """The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
-"""The least total duration of the timed steps in seconds for which the check `foreign_gpu` is made. In a shorter trial,
-the readings may count the trial's own worker as another process."""
+"""The least total duration of the timed steps in seconds for which the check `foreign_gpu` is made.
+
+In a shorter trial, the readings may count the trial's own worker as another process.
+"""
 
 SLOWDOWNS = {
-    0x04: "power cap", 0x08: "hardware slowdown", 0x10: "sync boost", 0x20: "heat (driver)", 0x40: "heat (hardware)",
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "heat (driver)",
+    0x40: "heat (hardware)",
     0x80: "power brake",
-}  # fmt: skip
-"""NVML's bits for causes that lower a GPU's clocks under load (nvml.h: nvmlClocksThrottleReasons), without the bits
-for idleness and for clocks set by a user."""
+}
+"""NVML's bits for causes that lower a GPU's clocks under load (nvml.h: nvmlClocksThrottleReasons),
+without the bits for idleness and for clocks set by a user.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +67,11 @@ Deviation = tuple[float, Mapping[str, Any]]
 class ValidityRule:
     """The definition of one check: its measurement, its limit and its wording.
 
-    `measure` takes a trial and the number of cores, and returns a value with further facts, or None if the trial has no
-    data for it; a fact `limit` replaces the limit. `headline` describes the problem, and `item` returns the value of a
-    check as text. The check fails if the absolute value exceeds `limit`. It does not fail if `doubted` returns True for
-    the facts, because the value is then insignificant.
+    `measure` takes a trial and the number of cores, and returns a value with further facts, or None
+    if the trial has no data for it; a fact `limit` replaces the limit. `headline` describes the
+    problem, and `item` returns the value of a check as text. The check fails if the absolute value
+    exceeds `limit`. It does not fail if `doubted` returns True for the facts, because the value is
+    then insignificant.
     """
 
     name: str
@@ -74,8 +85,8 @@ class ValidityRule:
 def check(trial: Trial, cores: int) -> list[Check]:
     """Return the results of all checks for which the trial has data.
 
-    The list is empty if the trial failed, was predicted, or has an impossible step time, such as a negative one.
-    `cores` is the number of cores that the run may use, 0 for unknown.
+    The list is empty if the trial failed, was predicted, or has an impossible step time, such as a
+    negative one. `cores` is the number of cores that the run may use, 0 for unknown.
     """
     if trial.status is not Status.OK or not trial.source.timed or trial.fault is Fault.CLOCK:
         return []
@@ -91,9 +102,12 @@ def check(trial: Trial, cores: int) -> list[Check]:
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
-    """Return the results of `check` by name as plain data, the form in which they are stored with the trial."""
+    """Return the results of `check` by name as plain data, the form in which they are stored with
+    the trial.
+    """
     return {
-        one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about} for one in check(trial, cores)
+        one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about}
+        for one in check(trial, cores)
     }
 
 
@@ -111,7 +125,9 @@ def of(trial: Trial, cores: int) -> list[Check]:
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Case, str]]:
-    """Return, by rule and case, a text with the worst value of a failed check and the number of failed rounds."""
+    """Return, by rule and case, a text with the worst value of a failed check and the number of
+    failed rounds.
+    """
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
         for result in of(trial, cores):
@@ -122,7 +138,11 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
             bad = [result for result in checks if not result.ok]
             if name == rule.name and bad:
                 item = rule.item(max(bad, key=lambda result: abs(result.value)))
-                rounds = f", {len(bad)} of {words.count(len(checks), 'round')}" if len(bad) < len(checks) else ""
+                rounds = (
+                    f", {len(bad)} of {words.count(len(checks), 'round')}"
+                    if len(bad) < len(checks)
+                    else ""
+                )
                 by_rule.setdefault(rule, {})[case] = item + rounds
     return by_rule
 
@@ -132,7 +152,8 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
 
 @dataclass(frozen=True)
 class Trend:
-    """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the Theil-Sen `slope`.
+    """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the
+    Theil-Sen `slope`.
 
     The slope is the change of the series from one value to the next, in the unit of the series.
     """
@@ -153,18 +174,26 @@ def trend(series: Sequence[float]) -> Trend:
     values = np.asarray(series, dtype=float)
     times = np.arange(len(series))
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]  # equal values share the mean of their ranks
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[
+        place
+    ]  # equal values share the mean of their ranks
     rho = float(np.clip(np.corrcoef(times, ranks)[0, 1], -1, 1))
     freedom = len(series) - 2
-    p = 2 * float(stdtr(freedom, -abs(rho) * math.sqrt(freedom / (1 - rho**2)))) if abs(rho) < 1 else 0.0
+    p = (
+        2 * float(stdtr(freedom, -abs(rho) * math.sqrt(freedom / (1 - rho**2))))
+        if abs(rho) < 1
+        else 0.0
+    )
     first, second = np.triu_indices(len(series), 1)
     return Trend(rho, p, float(np.median((values[second] - values[first]) / (second - first))))
 
 
 def _drift(trial: Trial, cores: int) -> Deviation | None:
-    """Return the change of the step time from the first to the last timed step, as a fraction of the median step.
+    """Return the change of the step time from the first to the last timed step, as a fraction of
+    the median step.
 
-    The change is computed from the Theil-Sen slope. Return None if the trial has too few timed steps.
+    The change is computed from the Theil-Sen slope. Return None if the trial has too few timed
+    steps.
     """
     series = trial.timed
     if len(series) < TREND_FROM:
@@ -177,7 +206,8 @@ def _drift(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _throttled(trial: Trial, cores: int) -> Deviation | None:
-    """Return the fraction of readings in which the most throttled GPU was throttled, with the causes.
+    """Return the fraction of readings in which the most throttled GPU was throttled, with the
+    causes.
 
     Return None without readings.
     """
@@ -193,9 +223,11 @@ def _throttled(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
-    """Return a function that measures the largest fall of a clock frequency, as a fraction of the highest frequency.
+    """Return a function that measures the largest fall of a clock frequency, as a fraction of the
+    highest frequency.
 
-    `metric` is the metric of the clock. The lowest and the highest twentieth of each device's readings are left out.
+    `metric` is the metric of the clock. The lowest and the highest twentieth of each device's
+    readings are left out.
     """
 
     def measure(trial: Trial, cores: int) -> Deviation | None:
@@ -204,7 +236,11 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
             ordered = sorted(readings)
             cut = len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
-            if len(ordered) >= READINGS and high > 0 and (worst is None or 1 - low / high > worst[0]):
+            if (
+                len(ordered) >= READINGS
+                and high > 0
+                and (worst is None or 1 - low / high > worst[0])
+            ):
                 worst = 1 - low / high, {"device": device, "low_hz": low, "high_hz": high}
         return worst
 
@@ -212,11 +248,14 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
-    """Return the median number of bytes that other processes use, on the GPU where this number is largest.
+    """Return the median number of bytes that other processes use, on the GPU where this number is
+    largest.
 
     Return None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
-    held = {d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()}
+    held = {
+        d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()
+    }
     if not held or sum(trial.timed) < LONG_S:
         return None
     device = max(held, key=lambda d: held[d])
@@ -224,18 +263,27 @@ def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
-    """Return the mean number of cores that other processes and the hypervisor used in the trial; None if unknown."""
+    """Return the mean number of cores that other processes and the hypervisor used in the trial.
+
+    None if unknown.
+    """
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
     limit = foreign_load.tolerated(trial.case, load.cores)
-    return load.taken * load.cores, {"cores": load.cores, "steal": load.steal * load.cores, "limit": limit}
+    return load.taken * load.cores, {
+        "cores": load.cores,
+        "steal": load.steal * load.cores,
+        "limit": limit,
+    }
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
-    """Return the number of devices minus the number of cores, at least 0, on the machine where this is largest.
+    """Return the number of devices minus the number of cores, at least 0, on the machine where this
+    is largest.
 
-    Return None if the number of cores is unknown, and for emulated devices, which take turns by design.
+    Return None if the number of cores is unknown, and for emulated devices, which take turns by
+    design.
     """
     if not cores or trial.case.device_kind == "emulated":
         return None
@@ -243,12 +291,17 @@ def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
     machines = Counter(host.machine for host in trial.hosts for _ in host.ranks)
     own = {host.machine: host.cores or cores for host in trial.hosts}
     worst = max(machines, key=lambda machine: machines[machine] * each - own[machine], default=None)
-    devices, cores = (len(trial.case.rows) * each, cores) if worst is None else (machines[worst] * each, own[worst])
+    devices, cores = (
+        (len(trial.case.rows) * each, cores)
+        if worst is None
+        else (machines[worst] * each, own[worst])
+    )
     return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
 
 
 def _clocks(trial: Trial, cores: int) -> Deviation | None:
-    """Return the largest error of the offset between two machines' clocks, as a fraction of the median step.
+    """Return the largest error of the offset between two machines' clocks, as a fraction of the
+    median step.
 
     Return None if a single machine ran the trial.
     """
@@ -257,13 +310,19 @@ def _clocks(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _peers(trial: Trial, cores: int) -> Deviation | None:
-    """Return the number of pairs of GPUs without peer access, whose copies go through the host; None if unknown."""
+    """Return the number of pairs of GPUs without peer access, whose copies go through the host.
+
+    None if unknown.
+    """
     pairs = trial.provenance.get("no_peer_access")
     return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
 
 
 def _closure(trial: Trial, cores: int) -> Deviation | None:
-    """Return the fraction of a step that no phase covers: the median over the timed steps; None without steps."""
+    """Return the fraction of a step that no phase covers: the median over the timed steps.
+
+    None without steps.
+    """
     shares = [
         phases[UNATTRIBUTED] / step.seconds
         for step, phases in zip(trial.steps, trial.ledger.phases, strict=True)
@@ -273,18 +332,25 @@ def _closure(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _outlasting(trial: Trial, cores: int) -> Deviation | None:
-    """Return the time for which GPUs still work after a block of steps, as a fraction of the block's duration.
+    """Return the time for which GPUs still work after a block of steps, as a fraction of the
+    block's duration.
 
-    It is the median over the blocks, for the rank with the largest median. Return None without readings, as on CPUs.
+    It is the median over the blocks, for the rank with the largest median. Return None without
+    readings, as on CPUs.
     """
-    found = [statistics.median(values) for values in trial.readings("outlasting_ratio", timed=True).values()]
+    found = [
+        statistics.median(values)
+        for values in trial.readings("outlasting_ratio", timed=True).values()
+    ]
     return (max(found), {}) if found else None
 
 
 def _verification(trial: Trial, cores: int) -> Deviation | None:
-    """Return the index of the verification's result in the order of `Verified`: 0 is bitwise, higher is worse.
+    """Return the index of the verification's result in the order of `Verified`: 0 is bitwise,
+    higher is worse.
 
-    Return None for an observed loop or a DataLoader, in which dpbench computes nothing that could be wrong.
+    Return None for an observed loop or a DataLoader, in which dpbench computes nothing that could
+    be wrong.
     """
     if trial.case.traits.observed or trial.case.traits.loads:
         return None
@@ -292,7 +358,9 @@ def _verification(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _averaging(trial: Trial, cores: int) -> Deviation | None:
-    """Return by how much the mean of the ranks' gradients differed from the gradient of the whole batch, if it did."""
+    """Return by how much the mean of the ranks' gradients differed from the gradient of the whole
+    batch, if it did.
+    """
     found = trial.provenance.get(AVERAGING)
     return (float(found["high"]), found) if found else None
 
@@ -321,67 +389,117 @@ def _fell(check: Check) -> str:
 
 RULES: Sequence[ValidityRule] = (
     ValidityRule(
-        name="verification", limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)), measure=_verification,
-        headline="gradients not verified", item=lambda check: str(check.about["verified"]).replace("_", " "),
+        name="verification",
+        limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)),
+        measure=_verification,
+        headline="gradients not verified",
+        item=lambda check: str(check.about["verified"]).replace("_", " "),
     ),
     ValidityRule(
-        name=AVERAGING, limit=0.0, measure=_averaging,
-        headline="the gradient is the mean over ranks or micro-batches, as DistributedDataParallel defines it, and "
-        "differs from that of the whole batch: the loss is no mean over samples, as with ignore_index or a mask",
-        item=lambda check: f"by {words.percent(check.about['low'])} to {words.percent(check.about['high'])} with "
-        f"{words.count(check.about['rows'], 'sample')}",
+        name=AVERAGING,
+        limit=0.0,
+        measure=_averaging,
+        headline=(
+            "the gradient is the mean over ranks or micro-batches, as DistributedDataParallel"
+            " defines it, and differs from that of the whole batch: the loss is no mean over"
+            " samples, as with ignore_index or a mask"
+        ),
+        item=lambda check: (
+            f"by {words.percent(check.about['low'])} to {words.percent(check.about['high'])} with "
+            f"{words.count(check.about['rows'], 'sample')}"
+        ),
     ),
     ValidityRule(
-        name="closure", limit=0.05, measure=_closure,
-        headline="more than 5% of the step is not covered by any phase", item=_percent,
-    ),
-    ValidityRule(
-        name="outlasting", limit=0.05, measure=_outlasting,
-        headline="GPUs have work for which the steps do not wait, so step times are more than 5% too short",
+        name="closure",
+        limit=0.05,
+        measure=_closure,
+        headline="more than 5% of the step is not covered by any phase",
         item=_percent,
     ),
     ValidityRule(
-        name="drift", limit=0.05, measure=_drift, doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
-        headline="the step time drifted by more than 5% in a trial, so its median depends on which steps were timed",
+        name="outlasting",
+        limit=0.05,
+        measure=_outlasting,
+        headline=(
+            "GPUs have work for which the steps do not wait, so step times are more than 5% too"
+            " short"
+        ),
+        item=_percent,
+    ),
+    ValidityRule(
+        name="drift",
+        limit=0.05,
+        measure=_drift,
+        doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
+        headline=(
+            "the step time drifted by more than 5% in a trial, so its median depends on which steps"
+            " were timed"
+        ),
         item=lambda check: f"{check.value:+.0%} over {words.count(check.about['steps'], 'step')}",
     ),
     ValidityRule(
-        name="throttling", limit=0.05, measure=_throttled,
+        name="throttling",
+        limit=0.05,
+        measure=_throttled,
         headline="a GPU was throttled in more than 5% of the readings",
         item=lambda check: f"{check.value:.0%}{_on(check)}, {' and '.join(check.about['causes'])}",
     ),
     ValidityRule(
-        name="gpu_clock", limit=0.10, measure=_clock("sm_clock_hz"),
-        headline="the clock of a GPU changed by more than 10% while steps were timed", item=_fell,
+        name="gpu_clock",
+        limit=0.10,
+        measure=_clock("sm_clock_hz"),
+        headline="the clock of a GPU changed by more than 10% while steps were timed",
+        item=_fell,
     ),
     ValidityRule(
-        name="cpu_clock", limit=0.10, measure=_clock("cpu_clock_hz"),
-        headline="the clock of the CPU changed by more than 10% while steps were timed", item=_fell,
+        name="cpu_clock",
+        limit=0.10,
+        measure=_clock("cpu_clock_hz"),
+        headline="the clock of the CPU changed by more than 10% while steps were timed",
+        item=_fell,
     ),
     ValidityRule(
-        name="foreign_gpu", limit=0.0, measure=_foreign_gpu, headline="other processes were using a GPU",
+        name="foreign_gpu",
+        limit=0.0,
+        measure=_foreign_gpu,
+        headline="other processes were using a GPU",
         item=lambda check: f"{words.size(check.value)}{_on(check)}",
     ),
     ValidityRule(
-        name="foreign_cpu", limit=foreign_load.LIMIT, measure=_foreign_cpu,
-        headline=f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the cores, or "
-        "cores that the case needs, while a trial ran",
+        name="foreign_cpu",
+        limit=foreign_load.LIMIT,
+        measure=_foreign_cpu,
+        headline=(
+            f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the"
+            " cores, or cores that the case needs, while a trial ran"
+        ),
         item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
     ),
     ValidityRule(
-        name="oversubscribed", limit=0.0, measure=_oversubscribed,
-        headline="oversubscribed: there are more devices than cores, so devices take turns and speed-ups are too low",
+        name="oversubscribed",
+        limit=0.0,
+        measure=_oversubscribed,
+        headline=(
+            "oversubscribed: there are more devices than cores, so devices take turns and speed-ups"
+            " are too low"
+        ),
         item=lambda check: f"{words.count(check.about['devices'], 'device')} on {_cores(check)}",
     ),
     ValidityRule(
-        name="clock_error", limit=0.05, measure=_clocks,
-        headline="the offset between the machines' clocks may be wrong by more than 5% of the step, so phases are "
-        "uncertain",
+        name="clock_error",
+        limit=0.05,
+        measure=_clocks,
+        headline=(
+            "the offset between the machines' clocks may be wrong by more than 5% of the step, so"
+            " phases are uncertain"
+        ),
         item=_percent,
     ),
     ValidityRule(
-        name="peer_access", limit=0.0, measure=_peers,
+        name="peer_access",
+        limit=0.0,
+        measure=_peers,
         headline="GPUs without peer access: copies between them go through the host's memory",
         item=lambda check: ", ".join(f"{a} and {b}" for a, b in check.about["pairs"]),
     ),
-)  # fmt: skip
+)

@@ -1,6 +1,8 @@
-"""Verdict: the answers about observed loops, which name the most costly problem or state that none stands out.
+"""Verdict: the answers about observed loops, which name the most costly problem or state that none
+stands out.
 
-`decide` is the rule. A problem stands out if the whole interval of its cost is at least `WORTH` of the step.
+`decide` is the rule. A problem stands out if the whole interval of its cost is at least `WORTH` of
+the step.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from dpbench.records.trial import Doubt, Estimate
 WORTH = decision.WORTH - 1
 """The least cost that stands out, as a fraction of the step."""
 UNCLEAR = 0.5
-"""If dpbench did not understand parts of at least this fraction of the steps, the absence of problems is not stated."""
+"""If dpbench did not understand parts of at least this fraction of the steps, the absence of
+problems is not stated.
+"""
 PROFILE_MORE = "schedule = torch.profiler.schedule(wait=1, warmup=3, active=20)"
 """The line of code that records more steps in a trace."""
 
@@ -49,7 +53,10 @@ class Ground(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an observed loop; `cost` is the index of the cost that decides it, None if no cost does."""
+    """The verdict on an observed loop.
+
+    `cost` is the index of the cost that decides it, None if no cost does.
+    """
 
     choice: Choice
     ground: Ground
@@ -57,10 +64,13 @@ class Verdict:
 
 
 def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.0) -> Verdict:
-    """Return the verdict on a loop; `step` is its step time in seconds, None if no step has a result.
+    """Return the verdict on a loop.
 
-    `costs` are the costs of the loop's problems as fractions of the step, the largest first. `unclear` is the fraction
-    of steps with parts that dpbench did not understand. The first cost that is decidedly at least `WORTH` stands out.
+    `step` is its step time in seconds, None if no step has a result.
+
+    `costs` are the costs of the loop's problems as fractions of the step, the largest first.
+    `unclear` is the fraction of steps with parts that dpbench did not understand. The first cost
+    that is decidedly at least `WORTH` stands out.
     """
     if step is None:
         return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
@@ -80,10 +90,15 @@ def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.
 def answers(
     rows: Sequence[Row], trials: Sequence[Trial], diagnoses: Sequence[Diagnosis], machine: Resources
 ) -> list[Answer]:
-    """Return one answer for each observed loop of a run; `machine` has the resources of the run's machine."""
+    """Return one answer for each observed loop of a run.
+
+    `machine` has the resources of the run's machine.
+    """
     mine = [row for row in rows if row.case.traits.observed]
     by_case = {one.row.case: one for one in diagnoses}
-    return [_answer(row, _trials(row, trials), by_case.get(row.case), mine, machine) for row in mine]
+    return [
+        _answer(row, _trials(row, trials), by_case.get(row.case), mine, machine) for row in mine
+    ]
 
 
 def _trials(row: Row, trials: Sequence[Trial]) -> list[Trial]:
@@ -91,7 +106,11 @@ def _trials(row: Row, trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _answer(
-    row: Row, trials: Sequence[Trial], diagnosis: Diagnosis | None, alike: Sequence[Row], machine: Resources
+    row: Row,
+    trials: Sequence[Trial],
+    diagnosis: Diagnosis | None,
+    alike: Sequence[Row],
+    machine: Resources,
 ) -> Answer:
     loop = observed(trials[-1]) or Observed(command="", reads={})
     findings = diagnosis.findings if diagnosis else ()
@@ -104,15 +123,26 @@ def _answer(
     finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
     command = finding.command or finding.code if finding else _again(row, loop)
     return Answer(
-        subject=_subject(row, alike), choice=verdict.choice, home=row.case, source=row.source,
-        headline=_headline(row, verdict, problem, loop), reason=_reason(row, verdict, problem),
-        certainty="; ".join(_certainty(row, trials, loop)), memory=_memory(row, problems, machine), command=command,
-        labels=finding.labels if finding else row.labels, compared=frozenset([row.case]), row=row,
-    )  # fmt: skip
+        subject=_subject(row, alike),
+        choice=verdict.choice,
+        home=row.case,
+        source=row.source,
+        headline=_headline(row, verdict, problem, loop),
+        reason=_reason(row, verdict, problem),
+        certainty="; ".join(_certainty(row, trials, loop)),
+        memory=_memory(row, problems, machine),
+        command=command,
+        labels=finding.labels if finding else row.labels,
+        compared=frozenset([row.case]),
+        row=row,
+    )
 
 
 def _cost(problem: Evidence, row: Row) -> Estimate | None:
-    """Return the cost of a problem as a fraction of the time of the steps; None for a problem that costs no time."""
+    """Return the cost of a problem as a fraction of the time of the steps.
+
+    None for a problem that costs no time.
+    """
     if problem.aside:
         outside = problem.aside / (1 - problem.aside) if problem.aside < 1 else float("inf")
         return Estimate(outside, outside, outside, Estimate.ROUNDS)
@@ -120,29 +150,40 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
         return None
     if problem.share:
         return problem.share
-    value, low, high = (s / row.step.value for s in (problem.size_s.value, problem.size_s.low, problem.size_s.high))
+    value, low, high = (
+        s / row.step.value for s in (problem.size_s.value, problem.size_s.low, problem.size_s.high)
+    )
     return Estimate(value, low, high, problem.size_s.n, signed=True)
 
 
 def _subject(row: Row, mine: Sequence[Row]) -> str:
     alike = [one.case for one in mine if one.case.model == row.case.model]
     batch = [f"batch {row.case.batch}"] if len({one.batch_size for one in alike}) > 1 else []
-    devices = [words.count(row.case.devices, "device")] if len({one.devices for one in alike}) > 1 else []
+    devices = (
+        [words.count(row.case.devices, "device")] if len({one.devices for one in alike}) > 1 else []
+    )
     found = [*batch, *devices]
     return f"{row.case.model} ({', '.join(found)})" if found else row.case.model
 
 
-def _headline(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None, loop: Observed) -> str:
+def _headline(
+    row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None, loop: Observed
+) -> str:
     if verdict.ground is Ground.COST and problem:
         evidence, cost = problem
         return evidence.says if evidence.aside else f"{evidence.says}: {share(cost)} of the step"
     if verdict.ground is Ground.CLEAR:
-        return f"{Choice.KEEP}: no problem that dpbench detects costs {WORTH:.0%} of the step or more"
+        return (
+            f"{Choice.KEEP}: no problem that dpbench detects costs {WORTH:.0%} of the step or more"
+        )
     if verdict.ground is Ground.OPEN and problem:
         evidence, cost = problem
         why = f"{evidence.says}, which costs {between(cost)} of the step"
     elif verdict.ground is Ground.UNCLEAR:
-        why = f"dpbench did not understand parts of at least half of the steps: {loop.unknown[0].problem}"
+        why = (
+            "dpbench did not understand parts of at least half of the steps:"
+            f" {loop.unknown[0].problem}"
+        )
     elif verdict.ground is Ground.FEW and row.step:
         steps = words.count(row.steps, "timed step")
         varies = "the step time varies too much: its interval spans more than a factor of"
@@ -165,7 +206,9 @@ def share(cost: Estimate) -> str:
 
 
 def between(cost: Estimate) -> str:
-    """Return the ends of the interval of a fraction of a step as text, such as "between 4.1% and 8.0%"."""
+    """Return the ends of the interval of a fraction of a step as text, such as "between 4.1% and
+    8.0%".
+    """
     return f"between {words.percent(max(0.0, cost.low))} and {words.percent(cost.high)}"
 
 
@@ -176,18 +219,23 @@ def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | Non
         return ""
     most = max(sorted(row.phases), key=lambda name: row.phases[name])
     where = "code between the phases" if most == UNATTRIBUTED else most
-    return f"a step takes {words.duration(row.step)}; the longest part is {where}: {words.time(row.phases[most])}"
+    return (
+        f"a step takes {words.duration(row.step)}; the longest part is {where}:"
+        f" {words.time(row.phases[most])}"
+    )
 
 
 def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[str]:
     if row.step:
         apart = f"{words.count(row.rounds, 'part')} of " if row.rounds >= Estimate.ROUNDS else ""
         yield (
-            f"95% interval from {words.count(row.steps, 'step')} in {apart}one execution, without the variation "
-            "between executions"
+            f"95% interval from {words.count(row.steps, 'step')} in {apart}one execution, without"
+            " the variation between executions"
         )
     if row.source is Source.IMPORTED:
-        gpus = dict.fromkeys(str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu"))
+        gpus = dict.fromkeys(
+            str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu")
+        )
         where = f" on {', '.join(gpus)}" if gpus else ""
         yield f"from a profiler's trace{where}; the profiler itself slows the host"
     yield from loops.unclear(loop)
@@ -208,7 +256,9 @@ def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
 
 
 def _again(row: Row, loop: Observed) -> str:
-    """Return the command that watches the script again or, for a trace, the code that records more steps."""
+    """Return the command that watches the script again or, for a trace, the code that records more
+    steps.
+    """
     if row.source is Source.IMPORTED:
         return PROFILE_MORE
     words_of = shlex.split(loop.command)

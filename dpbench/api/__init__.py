@@ -1,4 +1,7 @@
-"""Api: measure cases, and read stored or exported runs, from Python; the command line uses it too."""
+"""Api: measure cases, and read stored or exported runs, from Python.
+
+The command line uses it too.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Functions: measure cases, and read stored or exported runs: `dpbench.run`, `load` and `open_trials`.
+"""Functions: measure cases, and read stored or exported runs: `dpbench.run`, `load` and
+`open_trials`.
 
-The functions raise ValueError for a wrong argument, LookupError for an unknown name, and StoreError for a results file
-that cannot be used. The messages are those of the command line, and name its options, such as --devices for `devices`.
+The functions raise ValueError for a wrong argument, LookupError for an unknown name, and StoreError
+for a results file that cannot be used. The messages are those of the command line, and name its
+options, such as --devices for `devices`.
 """
 
 from __future__ import annotations
@@ -63,15 +65,16 @@ def run(
 ) -> Run:
     """Measure cases in fresh processes, store every trial in the file `store`, and return the run.
 
-    The arguments are the options of `dpbench run`, with the same defaults; `dpbench run --help` explains them. An empty
-    value means the default on this machine. Without arguments that select cases, dpbench selects cases that fit this
-    machine. Times are in seconds and sizes in bytes. `model` and `strategy` take the names of your own objects, such as
-    "package.module:name", and not the objects: the measuring processes import them by name. `tag` takes texts such as
-    "driver=550". Progress is printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials
-    are stored, and the same call resumes the run.
+    The arguments are the options of `dpbench run`, with the same defaults; `dpbench run --help`
+    explains them. An empty value means the default on this machine. Without arguments that select
+    cases, dpbench selects cases that fit this machine. Times are in seconds and sizes in bytes.
+    `model` and `strategy` take the names of your own objects, such as "package.module:name", and
+    not the objects: the measuring processes import them by name. `tag` takes texts such as
+    "driver=550". Progress is printed to stderr unless `quiet` is True. After a KeyboardInterrupt,
+    the finished trials are stored, and the same call resumes the run.
 
-    Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under torchrun or srun,
-    where only the command `dpbench run` can measure.
+    Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under
+    torchrun or srun, where only the command `dpbench run` can measure.
     """
     given = dict(locals())
     del given["store"], given["quiet"], given["verbose"]
@@ -79,7 +82,8 @@ def run(
     asked = Options.of(**{name: value for name, value in given.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
-            "dpbench.run measures on one machine: under torchrun or srun, use the command `dpbench run` instead"
+            "dpbench.run measures on one machine: under torchrun or srun, use the command `dpbench"
+            " run` instead"
         )
     cases, budget_s = selection.cases_of(asked)
     path = Path(store)
@@ -87,17 +91,21 @@ def run(
     naming = selection.naming(asked, asked.command(*elsewhere, config=False))
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
-            outcome = selection.measure(asked, cases, opened, budget_s=budget_s, listen=progress.listen)
+            outcome = selection.measure(
+                asked, cases, opened, budget_s=budget_s, listen=progress.listen
+            )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted; the finished trials are stored in {path}; to resume the run, call dpbench.run with the "
-                "same arguments again"
+                f"interrupted; the finished trials are stored in {path}; to resume the run, call"
+                " dpbench.run with the same arguments again"
             ) from None
     return load(path, outcome.run_id)
 
 
 def load(store: str | Path = STORE, run: str | None = None) -> Run:
-    """Return a run of a results file. `run` is @NAME or the beginning of an id; @last and None mean the newest run.
+    """Return a run of a results file.
+
+    `run` is @NAME or the beginning of an id; @last and None mean the newest run.
 
     Raises StoreError if the file is not a results file, and ValueError if it has no such run.
     """
@@ -107,11 +115,13 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
 
 
 def open_trials(path: str | Path, run: str = "") -> Run:
-    """Return a run from a file that `dpbench export jsonl` wrote; a file whose name ends in .gz is decompressed.
+    """Return a run from a file that `dpbench export jsonl` wrote.
 
-    `run` is the beginning of the run's id, and may be empty if the file has one run. The file has the seconds of each
-    step by phase, but no spans, no samples, no start time of the run and no facts on the machine; results that depend
-    on these are missing. Raises ValueError if the file is not an export, or if `run` matches none or
-    several of its runs.
+    A file whose name ends in .gz is decompressed.
+
+    `run` is the beginning of the run's id, and may be empty if the file has one run. The file has
+    the seconds of each step by phase, but no spans, no samples, no start time of the run and no
+    facts on the machine; results that depend on these are missing. Raises ValueError if the file is
+    not an export, or if `run` matches none or several of its runs.
     """
     return Run(*export.read_run(Path(path), run), None)

@@ -35,21 +35,30 @@ class Detail(Enum):
 
     @classmethod
     def of(cls, *, quiet: bool, verbose: bool) -> Self:
-        """Return the amount that these options select. Raises ValueError if they contradict each other."""
+        """Return the amount that these options select.
+
+        Raises ValueError if they contradict each other.
+        """
         if quiet and verbose:
             raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.USUAL
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError if the reader has closed the output; rich's own console would exit."""
+    """A console that raises BrokenPipeError if the reader has closed the output.
+
+    Rich's own console would exit.
+    """
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the output was closed")
 
 
 class _Live(RichProgress):
-    """A progress bar; below it a table of the running speed-ups, and a bar for each device of the newest trial."""
+    """A progress bar.
+
+    Below it a table of the running speed-ups, and a bar for each device of the newest trial.
+    """
 
     speedups: RunningSpeedups | None = None
     devices: Table | None = None
@@ -63,7 +72,10 @@ class _Live(RichProgress):
 
 
 class RunningSpeedups:
-    """The speed-ups computed from the trials so far; the table shows the cases with the newest trial's model."""
+    """The speed-ups computed from the trials so far.
+
+    The table shows the cases with the newest trial's model.
+    """
 
     MOST = 15
     """The largest number of cases that the table shows."""
@@ -84,20 +96,25 @@ class RunningSpeedups:
         self._found = summary.speedups(alike)
 
     def table(self) -> Table | None:
-        """Return the speed-ups with their 95 % intervals and labels as a table; None if there are none."""
+        """Return the speed-ups with their 95 % intervals and labels as a table.
+
+        None if there are none.
+        """
         if not self._found:
             return None
         shown = Table("case", "speed-up so far", "labels", box=None, padding=(0, 2, 0, 0))
         for case, estimate in [*self._found.items()][: self.MOST]:
-            shown.add_row(escape(ladder.label(case)), words.times(estimate), " ".join(self._labels[case]))
+            shown.add_row(
+                escape(ladder.label(case)), words.times(estimate), " ".join(self._labels[case])
+            )
         return shown
 
 
 def device_bars(trial: Trial, most: int = 8) -> Table | None:
     """Return a table with a bar for each of the first `most` devices of a trial.
 
-    A bar shows the share of the trial's median step in which a phase was open on the device. Return None if the trial
-    is not trusted, or has no timed step with phases on devices.
+    A bar shows the share of the trial's median step in which a phase was open on the device. Return
+    None if the trial is not trusted, or has no timed step with phases on devices.
     """
     found = lanes.of_trial(trial) if trial.trusted else None
     used = [lane for lane in found.lanes if lane.device >= 0] if found else []
@@ -108,7 +125,12 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
     labels = " ".join(summary.labels(trial))
     for lane in used[:most]:
         share = 1 - lane.idle_share
-        shown.add_row(str(lane.device), ProgressBar(total=1.0, completed=share, width=30), words.percent(share), labels)
+        shown.add_row(
+            str(lane.device),
+            ProgressBar(total=1.0, completed=share, width=30),
+            words.percent(share),
+            labels,
+        )
     if len(used) > most:
         shown.caption = f"{words.count(len(used) - most, 'more device')} not shown"
     return shown
@@ -117,18 +139,25 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
 class Progress:
     """A context manager that prints one line per trial.
 
-    On a terminal it also shows a progress bar, speed-ups, and a bar for each device. `plan` is a text that is printed
-    when the run starts.
+    On a terminal it also shows a progress bar, speed-ups, and a bar for each device. `plan` is a
+    text that is printed when the run starts.
     """
 
-    def __init__(self, detail: Detail = Detail.USUAL, console: Console | None = None, *, plan: str = "") -> None:
+    def __init__(
+        self, detail: Detail = Detail.USUAL, console: Console | None = None, *, plan: str = ""
+    ) -> None:
         self._detail, self._plan = detail, plan
         self._console = console or _Console(stderr=True, highlight=False, soft_wrap=True)
         live = self._console.is_terminal and detail is not Detail.QUIET
         self._bar = _Live(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"), console=self._console, disable=not live,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            disable=not live,
+        )
         self._bar.speedups = RunningSpeedups() if live else None
         self._task: Any = None
         self._seconds: list[float] = []
@@ -141,7 +170,9 @@ class Progress:
         self._bar.stop()
 
     def listen(self, event: Started | Ended | Note) -> None:
-        """Show an event of a run: a message, the start of the run, or the start or the end of a trial."""
+        """Show an event of a run: a message, the start of the run, or the start or the end of a
+        trial.
+        """
         from dpbench.measure.run import Ended, Note
 
         if self._detail is Detail.QUIET:
@@ -151,11 +182,16 @@ class Progress:
         elif isinstance(event, Ended):
             self._ended(event)
         elif event.case is None:
-            self._task = self._bar.add_task("starting", total=event.total, completed=event.done, left="")
+            self._task = self._bar.add_task(
+                "starting", total=event.total, completed=event.done, left=""
+            )
             if self._plan:
                 self._console.print(escape(self._plan))
             if event.done:
-                self._console.print(f"resuming run {event.run_id[:8]}, which has {event.done} of {event.total} trials")
+                self._console.print(
+                    f"resuming run {event.run_id[:8]}, which has {event.done} of {event.total}"
+                    " trials"
+                )
         else:
             what = f"{ladder.label(event.case)}, round {event.round + 1}"
             self._bar.update(self._task, description=escape(what))
@@ -170,7 +206,10 @@ class Progress:
             result = f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
         else:
             result = f"{trial.status}: {brief(trial)}"
-        said = f"[{event.done}/{event.total}] {ladder.label(trial.case)} round {trial.round + 1}: {result}"
+        said = (
+            f"[{event.done}/{event.total}] {ladder.label(trial.case)} round {trial.round + 1}:"
+            f" {result}"
+        )
         self._console.print(escape(f"{said}; {left}" if left else said))
         if self._detail is Detail.VERBOSE:
             self._console.print(escape(f"    {details(trial)}"))
@@ -183,8 +222,8 @@ class Progress:
 def brief(trial: Trial) -> str:
     """Return one line of a trial's reason.
 
-    It is the last line, because a traceback ends with the error. For a timeout, it is the first line, because stacks of
-    the processes follow.
+    It is the last line, because a traceback ends with the error. For a timeout, it is the first
+    line, because stacks of the processes follow.
     """
     lines = [line for line in trial.reason.splitlines() if line.strip()] or [""]
     return lines[0 if trial.status is Status.TIMEOUT else -1].strip()
@@ -193,19 +232,37 @@ def brief(trial: Trial) -> str:
 def left_text(seconds: Sequence[float], trials: int) -> str:
     """Return the expected duration of the next `trials` trials as text, such as "about 2 min left".
 
-    `seconds` are the durations of earlier trials. Return "" without earlier trials, and if no trial is left.
+    `seconds` are the durations of earlier trials. Return "" without earlier trials, and if no trial
+    is left.
     """
-    return f"about {words.long_time(statistics.mean(seconds) * trials)} left" if seconds and trials > 0 else ""
+    return (
+        f"about {words.long_time(statistics.mean(seconds) * trials)} left"
+        if seconds and trials > 0
+        else ""
+    )
 
 
 def details(trial: Trial) -> str:
-    """Return the durations of a trial's stages, its number of steps, its memory peaks and its verification as text."""
+    """Return the durations of a trial's stages, its number of steps, its memory peaks and its
+    verification as text.
+    """
     warmup = sum(step.warmup for step in trial.steps)
     peaks = [one for one in trial.memory if not one.phase and one.kind == "allocated"]
-    named = [("host" if one.device < 0 else f"device {one.device}", words.size(one.peak_bytes)) for one in peaks]
+    named = [
+        ("host" if one.device < 0 else f"device {one.device}", words.size(one.peak_bytes))
+        for one in peaks
+    ]
     parts = [
-        ", ".join(f"{name.removesuffix('_s')} {words.time(seconds)}" for name, seconds in trial.setup.items()),
-        f"{words.count(len(trial.timed), 'timed step')}, {warmup} of warm-up" if trial.steps else "",
-        ", ".join(f"{device} {size}" for device, size in named), f"gradients: {trial.verified.value}",
-    ]  # fmt: skip
+        ", ".join(
+            f"{name.removesuffix('_s')} {words.time(seconds)}"
+            for name, seconds in trial.setup.items()
+        ),
+        (
+            f"{words.count(len(trial.timed), 'timed step')}, {warmup} of warm-up"
+            if trial.steps
+            else ""
+        ),
+        ", ".join(f"{device} {size}" for device, size in named),
+        f"gradients: {trial.verified.value}",
+    ]
     return "; ".join(filter(None, parts))

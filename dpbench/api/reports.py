@@ -19,22 +19,31 @@ if TYPE_CHECKING:
 
 
 def report_of(
-    chosen: StoredRun, trials: Sequence[Trial], store: Path | None = None, unreadable: Sequence[UnreadableRow] = ()
+    chosen: StoredRun,
+    trials: Sequence[Trial],
+    store: Path | None = None,
+    unreadable: Sequence[UnreadableRow] = (),
 ) -> Report:
-    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and for the terminal.
+    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and
+    for the terminal.
 
-    If `store`, the file of the run, is given, the report also has the earlier runs and the predictions of the same
-    cases. The report lists the rows of the file that could not be read: those in `unreadable`, and those of earlier
-    runs.
+    If `store`, the file of the run, is given, the report also has the earlier runs and the
+    predictions of the same cases. The report lists the rows of the file that could not be read:
+    those in `unreadable`, and those of earlier runs.
     """
     from dpbench.analysis.report import Report
 
     rows = [*unreadable]
     return Report.of(
-        trials, run_id=chosen.id, started_s=chosen.started, status=chosen.status, provenance=chosen.provenance,
+        trials,
+        run_id=chosen.id,
+        started_s=chosen.started,
+        status=chosen.status,
+        provenance=chosen.provenance,
         past=_past(store, chosen.id, trials, listing(rows)) if store else (),
-        alternatives=_alternatives(chosen, trials), unreadable=rows,
-    )  # fmt: skip
+        alternatives=_alternatives(chosen, trials),
+        unreadable=rows,
+    )
 
 
 def _past(
@@ -47,7 +56,8 @@ def _past(
 
 
 def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
-    """Return, for each observed loop with several GPUs in one process, its prediction with one process per GPU.
+    """Return, for each observed loop with several GPUs in one process, its prediction with one
+    process per GPU.
 
     The mapping is empty if the run has no such loop.
     """
@@ -61,9 +71,9 @@ def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
 def write_report(path: Path | None, report: Report) -> Path:
     """Write a report as an HTML page, and return the page's file.
 
-    The page is written to the file `path`, whose parent folders are created. If `path` is None, the page is kept in the
-    archive `REPORTS`. In this case, the function returns `LATEST` if `LATEST` shows this run, and otherwise the run's
-    page in the archive.
+    The page is written to the file `path`, whose parent folders are created. If `path` is None, the
+    page is kept in the archive `REPORTS`. In this case, the function returns `LATEST` if `LATEST`
+    shows this run, and otherwise the run's page in the archive.
     """
     from dpbench.report import page
 
@@ -75,10 +85,15 @@ def write_report(path: Path | None, report: Report) -> Path:
     if kept.latest_run == report.run_id:
         return LATEST
     if not any(row.step for row in report.rows):
-        print(f"no case has a result, so {LATEST} remains {_owner(kept.latest_run)}", file=sys.stderr)
+        print(
+            f"no case has a result, so {LATEST} remains {_owner(kept.latest_run)}", file=sys.stderr
+        )
     return kept.page
 
 
 def _owner(run_id: str) -> str:
-    """Return "the page of run ..." for the run that the latest page shows; "unchanged" if `run_id` is empty."""
+    """Return "the page of run ..." for the run that the latest page shows.
+
+    "unchanged" if `run_id` is empty.
+    """
     return f"the page of run {run_id[:8]}" if run_id else "unchanged"

@@ -25,47 +25,73 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """A run: its measurements and its results. A notebook shows its answers and the table of its cases.
+    """A run: its measurements and its results.
 
-    The tables are tidy: `frame` has one row per case, `steps` per step, `phases` per phase of a step, and `samples` per
-    sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 % interval
-    (80 % for predictions), and `withheld`, the reason why reports do not show the estimate. Whoever shows a number must
-    also show its `labels`.
+    A notebook shows its answers and the table of its cases.
+
+    The tables are tidy: `frame` has one row per case, `steps` per step, `phases` per phase of a
+    step, and `samples` per sample. Times are seconds and sizes bytes. Each estimate has the columns
+    value, low and high for its 95 % interval (80 % for predictions), and `withheld`, the reason why
+    reports do not show the estimate. Whoever shows a number must also show its `labels`.
     """
 
     def __init__(
-        self, stored: StoredRun, trials: Sequence[Trial], store: Path | None, unreadable: Sequence[UnreadableRow] = ()
+        self,
+        stored: StoredRun,
+        trials: Sequence[Trial],
+        store: Path | None,
+        unreadable: Sequence[UnreadableRow] = (),
     ) -> None:
         """Wrap a stored run and its trials, which may lack their spans.
 
-        `store` is the file that has the spans, None for exported trials. `unreadable` has the rows of this file that
-        could not be read.
+        `store` is the file that has the spans, None for exported trials. `unreadable` has the rows
+        of this file that could not be read.
         """
-        self._stored, self._trials, self._store, self._unreadable = stored, trials, store, unreadable
+        self._stored, self._trials, self._store, self._unreadable = (
+            stored,
+            trials,
+            store,
+            unreadable,
+        )
 
     @property
     def id(self) -> str:
-        """Return the id of the run; in `load` and on the command line, the first characters of the id name the run."""
+        """Return the id of the run.
+
+        In `load` and on the command line, the first characters of the id name the run.
+        """
         return self._stored.id
 
     @property
     def status(self) -> str:
-        """Return "finished", "interrupted" or "running"; "exported" for exported trials, whose status is unknown."""
+        """Return "finished", "interrupted" or "running".
+
+        "exported" for exported trials, whose status is unknown.
+        """
         return self._stored.status if self._store else "exported"
 
     @property
     def started(self) -> datetime | None:
-        """Return the time at which the run began, in UTC; None for exported trials, whose time is unknown."""
+        """Return the time at which the run began, in UTC.
+
+        None for exported trials, whose time is unknown.
+        """
         return datetime.fromtimestamp(self._stored.started, UTC) if self._stored.started else None
 
     @property
     def provenance(self) -> Mapping[str, Any]:
-        """Return the facts on host, software and code that are needed to repeat the run; empty for exported trials."""
+        """Return the facts on host, software and code that are needed to repeat the run.
+
+        Empty for exported trials.
+        """
         return self._stored.provenance
 
     @cached_property
     def trials(self) -> Sequence[Trial]:
-        """Return the trials of the run, with the spans of all steps; exported trials have no spans."""
+        """Return the trials of the run, with the spans of all steps.
+
+        Exported trials have no spans.
+        """
         if self._store is None:
             return self._trials
         with Store.read(self._store, list_unreadable) as opened:
@@ -78,18 +104,24 @@ class Run:
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """Return the answers to the question whether to use several devices, one per model and setting."""
+        """Return the answers to the question whether to use several devices, one per model and
+        setting.
+        """
         return self.analysis.answers
 
     @property
     def verdict(self) -> str:
         """Return the answers as text, one paragraph per answer, each with its labels."""
-        said = [" ".join([one.text, *(f"[{label}]" for label in one.labels)]) for one in self.answers]
+        said = [
+            " ".join([one.text, *(f"[{label}]" for label in one.labels)]) for one in self.answers
+        ]
         return "\n\n".join(said) or "Nothing was measured."
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Return the warnings about the run and its results, which `dpbench run` prints to stderr."""
+        """Return the warnings about the run and its results, which `dpbench run` prints to
+        stderr.
+        """
         return [str(one) for one in self.analysis.warnings]
 
     @property
@@ -104,7 +136,10 @@ class Run:
 
     @property
     def phases(self) -> DataFrame:
-        """Return a new table with one row per phase of a step; the phases of a step sum to its duration."""
+        """Return a new table with one row per phase of a step.
+
+        The phases of a step sum to its duration.
+        """
         return frames.phases(self.id, self._trials)
 
     @property
@@ -113,10 +148,12 @@ class Run:
         return frames.samples(self.id, self._trials)
 
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
-        """Return a text that explains, for each model, whether to use several devices, why, and which change helps.
+        """Return a text that explains, for each model, whether to use several devices, why, and
+        which change helps.
 
-        With `all`, the findings with their evidence and remedies follow. `samples` is the number of samples of an
-        epoch, whose time the text then states; 0 if unknown. `dpbench explain` prints the same text.
+        With `all`, the findings with their evidence and remedies follow. `samples` is the number of
+        samples of an epoch, whose time the text then states; 0 if unknown. `dpbench explain` prints
+        the same text.
         """
         found = self.analysis
         brief = text.explain(found.answers, found.diagnoses, () if all else found.rows, samples)
@@ -127,13 +164,16 @@ class Run:
         write_report(Path(path), self.analysis)
         return Path(path)
 
-    def compare(self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False) -> Compared:
+    def compare(
+        self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False
+    ) -> Compared:
         """Return the comparison of this run with the run `after`, as `dpbench compare` makes it.
 
-        `after` is a run, or a text that names a run; `dpbench compare --help` explains the names. Names and ids are
-        looked up in the results file of this run. Relative differences below `margin` count as equal. Raises ValueError
-        if the name is unknown, or if the runs have no measured case in common. Unless `unlike` is True, also raises
-        ValueError if the machines, the kinds of devices or the versions of torch differ.
+        `after` is a run, or a text that names a run; `dpbench compare --help` explains the names.
+        Names and ids are looked up in the results file of this run. Relative differences below
+        `margin` count as equal. Raises ValueError if the name is unknown, or if the runs have no
+        measured case in common. Unless `unlike` is True, also raises ValueError if the machines,
+        the kinds of devices or the versions of torch differ.
         """
         if not isinstance(after, Run):
             after = Run(*side(self._store or STORE, str(after)), None)
@@ -143,7 +183,10 @@ class Run:
     def __repr__(self) -> str:
         rows = self.analysis.rows
         labels = " ".join(dict.fromkeys(label for row in rows for label in row.labels))
-        return f"<dpbench.Run {self.id[:8]}: {words.count(len(rows), 'case')}, {self.status}; {labels}>"
+        return (
+            f"<dpbench.Run {self.id[:8]}: {words.count(len(rows), 'case')}, {self.status};"
+            f" {labels}>"
+        )
 
     def _repr_html_(self) -> str:
         """Return the answers and the table of cases as HTML, which notebooks show."""
@@ -153,7 +196,10 @@ class Run:
 
 
 class Compared:
-    """The comparison of two runs case by case; its text, and its HTML in a notebook, have one line per case."""
+    """The comparison of two runs case by case.
+
+    Its text, and its HTML in a notebook, have one line per case.
+    """
 
     def __init__(self, before: Report, after: Report, found: Comparisons) -> None:
         self._before, self._after, self._found = before, after, found
@@ -169,11 +215,15 @@ class Compared:
         return self._found.unlike
 
     def page(self, path: str | Path) -> Path:
-        """Write one HTML file with the comparison and with the answers and phases of both runs, and return its path."""
+        """Write one HTML file with the comparison and with the answers and phases of both runs, and
+        return its path.
+        """
         from dpbench.report import comparing as drawing
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(drawing.page(self._before, self._after, self._found), encoding="utf-8")
+        Path(path).write_text(
+            drawing.page(self._before, self._after, self._found), encoding="utf-8"
+        )
         return Path(path)
 
     def __repr__(self) -> str:

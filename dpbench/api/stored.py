@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
-    """Return a run in a store file, the run's trials without their spans, and the rows that could not be read.
+    """Return a run in a store file, the run's trials without their spans, and the rows that could
+    not be read.
 
     `choose` explains `run_id`.
     """
@@ -47,7 +48,8 @@ NAMED = 20
 
 
 def choose(opened: Store, asked: str | None) -> StoredRun:
-    """Return the run that `asked` names by @NAME or by the beginning of its id; @last and None mean the newest run.
+    """Return the run that `asked` names by @NAME or by the beginning of its id; @last and None mean
+    the newest run.
 
     Raises ValueError if `asked` matches no run of the store, or several.
     """
@@ -69,7 +71,8 @@ def choose(opened: Store, asked: str | None) -> StoredRun:
         matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in found[:NAMED])
         more = f", and {len(found) - NAMED} older ones" if len(found) > NAMED else ""
         raise ValueError(
-            f"{asked} matches {len(found)} runs: {matches}{more}; give more characters of the id of one run"
+            f"{asked} matches {len(found)} runs: {matches}{more}; give more characters of the id of"
+            " one run"
         )
     return found[0]
 
@@ -86,7 +89,8 @@ def _date(run: StoredRun) -> str:
 def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
     """Return the run that `asked` names, and its trials without their spans.
 
-    The help of `dpbench compare` explains the names. Raises ValueError if `asked` matches no run, or several.
+    The help of `dpbench compare` explains the names. Raises ValueError if `asked` matches no run,
+    or several.
     """
     path, colon, run = asked.rpartition(":")
     whole = Path(asked).is_file()
@@ -112,7 +116,9 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
 
 
 def _of_commit(opened: Store, asked: str) -> StoredRun | None:
-    """Return the newest run of a store whose commit begins with `asked`; None if no run has such a commit.
+    """Return the newest run of a store whose commit begins with `asked`.
+
+    None if no run has such a commit.
 
     Raises ValueError if `asked` matches several commits, or a commit and the id of a run.
     """
@@ -126,6 +132,10 @@ def _of_commit(opened: Store, asked: str) -> StoredRun | None:
                 found.setdefault(commit, run)
     also = [run.id for run in opened.matching(asked)] if found else []
     if len(found) + len(also) > 1:
-        matches = ", ".join([*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)])
-        raise ValueError(f"{asked} is the beginning of several commits or ids: {matches}; give more characters")
+        matches = ", ".join(
+            [*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)]
+        )
+        raise ValueError(
+            f"{asked} is the beginning of several commits or ids: {matches}; give more characters"
+        )
     return next(iter(found.values()), None)

@@ -1,7 +1,7 @@
 """Command line: parse the options, call the library, print the result.
 
-Commands compute nothing themselves. Each command imports the modules that it needs when it runs, so that `dpbench
---help` starts quickly.
+Commands compute nothing themselves. Each command imports the modules that it needs when it runs, so
+that `dpbench --help` starts quickly.
 """
 
 from __future__ import annotations
@@ -20,33 +20,51 @@ from dpbench.records.visible import visible
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="torch-dpbench", prog_name="dpbench")
-@click.option("--no-config", is_flag=True, help="Ignore dpbench.toml, and [tool.dpbench] in pyproject.toml.")
+@click.option(
+    "--no-config", is_flag=True, help="Ignore dpbench.toml, and [tool.dpbench] in pyproject.toml."
+)
 @click.pass_context
 def cli(context: click.Context, no_config: bool) -> None:
     """Measure data parallelism in PyTorch, phase by phase.
 
     Start with `dpbench run`: it measures this machine, prints an answer and writes a report.
 
-    Files in the working folder can set defaults of options: dpbench.toml, or [tool.dpbench] in pyproject.toml. The
-    table [run], for example, sets defaults of `dpbench run`. The command line has precedence.
+    Files in the working folder can set defaults of options: dpbench.toml, or [tool.dpbench] in
+    pyproject.toml. The table [run], for example, sets defaults of `dpbench run`. The command line
+    has precedence.
 
-    `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish, replace bash_source
-    by zsh_source or fish_source. The variable NO_COLOR turns off colours.
+    `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish,
+    replace bash_source by zsh_source or fish_source. The variable NO_COLOR turns off colours.
     """
     if not no_config:
         context.obj, context.default_map = options.read(Path.cwd(), cli.commands)
 
 
 for command in (
-    running.run, observing.watch, observing.import_, own.check, own.init, own.loaders, reading.report,
-    reading.explain, comparing.compare, reading.list_, managing.show, managing.rm, managing.merge, reading.export,
-    predicting.predict, predicting.probe,
-):  # fmt: skip
+    running.run,
+    observing.watch,
+    observing.import_,
+    own.check,
+    own.init,
+    own.loaders,
+    reading.report,
+    reading.explain,
+    comparing.compare,
+    reading.list_,
+    managing.show,
+    managing.rm,
+    managing.merge,
+    reading.export,
+    predicting.predict,
+    predicting.probe,
+):
     cli.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line with `arguments`, or with those of the process for None; print errors to stderr.
+    """Run the command line with `arguments`, or with those of the process for None.
+
+    Print errors to stderr.
 
     After an error, the process exits with a code that states the kind of the error.
     """

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     """One of the two runs in the JSON of `dpbench compare`.
 
-    `project_commit` is the git commit of the folder in which the run was started. A run from an exported file lacks the
-    facts on machine and code; its `started` is the beginning of 1970, because its start time is unknown.
+    `project_commit` is the git commit of the folder in which the run was started. A run from an
+    exported file lacks the facts on machine and code; its `started` is the beginning of 1970,
+    because its start time is unknown.
     """
 
     run: RunFacts
@@ -47,15 +48,20 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
         project = run.provenance.get("project") or {}
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         answers = [AnswerFacts.of(one) for one in report.answers]
-        return cls(run=RunFacts.of(run, cases), project_commit=project.get("commit") or "", answers=answers)
+        return cls(
+            run=RunFacts.of(run, cases), project_commit=project.get("commit") or "", answers=answers
+        )
 
 
 class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One case in the JSON of `dpbench compare`; `analysis.comparison.Comparison` has the same values.
+    """One case in the JSON of `dpbench compare`.
 
-    `before_s` and `after_s` are seconds per step. `ratio` is above 1 if the second run is faster. `phase` is the phase
-    that changed most, and `phase_s` its change in seconds per step. `phase_share` is the size of this change divided by
-    the sum of the sizes of the changes of all phases.
+    `analysis.comparison.Comparison` has the same values.
+
+    `before_s` and `after_s` are seconds per step. `ratio` is above 1 if the second run is faster.
+    `phase` is the phase that changed most, and `phase_s` its change in seconds per step.
+    `phase_share` is the size of this change divided by the sum of the sizes of the changes of all
+    phases.
     """
 
     label: str
@@ -73,18 +79,26 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, line: Comparison) -> ComparedCase:
         """Return the comparison of a case as a record."""
         return cls(
-            label=line.name, labels=line.labels, verdict=line.verdict, reason=line.reason,
-            before_s=EstimateFacts.of(line.before), after_s=EstimateFacts.of(line.after),
-            ratio=EstimateFacts.of(line.ratio), phase=line.phase, phase_s=line.phase_s, phase_share=line.share,
-        )  # fmt: skip
+            label=line.name,
+            labels=line.labels,
+            verdict=line.verdict,
+            reason=line.reason,
+            before_s=EstimateFacts.of(line.before),
+            after_s=EstimateFacts.of(line.after),
+            ratio=EstimateFacts.of(line.ratio),
+            phase=line.phase,
+            phase_s=line.phase_s,
+            phase_share=line.share,
+        )
 
 
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
-    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines or the software of
-    the runs differ. `lost` has the cases that are in both runs but cannot be compared, because they have no result in
-    one of the runs or in both. It maps the label of each such case to the reason why the result is missing.
+    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines
+    or the software of the runs differ. `lost` has the cases that are in both runs but cannot be
+    compared, because they have no result in one of the runs or in both. It maps the label of each
+    such case to the reason why the result is missing.
     """
 
     before: ComparedRun
@@ -97,43 +111,70 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @click.command(
-    cls=Documented, short_help="Compare two runs case by case.",
+    cls=Documented,
+    short_help="Compare two runs case by case.",
     exits={
-        0: "no case became slower", EXIT_WORSE: "at least one case became slower", EXIT_FAILED: "a file cannot be read",
-        EXIT_UNDECIDED: "no case is known to have become slower, but for some the measurements cannot tell",
+        0: "no case became slower",
+        EXIT_WORSE: "at least one case became slower",
+        EXIT_FAILED: "a file cannot be read",
+        EXIT_UNDECIDED: (
+            "no case is known to have become slower, but for some the measurements cannot tell"
+        ),
         EXIT_USAGE: "wrong usage, unlike machines, or no case in common",
     },
-)  # fmt: skip
+)
 @click.argument("before")
 @click.argument("after")
 @click.option(
-    "--margin", type=click.FloatRange(0, 1), default=0.01, show_default=True,
+    "--margin",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    show_default=True,
     help="Relative differences below this margin count as equal.",
-)  # fmt: skip
-@click.option("--unlike", is_flag=True, help="Compare even if machines, kinds of devices or versions of torch differ.")
+)
+@click.option(
+    "--unlike",
+    is_flag=True,
+    help="Compare even if machines, kinds of devices or versions of torch differ.",
+)
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
 @json_option
-@click.option("--page", type=click.Path(path_type=Path), help="Also write an HTML page with both runs to this file.")
+@click.option(
+    "--page",
+    type=click.Path(path_type=Path),
+    help="Also write an HTML page with both runs to this file.",
+)
 @store_option
 def compare(
-    before: str, after: str, margin: float, unlike: bool, md: bool, as_json: bool, page: Path | None, store: Path
+    before: str,
+    after: str,
+    margin: float,
+    unlike: bool,
+    md: bool,
+    as_json: bool,
+    page: Path | None,
+    store: Path,
 ) -> None:
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
 
-    BEFORE and AFTER each name a run. @last, @NAME and the beginning of an id name a run of the store. The beginning of
-    a git commit names the newest run with this commit, either of dpbench or of the folder in which the run was started.
-    FILE:RUN names a run of another store, or of a file that `dpbench export jsonl` wrote. FILE alone names the newest
-    run of a store, or the only run of an exported file.
+    BEFORE and AFTER each name a run. @last, @NAME and the beginning of an id name a run of the
+    store. The beginning of a git commit names the newest run with this commit, either of dpbench or
+    of the folder in which the run was started. FILE:RUN names a run of another store, or of a file
+    that `dpbench export jsonl` wrote. FILE alone names the newest run of a store, or the only run
+    of an exported file.
 
-    Without --unlike, the command refuses two runs that differ in processor, cores, GPUs, version of torch or kind of
-    devices, and two runs of which only one is an imported trace.
+    Without --unlike, the command refuses two runs that differ in processor, cores, GPUs, version of
+    torch or kind of devices, and two runs of which only one is an imported trace.
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
     from dpbench.analysis import comparison
     from dpbench.report import comparing
 
-    sides = [(run, report_of(run, trials)) for run, trials in (side(store, one) for one in (before, after))]
+    sides = [
+        (run, report_of(run, trials))
+        for run, trials in (side(store, one) for one in (before, after))
+    ]
     first, second = (report for _, report in sides)
     found = comparison.between(first, second, margin=margin, unlike=unlike)
     if as_json:
@@ -141,10 +182,14 @@ def compare(
         lost = {case.label: reason for case, reason in found.lost.items()}
         shapes.show(
             ComparedRuns(
-                before=both[0], after=both[1], margin=margin, unlike=[str(one) for one in found.unlike],
-                cases=[ComparedCase.of(line) for line in found.lines], lost=lost,
+                before=both[0],
+                after=both[1],
+                margin=margin,
+                unlike=[str(one) for one in found.unlike],
+                cases=[ComparedCase.of(line) for line in found.lines],
+                lost=lost,
             )
-        )  # fmt: skip
+        )
     else:
         click.echo((comparing.as_markdown if md else comparing.text)(first, second, found))
     if page:  # a page that cannot be written must not hide the result

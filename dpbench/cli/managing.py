@@ -28,18 +28,29 @@ def runs(store: Path, last: int | None = None) -> list[RunFacts]:
     from dpbench.store import Store
 
     with Store.read(store, list_unreadable) as opened:
-        return [RunFacts.of(run, [*opened.outcomes(run.id)]) for run in islice(opened.newest(), last)]
+        return [
+            RunFacts.of(run, [*opened.outcomes(run.id)]) for run in islice(opened.newest(), last)
+        ]
 
 
 def lines(found: Sequence[RunFacts]) -> list[str]:
-    """Return one line per run: the id, start, commit, number of cases, state, name, models, host and command."""
+    """Return one line per run: the id, start, commit, number of cases, state, name, models, host
+    and command.
+    """
     cells = [
         (
-            run.id[:12], _minute(run), _commit(run), words.count(run.cases, "case"), run.status,
-            f"@{run.name}" if run.name else "-", ",".join(run.models) or "-", run.host or "-", run.command or "-",
+            run.id[:12],
+            _minute(run),
+            _commit(run),
+            words.count(run.cases, "case"),
+            run.status,
+            f"@{run.name}" if run.name else "-",
+            ",".join(run.models) or "-",
+            run.host or "-",
+            run.command or "-",
         )
         for run in found
-    ]  # fmt: skip
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
@@ -60,7 +71,9 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
     trials: dict[Case, list[Trial]] = {}
     for trial in opened.summaries(run.id):
         trials.setdefault(trial.case, []).append(trial)
-    labels = {case: summary.all_labels(summary.shown(group) or group) for case, group in trials.items()}
+    labels = {
+        case: summary.all_labels(summary.shown(group) or group) for case, group in trials.items()
+    }
     cases = [
         StartedCase(label=case.label, case=case, trials=counts, labels=labels.get(case, ()))
         for case, counts in outcomes.items()
@@ -71,15 +84,30 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
 def _text(shown: ShownRun) -> str:
     """Return the facts of a run as text with one fact per line, and then one line per case."""
     run = shown.run
-    planned = f"{words.count(run.rounds, 'round')}" if run.rounds else "auto: as many as --within requires"
+    planned = (
+        f"{words.count(run.rounds, 'round')}"
+        if run.rounds
+        else "auto: as many as --within requires"
+    )
     facts = {
-        "run": run.id, "name": run.name and f"@{run.name}", "tags": " ".join(map("=".join, run.tags.items())),
-        "command": run.command, "state": run.status, "started": _minute(run), "rounds": planned,
-        "host": ", ".join(filter(None, [run.host, run.cpu])), "GPUs": ", ".join(run.gpus), "commit": _commit(run),
+        "run": run.id,
+        "name": run.name and f"@{run.name}",
+        "tags": " ".join(map("=".join, run.tags.items())),
+        "command": run.command,
+        "state": run.status,
+        "started": _minute(run),
+        "rounds": planned,
+        "host": ", ".join(filter(None, [run.host, run.cpu])),
+        "GPUs": ", ".join(run.gpus),
+        "commit": _commit(run),
         "torch": run.torch,
-    }  # fmt: skip
+    }
     cases = [
-        (one.label, ", ".join(f"{number} {status}" for status, number in one.trials.items()), " ".join(one.labels))
+        (
+            one.label,
+            ", ".join(f"{number} {status}" for status, number in one.trials.items()),
+            " ".join(one.labels),
+        )
         for one in shown.cases
     ]
     width, wide = (max((len(case[i]) for case in cases), default=0) for i in (0, 1))
@@ -87,7 +115,10 @@ def _text(shown: ShownRun) -> str:
         [
             *(f"{title:<8} {fact}" for title, fact in facts.items() if fact),
             f"{words.count(len(cases), 'case')}, with the number of trials by status:",
-            *(f"  {label:<{width}}  {trials:<{wide}}  {labels}".rstrip() for label, trials, labels in cases),
+            *(
+                f"  {label:<{width}}  {trials:<{wide}}  {labels}".rstrip()
+                for label, trials, labels in cases
+            ),
         ]
     )
 
@@ -97,7 +128,8 @@ def _text(shown: ShownRun) -> str:
 @json_option
 @store_option
 def show(run_id: str, as_json: bool, store: Path) -> None:
-    """Show the name, tags, command, host and state of a run, and the number of trials of each case by status.
+    """Show the name, tags, command, host and state of a run, and the number of trials of each case
+    by status.
 
     RUN is @last (the default), @NAME, or the beginning of an id.
     """
@@ -114,7 +146,11 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
 @click.command(
     cls=Documented,
     short_help="Remove runs from a store.",
-    exits=EXITS | {EXIT_FAILED: "a run is being measured, or the store cannot be used", 130: "not confirmed"},
+    exits=EXITS
+    | {
+        EXIT_FAILED: "a run is being measured, or the store cannot be used",
+        130: "not confirmed",
+    },
 )
 @click.argument("run_ids", metavar="RUN...", nargs=-1, required=True)
 @click.option("--yes", is_flag=True, help="Remove the runs without asking.")
@@ -122,7 +158,8 @@ def show(run_id: str, as_json: bool, store: Path) -> None:
 def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
     """Remove runs with all their trials and profiles from a store, after confirmation.
 
-    Each RUN is @last, @NAME, or the beginning of an id. A run that is being measured cannot be removed.
+    Each RUN is @last, @NAME, or the beginning of an id. A run that is being measured cannot be
+    removed.
     """
     from dpbench.store import Store
 
@@ -132,7 +169,9 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
     for line in lines([*chosen.values()]):
         click.echo(line, err=True)
     if not yes:
-        click.confirm(f"Remove {words.count(len(chosen), 'run')} from {store}?", abort=True, err=True)
+        click.confirm(
+            f"Remove {words.count(len(chosen), 'run')} from {store}?", abort=True, err=True
+        )
     with Store.create(store) as opened:
         opened.remove([*chosen])
     click.echo(f"removed {words.count(len(chosen), 'run')} from {store}")
@@ -141,25 +180,34 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
 @click.command(
     cls=Documented,
     short_help="Copy the runs of another store into this one.",
-    exits=EXITS | {EXIT_FAILED: "the stores contradict each other, a run is being measured, or a file cannot be used"},
+    exits=EXITS
+    | {
+        EXIT_FAILED: (
+            "the stores contradict each other, a run is being measured, or a file cannot be used"
+        )
+    },
 )
 @click.argument("other", metavar="OTHER.db", type=click.Path(path_type=Path))
 @store_option
 def merge(other: Path, store: Path) -> None:
-    """Copy all runs and trials of the store OTHER.db into the store of --store, except those that it has already.
+    """Copy all runs and trials of the store OTHER.db into the store of --store, except those that
+    it has already.
 
-    The command can be repeated, because it never copies a trial twice. If the two stores contradict each other, no
-    store is changed, and the error names the runs and cases.
+    The command can be repeated, because it never copies a trial twice. If the two stores contradict
+    each other, no store is changed, and the error names the runs and cases.
     """
     from dpbench.store import Store
 
     if other.exists() and store.exists() and other.samefile(store):
-        raise click.UsageError(f"{other} is the store itself: give another file, or another store with --store")
+        raise click.UsageError(
+            f"{other} is the store itself: give another file, or another store with --store"
+        )
     with Store.read(other):  # before the store of --store is created
         pass
     with Store.create(store) as opened:
         done = opened.merge(other)
     click.echo(
-        f"{store}: {words.count(done.runs, 'run')} and {words.count(done.trials, 'trial')} added from {other}; "
-        f"{words.count(done.known, 'run')} {words.verb(done.known, 'was', 'were')} there already"
+        f"{store}: {words.count(done.runs, 'run')} and {words.count(done.trials, 'trial')} added"
+        f" from {other}; {words.count(done.known, 'run')} {words.verb(done.known, 'was', 'were')}"
+        " there already"
     )

@@ -1,6 +1,8 @@
-"""Observing: the commands that make trials of the user's training, `dpbench watch` and `dpbench import`.
+"""Observing: the commands that make trials of the user's training, `dpbench watch` and `dpbench
+import`.
 
-`dpbench watch` runs a training script unchanged and records its steps. `dpbench import` reads profiler traces.
+`dpbench watch` runs a training script unchanged and records its steps. `dpbench import` reads
+profiler traces.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ if TYPE_CHECKING:
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
     """The times of one device in a trace file, in seconds.
 
-    `device` is the device's number in the file, and `name` its model, empty if unknown. `span_s` is the time from the
-    start of its first activity to the end of its last. `compute_s`, `copies_s` and `communication_s` are the seconds in
-    which at least one activity of that kind ran; activities of different kinds may overlap. Memory fills count as
-    copies, and copies between two devices as communication. `exposed_copies_s` and `exposed_communication_s` are the
-    parts of `copies_s` and `communication_s` in which no compute kernel ran. `kernels_s` are the seconds in which a
-    compute kernel or a copy ran. During `idle_s` the device ran nothing.
+    `device` is the device's number in the file, and `name` its model, empty if unknown. `span_s` is
+    the time from the start of its first activity to the end of its last. `compute_s`, `copies_s`
+    and `communication_s` are the seconds in which at least one activity of that kind ran;
+    activities of different kinds may overlap. Memory fills count as copies, and copies between two
+    devices as communication. `exposed_copies_s` and `exposed_communication_s` are the parts of
+    `copies_s` and `communication_s` in which no compute kernel ran. `kernels_s` are the seconds in
+    which a compute kernel or a copy ran. During `idle_s` the device ran nothing.
     """
 
     device: int
@@ -51,14 +54,17 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One step: its name, its start in seconds since the first event of the file, its duration, and its phases.
+    """One step: its name, its start in seconds since the first event of the file, its duration, and
+    its phases.
 
-    A step lasts from the end of the devices' work of the step before to the end of the work that the host launched in
-    it. `partial` is True if the trace lacks its beginning; the step then starts with its first kernel or copy.
-    `phases` are the seconds on the critical path of host and devices, which sum to `seconds`; `host` are the seconds
-    that the host spent in each phase, whatever the devices did meanwhile. Both have all phases, with 0 for a phase that
-    does not occur, and `phases` also has `unattributed`. `host_ahead_s` are the seconds from the end of the step on the
-    host to its end on the devices, negative if the host ended it later; null if the step is an interval of the host.
+    A step lasts from the end of the devices' work of the step before to the end of the work that
+    the host launched in it. `partial` is True if the trace lacks its beginning; the step then
+    starts with its first kernel or copy. `phases` are the seconds on the critical path of host and
+    devices, which sum to `seconds`; `host` are the seconds that the host spent in each phase,
+    whatever the devices did meanwhile. Both have all phases, with 0 for a phase that does not
+    occur, and `phases` also has `unattributed`. `host_ahead_s` are the seconds from the end of the
+    step on the host to its end on the devices, negative if the host ended it later; null if the
+    step is an interval of the host.
     """
 
     name: str
@@ -73,9 +79,10 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
     """The correction of a rank's clock to the clock of the first rank.
 
-    `collectives` collectives were compared. For each, dpbench took the difference between the time at which it ended on
-    the first rank and the time at which it ended on this rank. `shift_s` is the median of these differences; it was
-    added to the rank's times. `uncertainty_s` is the largest deviation from the median. Both are in seconds.
+    `collectives` collectives were compared. For each, dpbench took the difference between the time
+    at which it ended on the first rank and the time at which it ended on this rank. `shift_s` is
+    the median of these differences; it was added to the rank's times. `uncertainty_s` is the
+    largest deviation from the median. Both are in seconds.
     """
 
     shift_s: float
@@ -86,8 +93,8 @@ class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
 
-    `clock` is the correction of the rank's clock to that of the first rank; null for the first rank, and if the
-    collectives of the two ranks do not match.
+    `clock` is the correction of the rank's clock to that of the first rank; null for the first
+    rank, and if the collectives of the two ranks do not match.
     """
 
     path: str
@@ -100,7 +107,9 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Import(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench import`: the id of the stored run, its results file `store`, and a record per trace file."""
+    """The JSON of `dpbench import`: the id of the stored run, its results file `store`, and a
+    record per trace file.
+    """
 
     schema: int
     run: str
@@ -120,19 +129,27 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "--output", "--store", "store", type=click.Path(path_type=Path), default=STORE, show_default=True,
+    "--output",
+    "--store",
+    "store",
+    type=click.Path(path_type=Path),
+    default=STORE,
+    show_default=True,
     help="The results file.",
-)  # fmt: skip
-@click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
+)
+@click.option(
+    "--name", default="", help="A name for the run, with which other commands find it: @NAME."
+)
 @json_option
 def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> None:
     """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
 
-    Each file is one process; files of different ranks of one process group become one case. The host's steps are those
-    that the profiler has marked; in a trace without such marks, a step ends where the optimizer's step ends. A step
-    lasts until the devices have done the work that the host launched in it. The JSON has, for each device of a file,
-    span_s, compute_s, copies_s, communication_s, exposed_communication_s and idle_s, and, for each step of a file, the
-    seconds of its phases, and in host_ahead_s how far the host was ahead of the devices.
+    Each file is one process; files of different ranks of one process group become one case. The
+    host's steps are those that the profiler has marked; in a trace without such marks, a step ends
+    where the optimizer's step ends. A step lasts until the devices have done the work that the host
+    launched in it. The JSON has, for each device of a file, span_s, compute_s, copies_s,
+    communication_s, exposed_communication_s and idle_s, and, for each step of a file, the seconds
+    of its phases, and in host_ahead_s how far the host was ahead of the devices.
     """
     from dpbench.observe import imported
     from dpbench.store import Naming
@@ -150,7 +167,9 @@ def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> 
         _print(file)
     for note in dict.fromkeys(note for file in files for note in file.notes):
         click.echo(f"note: {note}", err=True)
-    click.echo(f"store: {store}   run: {run_id[:8]}   next: dpbench explain --run {run_id[:8]}", err=True)
+    click.echo(
+        f"store: {store}   run: {run_id[:8]}   next: dpbench explain --run {run_id[:8]}", err=True
+    )
     sys.stdout.flush()
 
 
@@ -166,7 +185,9 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
     names = {gpu.id: gpu.name for gpu in profile.gpus}
     every = [phase.value for phase in Phase]
     return TraceFile(
-        path=str(profile.path), rank=profile.rank, world_size=profile.world_size,
+        path=str(profile.path),
+        rank=profile.rank,
+        world_size=profile.world_size,
         clock=ClockShift(**asdict(trace.aligned)) if trace.aligned else None,
         devices=[
             DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
@@ -174,18 +195,25 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
         ],
         steps=[
             StepTime(
-                name=name, start_s=step.start_s, seconds=step.seconds, partial=step.warmup,
+                name=name,
+                start_s=step.start_s,
+                seconds=step.seconds,
+                partial=step.warmup,
                 phases={phase: seconds.get(phase, 0.0) for phase in (*every, UNATTRIBUTED)},
                 host={phase: host.get(phase, 0.0) for phase in every},
                 host_ahead_s=ahead_s,
             )
             for name, step, seconds, host, ahead_s in zip(
-                found.names, found.steps, Ledger(found.steps, found.spans).phases, found.host,
-                found.ahead_s or [None] * len(found.steps), strict=True,
+                found.names,
+                found.steps,
+                Ledger(found.steps, found.spans).phases,
+                found.host,
+                found.ahead_s or [None] * len(found.steps),
+                strict=True,
             )
         ],
         notes=loop.notes,
-    )  # fmt: skip
+    )
 
 
 def _print(file: TraceFile) -> None:
@@ -196,27 +224,40 @@ def _print(file: TraceFile) -> None:
 
     for device in file.devices:
         shares = ", ".join(
-            f"{what} {words.time(seconds)}" for what, seconds in (
-                ("compute", device.compute_s), ("copies", device.copies_s), ("communication", device.communication_s),
-                ("exposed communication", device.exposed_communication_s), ("idle", device.idle_s),
+            f"{what} {words.time(seconds)}"
+            for what, seconds in (
+                ("compute", device.compute_s),
+                ("copies", device.copies_s),
+                ("communication", device.communication_s),
+                ("exposed communication", device.exposed_communication_s),
+                ("idle", device.idle_s),
             )
-        )  # fmt: skip
+        )
         click.echo(
-            f"  {Path(file.path).name} device {device.device} {device.name}: {words.time(device.span_s)}: {shares}"
+            f"  {Path(file.path).name} device {device.device} {device.name}:"
+            f" {words.time(device.span_s)}: {shares}"
         )
     whole = [step for step in file.steps if not step.partial] or list(file.steps)
     if whole:
-        middle = {name: statistics.median(step.phases[name] for step in whole) for name in whole[0].phases}
+        middle = {
+            name: statistics.median(step.phases[name] for step in whole) for name in whole[0].phases
+        }
         parts = ", ".join(
-            f"{name} {words.time(seconds)}" for name, seconds in middle.items() if words.measurable(seconds)
+            f"{name} {words.time(seconds)}"
+            for name, seconds in middle.items()
+            if words.measurable(seconds)
         )
         click.echo(
-            f"  {Path(file.path).name} median step {words.time(statistics.median(s.seconds for s in whole))}: {parts}"
+            f"  {Path(file.path).name} median step"
+            f" {words.time(statistics.median(s.seconds for s in whole))}: {parts}"
         )
     if leads := [step.host_ahead_s for step in file.steps if step.host_ahead_s is not None]:
         lead_s = statistics.median(leads)
         order = "before" if lead_s >= 0 else "after"
-        click.echo(f"  {Path(file.path).name} host: ends a step {words.time(abs(lead_s))} {order} the devices")
+        click.echo(
+            f"  {Path(file.path).name} host: ends a step {words.time(abs(lead_s))} {order} the"
+            " devices"
+        )
 
 
 @click.command(
@@ -225,35 +266,58 @@ def _print(file: TraceFile) -> None:
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     exits={
         0: "the script ended",
-        EXIT_FAILED: "no training step was detected, there is no such script, or the page cannot be written",
+        EXIT_FAILED: (
+            "no training step was detected, there is no such script, or the page cannot be written"
+        ),
         EXIT_USAGE: "wrong usage",
     },
 )
-@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.option(
-    "--output", "--store", "store", type=click.Path(path_type=Path), default=STORE, show_default=True,
+    "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."
+)
+@click.option(
+    "--output",
+    "--store",
+    "store",
+    type=click.Path(path_type=Path),
+    default=STORE,
+    show_default=True,
     help="The results file.",
-)  # fmt: skip
-@click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
-@click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
+)
+@click.option(
+    "--name", default="", help="A name for the run, with which other commands find it: @NAME."
+)
+@click.option(
+    "--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated."
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def watch(
-    script: str, arguments: tuple[str, ...], module: bool, store: Path, name: str, tag: tuple[tuple[str, str], ...]
+    script: str,
+    arguments: tuple[str, ...],
+    module: bool,
+    store: Path,
+    name: str,
+    tag: tuple[tuple[str, str], ...],
 ) -> None:
-    """Run a training script in this process, unchanged, and store its steps and their phases as a run.
+    """Run a training script in this process, unchanged, and store its steps and their phases as a
+    run.
 
-    Options for dpbench come before SCRIPT; all words after SCRIPT are the script's arguments. If the script fails, the
-    exit code is that of the script.
+    Options for dpbench come before SCRIPT; all words after SCRIPT are the script's arguments. If
+    the script fails, the exit code is that of the script.
     """
     from dpbench.observe.script import run
     from dpbench.observe.watching import watch as watching
 
     if not module and not Path(script).is_file():
-        raise UnreadableFile(f"the script {script} does not exist; for a module, give -m and its name")
+        raise UnreadableFile(
+            f"the script {script} does not exist; for a module, give -m and its name"
+        )
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
     live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
-    with watching(store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live) as result:
+    with watching(
+        store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live
+    ) as result:
         code = run(script, arguments, module=module)
     if result.rank:
         sys.exit(code)
@@ -266,7 +330,10 @@ def watch(
 
 
 def _show(store: Path, run_id: str) -> bool:
-    """Print the answers and the table of a run, and write its page; return whether the page was written."""
+    """Print the answers and the table of a run, and write its page.
+
+    Return whether the page was written.
+    """
     from dpbench.store import Store
 
     with Store.read(store) as opened:

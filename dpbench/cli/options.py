@@ -1,9 +1,11 @@
-"""Options: the types of command-line options, options of several commands, their defaults, and the exit codes.
+"""Options: the types of command-line options, options of several commands, their defaults, and the
+exit codes.
 
-Defaults come from `dpbench.toml`, or from [tool.dpbench] in `pyproject.toml`, in the working folder. A table such as
-[run] has the defaults of one command; its keys are the long names of options. The keys `store` and `patience` outside
-of these tables apply to all commands that have the option. The command line has precedence. The help of a command ends
-with the defaults that come from a file, and with the command's exit codes.
+Defaults come from `dpbench.toml`, or from [tool.dpbench] in `pyproject.toml`, in the working
+folder. A table such as [run] has the defaults of one command; its keys are the long names of
+options. The keys `store` and `patience` outside of these tables apply to all commands that have the
+option. The command line has precedence. The help of a command ends with the defaults that come from
+a file, and with the command's exit codes.
 """
 
 from __future__ import annotations
@@ -30,28 +32,41 @@ EXIT_CLOSED = 128 + signal.SIGPIPE
 PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
 """The help of the options that name the report page."""
 store_option = click.option(
-    "--store", type=click.Path(path_type=Path), default=STORE, show_default=True, help="The results file."
+    "--store",
+    type=click.Path(path_type=Path),
+    default=STORE,
+    show_default=True,
+    help="The results file.",
 )
 RUN = "@last, @NAME, or the beginning of an id"
 """The ways to name a run of a store."""
 run_option = click.option("--run", "run_id", help=f"The run: {RUN}.  [default: the newest]")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes."
+)
 patience_option = click.option(
     "--patience",
     type=click.FloatRange(0),
-    help="Maximum seconds to wait until other processes leave the cores idle.  [default: $DPBENCH_PATIENCE, or 30]",
+    help=(
+        "Maximum seconds to wait until other processes leave the cores idle.  [default:"
+        " $DPBENCH_PATIENCE, or 30]"
+    ),
 )
 EMPTY = "give at least one value, or leave the option out"
 MOST_BYTES = 1e18
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")
-"""The options whose defaults a file may set for all commands at once, outside of the tables of the commands."""
+"""The options whose defaults a file may set for all commands at once, outside of the tables of the
+commands.
+"""
 EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 """The meaning of the exit codes of most commands."""
 
 
 def last_words(text: str) -> NoReturn:
-    """Print `text` to stderr unless stderr is closed, discard further output, and exit with the code for SIGPIPE."""
+    """Print `text` to stderr unless stderr is closed, discard further output, and exit with the
+    code for SIGPIPE.
+    """
     with suppress(OSError):
         click.echo(text, err=True)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -62,7 +77,9 @@ def last_words(text: str) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Open the null device for each standard stream that is closed, so that no other file gets its descriptor."""
+    """Open the null device for each standard stream that is closed, so that no other file gets its
+    descriptor.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -72,32 +89,41 @@ def open_streams() -> None:
                 os.dup2(opened, number)
                 os.close(opened)
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115  # for good
+            # for good
+            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115
 
 
 class Listed(click.ParamType[tuple[Any, ...]]):
     """The type of a comma-separated list.
 
-    `part` converts one part of the list; it raises ValueError for a text that it does not accept. `expected` describes
-    the list in the message for such a text.
+    `part` converts one part of the list; it raises ValueError for a text that it does not accept.
+    `expected` describes the list in the message for such a text.
     """
 
     def __init__(self, name: str, part: Callable[[str], Any], expected: str = "") -> None:
         self.name, self._part, self._expected = name, part, expected
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the values of all parts of a text; fail for an empty list, and for a part that is not accepted."""
+        """Return the values of all parts of a text.
+
+        Fail for an empty list, and for a part that is not accepted.
+        """
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",") if part.strip()]
         try:
-            return tuple(map(self._part, parts)) or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
+            return tuple(map(self._part, parts)) or self.fail(
+                f"{value!r} is an empty list; {EMPTY}", param, ctx
+            )
         except ValueError:
             self.fail(f"{value!r} is not {self._expected}", param, ctx)
 
 
 def _natural(text: str) -> int:
-    """Return the integer that a text of digits states. Raises ValueError if the text has any other character."""
+    """Return the integer that a text of digits states.
+
+    Raises ValueError if the text has any other character.
+    """
     if not text.isdigit():
         raise ValueError(text)
     return int(text)
@@ -106,14 +132,18 @@ def _natural(text: str) -> int:
 NAMES = Listed("a,b,...", str)
 NUMBERS = Listed("1,2,...", int, "a comma-separated list of integers, such as 1,2,4")
 SWITCHES = Listed(
-    "off,on", lambda text: ("off", "on").index(text) == 1, "a list of the words off and on, such as off,on"
+    "off,on",
+    lambda text: ("off", "on").index(text) == 1,
+    "a list of the words off and on, such as off,on",
 )
 LOADERS = Listed(
     "off,0,...",
     lambda text: -1 if text == "off" else _natural(text),
     "a list in which each entry is off or a number of workers, such as off,0,2",
 )
-"""The type of a list of DataLoader settings: a number of workers, or -1 for off, which means no DataLoader."""
+"""The type of a list of DataLoader settings: a number of workers, or -1 for off, which means no
+DataLoader.
+"""
 DEVICE_IDS = Listed(
     "0,1,...|GPU-...",
     lambda text: text if text.startswith("GPU-") else _natural(text),
@@ -130,13 +160,16 @@ class Schedules(click.ParamType[tuple[str, ...]]):
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the schedules in a text; fail for an empty list.
 
-        Commas separate rungs and switches. Adjacent switches form one schedule; `;` separates two such schedules.
+        Commas separate rungs and switches. Adjacent switches form one schedule; `;` separates two
+        such schedules.
         """
         from dpbench.records import plan
 
         if isinstance(value, tuple):
             return value
-        return tuple(plan.split_schedules(value)) or self.fail(f"{value!r} is an empty list; {EMPTY}", param, ctx)
+        return tuple(plan.split_schedules(value)) or self.fail(
+            f"{value!r} is an empty list; {EMPTY}", param, ctx
+        )
 
 
 class Tag(click.ParamType[tuple[str, str]]):
@@ -149,7 +182,11 @@ class Tag(click.ParamType[tuple[str, str]]):
         if isinstance(value, tuple):
             return value
         key, _, text = value.partition("=")
-        return (key, text) if key and text else self.fail(f"{value!r} is not key=value, such as driver=550", param, ctx)
+        return (
+            (key, text)
+            if key and text
+            else self.fail(f"{value!r} is not key=value, such as driver=550", param, ctx)
+        )
 
 
 class Rounds(click.ParamType["int | str"]):
@@ -170,13 +207,22 @@ class Bytes(click.ParamType[int]):
     name = "bytes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the number of bytes; fail for a value that is not a number, is too large, or has an unknown unit."""
+        """Return the number of bytes.
+
+        Fail for a value that is not a number, is too large, or has an unknown unit.
+        """
         found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
         if not found:
-            self.fail(f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx)
+            self.fail(
+                f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx
+            )
         power = " KMGT".index((found[2] or " ").upper())
         size = float(found[1]) * (1024 if found[3] else 1000) ** power
-        return int(size) if size < MOST_BYTES else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)
+        return (
+            int(size)
+            if size < MOST_BYTES
+            else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)
+        )
 
 
 class Documented(click.Command):
@@ -190,7 +236,9 @@ class Documented(click.Command):
         """Add to the help the defaults that a file gives, and the exit codes."""
         given = ctx.default_map or {}
         if shown := [
-            (max(option.opts, key=len), _shown(given[option.name])) for option in self.params if option.name in given
+            (max(option.opts, key=len), _shown(given[option.name]))
+            for option in self.params
+            if option.name in given
         ]:
             with formatter.section(f"Defaults from {ctx.find_root().obj}"):
                 formatter.write_dl(shown)
@@ -204,43 +252,61 @@ def _shown(value: str | list[str]) -> str:
 
 
 def read(folder: Path, commands: Mapping[str, click.Command]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the file in `folder` that has defaults, and the defaults as click's `default_map`.
+    """Return the name of the file in `folder` that has defaults, and the defaults as click's
+    `default_map`.
 
-    Both are empty without such a file. Raises UnreadableFile if a file is not TOML. Raises UsageError if two files have
-    defaults, or if a key is unknown; the message names the files, or the file and the key.
+    Both are empty without such a file. Raises UnreadableFile if a file is not TOML. Raises
+    UsageError if two files have defaults, or if a key is unknown; the message names the files, or
+    the file and the key.
     """
     own, project = (_toml(folder / name) for name in (OWN, PROJECT))
     ours = _table(_table(project, "tool", PROJECT), "dpbench", PROJECT)
     if own and ours:
-        raise click.UsageError(f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them")
+        raise click.UsageError(
+            f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them"
+        )
     if own:
         return OWN, _default_map(own, OWN, commands)
     return (PROJECT, _default_map(ours, PROJECT, commands)) if ours else ("", {})
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file; empty without such a file. Raises UnreadableFile if the file is not TOML."""
+    """Return the content of a TOML file.
+
+    Empty without such a file. Raises UnreadableFile if the file is not TOML.
+    """
     import tomllib
 
     if not path.is_file():
         return {}
     try:
         found: dict[str, Any] = everywhere(tomllib.loads(text_of(path)))
-    except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and for numbers with too many digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also for invalid UTF-8, and for numbers with too many digits
         raise UnreadableFile(f"{path.name} is not valid TOML: {error}") from None
     return found
 
 
 def _table(outer: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-    """Return the table `key` of a table; empty if there is none. Raises UsageError if the value is no table."""
+    """Return the table `key` of a table.
+
+    Empty if there is none. Raises UsageError if the value is no table.
+    """
     found = outer.get(key, {})
     if not isinstance(found, dict):
         raise click.UsageError(f"{file}: {key!r} is {abridged(found)}; it must be a table")
     return found
 
 
-def _default_map(table: Mapping[str, Any], file: str, commands: Mapping[str, click.Command]) -> dict[str, Any]:
-    """Return a table of defaults in the form of click's `default_map`. Raises UsageError for an unknown key."""
+def _default_map(
+    table: Mapping[str, Any], file: str, commands: Mapping[str, click.Command]
+) -> dict[str, Any]:
+    """Return a table of defaults in the form of click's `default_map`.
+
+    Raises UsageError for an unknown key.
+    """
     _refuse_unknown(table, file, [*SHARED, *commands])
     shared = {key: value for key, value in table.items() if key in SHARED}
     found = {}
@@ -255,18 +321,25 @@ def _default_map(table: Mapping[str, Any], file: str, commands: Mapping[str, cli
         own = _table(table, name, file)
         _refuse_unknown(own, f"{file}: [{name}]", [*options])
         given = {key: value for key, value in shared.items() if key in options} | own
-        found[name] = {options[key].name: _given(options[key], value) for key, value in given.items()}
+        found[name] = {
+            options[key].name: _given(options[key], value) for key, value in given.items()
+        }
     return found
 
 
 def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
     for key in table:
         if key not in known:
-            raise click.UsageError(f"{where} has the unknown key {key!r}; known: {', '.join(known)}")
+            raise click.UsageError(
+                f"{where} has the unknown key {key!r}; known: {', '.join(known)}"
+            )
 
 
 def _given(option: click.Option, value: Any) -> str | list[str]:
-    """Return the text that would set an option on the command line; a list of texts for a repeated option."""
+    """Return the text that would set an option on the command line.
+
+    A list of texts for a repeated option.
+    """
     texts = [
         {True: "on", False: "off"}[one] if isinstance(one, bool) else str(one)
         for one in (value if isinstance(value, list) else [value])
@@ -275,7 +348,10 @@ def _given(option: click.Option, value: Any) -> str | list[str]:
 
 
 def origin(error: click.ClickException) -> str:
-    """Return a clause that names the file which gives the value that `error` is about; "" if none does."""
+    """Return a clause that names the file which gives the value that `error` is about.
+
+    "" if none does.
+    """
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return ""
     source = error.ctx.get_parameter_source(error.param.name or "")
@@ -284,6 +360,8 @@ def origin(error: click.ClickException) -> str:
 
 
 def has_defaults(context: click.Context) -> bool:
-    """Return whether the current command, with click's context `context`, took a default from a file."""
+    """Return whether the current command, with click's context `context`, took a default from a
+    file.
+    """
     sources = map(context.get_parameter_source, context.params)
     return ParameterSource.DEFAULT_MAP in sources

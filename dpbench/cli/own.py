@@ -1,7 +1,8 @@
-"""Own: the commands for the user's model and DataLoader, `dpbench init`, `dpbench check` and `dpbench loaders`.
+"""Own: the commands for the user's model and DataLoader, `dpbench init`, `dpbench check` and
+`dpbench loaders`.
 
-`dpbench init` writes a model file. `dpbench check` takes a step with a model and prints the results. `dpbench loaders`
-finds how many workers a DataLoader needs.
+`dpbench init` writes a model file. `dpbench check` takes a step with a model and prints the
+results. `dpbench loaders` finds how many workers a DataLoader needs.
 """
 
 from __future__ import annotations
@@ -42,21 +43,38 @@ MOST_WORKERS = 1024
     },
 )
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
-@click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
-@click.option("--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the batch.")
+@click.option(
+    "--size",
+    type=click.Choice(["small", "full"]),
+    default="small",
+    show_default=True,
+    help="Model size.",
+)
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the batch."
+)
 @click.option(
     "--optimizer",
     default="sgd",
     show_default=True,
     help="sgd, adam, adamw, or own: the optimizer that the model's file defines.",
 )
-@click.option("--limit", type=float, default=120.0, show_default=True, help="Seconds after which the check fails.")
+@click.option(
+    "--limit",
+    type=float,
+    default=120.0,
+    show_default=True,
+    help="Seconds after which the check fails.",
+)
 @json_option
-def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool) -> None:
-    """Build a model, take one step on one device and one verified step on two, and print the results.
+def check(
+    model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool
+) -> None:
+    """Build a model, take one step on one device and one verified step on two, and print the
+    results.
 
-    Each fault names the function that you must change in the model's file. `dpbench run` begins with the same check,
-    but on one device only.
+    Each fault names the function that you must change in the model's file. `dpbench run` begins
+    with the same check, but on one device only.
     """
     from dpbench.measure import checks, scratch
     from dpbench.measure.server import Server
@@ -68,12 +86,22 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
         registry.check_module(model)
     else:
         check_model(model)
-    case = plan.model_check(Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer))
+    case = plan.model_check(
+        Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer)
+    )
     with scratch.folder() as folder, Server(folder) as server:
         found = server.check(replace(case, batch_size=batch_size, devices=2), limit)
     if as_json:
-        click.echo(dumps({"model": model, "status": found.status.value, "reason": found.reason,
-                          **found.provenance.get("model_check", {})}))  # fmt: skip
+        click.echo(
+            dumps(
+                {
+                    "model": model,
+                    "status": found.status.value,
+                    "reason": found.reason,
+                    **found.provenance.get("model_check", {}),
+                }
+            )
+        )
     else:
         click.echo("\n".join(checks.model_words(found)))
     sys.exit(0 if found.status is Status.OK else EXIT_FAILED)
@@ -82,7 +110,11 @@ def check(model: str, size: str, batch_size: int, optimizer: str, limit: float, 
 @click.command(
     cls=Documented,
     short_help="Write a commented example of a model file that runs.",
-    exits=EXITS | {0: "the file was written", EXIT_USAGE: "the file exists already, or wrong usage"},
+    exits=EXITS
+    | {
+        0: "the file was written",
+        EXIT_USAGE: "the file exists already, or wrong usage",
+    },
 )
 @click.argument("file", type=click.Path(path_type=Path), default="model.py")
 def init(file: Path) -> None:
@@ -92,7 +124,9 @@ def init(file: Path) -> None:
     if file.exists():
         raise click.UsageError(f"{file} exists already: give another name")
     template = registry.folder_of("models") / "_template.py"
-    file.write_text(template.read_text(encoding="utf-8").replace("{file}", str(file)), encoding="utf-8")
+    file.write_text(
+        template.read_text(encoding="utf-8").replace("{file}", str(file)), encoding="utf-8"
+    )
     click.echo(f"wrote {file}; next: dpbench check --model {file}:model")
 
 
@@ -110,13 +144,18 @@ def init(file: Path) -> None:
 @click.option(
     "--dataset",
     required=True,
-    help="Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable without arguments that "
-    "returns one.",
+    help=(
+        "Your dataset, file.py:name or package.module:name: a map-style Dataset, or a callable"
+        " without arguments that returns one."
+    ),
 )
 @click.option(
     "--workers",
     type=NUMBERS,
-    help="The numbers of workers to measure.  [default: 0, and powers of two up to the number of cores]",
+    help=(
+        "The numbers of workers to measure.  [default: 0, and powers of two up to the number of"
+        " cores]"
+    ),
 )
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
 @click.option(
@@ -129,16 +168,32 @@ def init(file: Path) -> None:
 @click.option("--pin-memory", is_flag=True, help="Copy each batch into pinned memory.")
 @click.option("--prefetch-factor", type=click.IntRange(1, 1000), default=2, show_default=True)
 @click.option("--persistent-workers", is_flag=True, help="Keep the workers between epochs.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="Fresh processes per setting.")
-@click.option("--limit", type=click.FloatRange(1.0), default=120.0, show_default=True, help="Seconds per measurement.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Fresh processes per setting.",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(1.0),
+    default=120.0,
+    show_default=True,
+    help="Seconds per measurement.",
+)
 @click.option(
     "--model",
     default="",
-    help="Compare the loading rate with a step of this model on data in memory: a reference model, or your own, "
-    "package.module:name.",
+    help=(
+        "Compare the loading rate with a step of this model on data in memory: a reference model,"
+        " or your own, package.module:name."
+    ),
 )
 @click.option(
-    "--step-ms", type=click.FloatRange(0, min_open=True), help="Compare the loading rate with a step of this length."
+    "--step-ms",
+    type=click.FloatRange(0, min_open=True),
+    help="Compare the loading rate with a step of this length.",
 )
 @click.option("--report", type=click.Path(path_type=Path), help=PAGE)
 @json_option
@@ -154,7 +209,8 @@ def loaders(
     patience: float | None,
     **options: Any,
 ) -> None:
-    """Measure a DataLoader's rate with several numbers of workers, and compare it with the rate of a training step.
+    """Measure a DataLoader's rate with several numbers of workers, and compare it with the rate of
+    a training step.
 
     The recommended number of workers, the knee, is the least whose rate is within 5 % of the best.
     """
@@ -166,7 +222,9 @@ def loaders(
 
     registry.check_module(dataset, "--dataset")
     cases = _loader_cases(dataset, **options)
-    output = Output(store=store, report=report, as_json=as_json, dry_run=False, detail=Detail.USUAL, command="")
+    output = Output(
+        store=store, report=report, as_json=as_json, dry_run=False, detail=Detail.USUAL, command=""
+    )
     measure_and_show(
         output,
         Naming(),
@@ -177,24 +235,39 @@ def loaders(
 
 
 def _loader_cases(
-    dataset: str, *, workers: tuple[int, ...] | None, batch_size: int, model: str, step_ms: float | None, **loading: Any
+    dataset: str,
+    *,
+    workers: tuple[int, ...] | None,
+    batch_size: int,
+    model: str,
+    step_ms: float | None,
+    **loading: Any,
 ) -> list[Case]:
-    """Return the cases of the DataLoader, and that of the step to compare with, if a model is given."""
+    """Return the cases of the DataLoader, and that of the step to compare with, if a model is
+    given.
+    """
     from dpbench.hardware.provenance import usable_cores
     from dpbench.records.loading import Loading, workers_default
 
     if model and step_ms:
-        raise click.UsageError("--model and --step-ms both give the step to compare with: leave out one of them")
+        raise click.UsageError(
+            "--model and --step-ms both give the step to compare with: leave out one of them"
+        )
     counts = workers or workers_default(usable_cores())
     if min(counts) < 0 or max(counts) > MOST_WORKERS:
-        raise click.UsageError(f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, counts))}")
+        raise click.UsageError(
+            f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, counts))}"
+        )
     asked = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
     cases = [asked.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
     return [*cases, *([_step_of(model, batch_size)] if model else [])]
 
 
 def _step_of(model: str, batch_size: int) -> Case:
-    """Return the case of a step on one device; the user's model is only looked for, and not imported."""
+    """Return the case of a step on one device.
+
+    The user's model is only looked for, and not imported.
+    """
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda
     from dpbench.records import Case, registry

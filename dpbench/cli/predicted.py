@@ -16,15 +16,30 @@ if TYPE_CHECKING:
     from dpbench.predict.cases import Need, Prediction
     from dpbench.predict.what_if import WhatIf
 
-COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "80 % interval", "samples/s", "speed-up", "phases, ms",
-           "profile", "label")  # fmt: skip
+COLUMNS = (
+    "model",
+    "strategy",
+    "devices",
+    "batch",
+    "ms/step",
+    "80 % interval",
+    "samples/s",
+    "speed-up",
+    "phases, ms",
+    "profile",
+    "label",
+)
 SHOWN = 0.03
-"""The smallest fraction of a step's time with which a phase is shown in the table of predictions."""
+"""The smallest fraction of a step's time with which a phase is shown in the table of
+predictions.
+"""
 
 
 def predictions_table(found: Sequence[Prediction]) -> str:
     """Return the predictions as the text of a table with one line per case."""
-    return "\n".join(aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10)))
+    return "\n".join(
+        aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10))
+    )
 
 
 def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
@@ -36,27 +51,50 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
     ratio, scaling = speedup(one, others)
     weak = " weak" if scaling == "weak" else ""
     return (
-        case.model, case.strategy + schedule, str(case.devices), str(case.batch_size),
-        words.number(one.seconds * 1e3), f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
+        case.model,
+        case.strategy + schedule,
+        str(case.devices),
+        str(case.batch_size),
+        words.number(one.seconds * 1e3),
+        f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
         words.number(case.batch_size / one.seconds),
-        f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "", _phases(one), one.profile,
+        f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "",
+        _phases(one),
+        one.profile,
         ", ".join(labels(Trial(case=case, source=Source.PREDICTED))),
-    )  # fmt: skip
+    )
 
 
 def _phases(one: Prediction) -> str:
-    """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of the step."""
+    """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of
+    the step.
+    """
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
-    shown = {name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED}
+    shown = {
+        name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED
+    }
     return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
 
 
-NEEDS = ("model", "strategy", "devices", "batch", "GPU 0 allocated", "other GPUs", "GPU 0 reserved",
-         "with context and NCCL", "fits", "largest batch", "label")  # fmt: skip
+NEEDS = (
+    "model",
+    "strategy",
+    "devices",
+    "batch",
+    "GPU 0 allocated",
+    "other GPUs",
+    "GPU 0 reserved",
+    "with context and NCCL",
+    "fits",
+    "largest batch",
+    "label",
+)
 
 
 def needs_table(found: Iterable[Need]) -> str:
-    """Return a table with each case's memory peaks on device 0 and on the other devices, and whether the case fits."""
+    """Return a table with each case's memory peaks on device 0 and on the other devices, and
+    whether the case fits.
+    """
     lines: list[tuple[str, ...]] = [NEEDS]
     for one in found:
         case = one.case
@@ -68,27 +106,59 @@ def needs_table(found: Iterable[Need]) -> str:
         allocated, reserved = one.peaks("allocated"), one.peaks("reserved")
         fits = {True: "yes", False: f"no: device {one.failed_device}", None: "unknown"}[one.fits]
         others = words.size(max(allocated[1:])) if allocated[1:] else ""
-        held = (words.size(allocated[0]), others, words.size(reserved[0]), words.size(one.process_bytes[0]))
-        lines.append((*head, *held, fits, "" if one.largest is None else str(one.largest), "PREDICTED"))
+        held = (
+            words.size(allocated[0]),
+            others,
+            words.size(reserved[0]),
+            words.size(one.process_bytes[0]),
+        )
+        lines.append(
+            (*head, *held, fits, "" if one.largest is None else str(one.largest), "PREDICTED")
+        )
     return "\n".join(aligned(lines, left=(0, 1, 8, 10)))
 
 
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
     """Return a table of the predicted gains from changes of the schedule or of the machine.
 
-    Schedules of one model share a line if the table would show the same gain for each. The line names all of them, and
-    describes the effect of the lowest rung among them.
+    Schedules of one model share a line if the table would show the same gain for each. The line
+    names all of them, and describes the effect of the lowest rung among them.
     """
-    lines = [("model", "devices", "batch", "what if", "ms/step", "samples/s", "times as fast", "80 % interval")]
+    lines = [
+        (
+            "model",
+            "devices",
+            "batch",
+            "what if",
+            "ms/step",
+            "samples/s",
+            "times as fast",
+            "80 % interval",
+        )
+    ]
     for _, tied in itertools.groupby(
         found, key=lambda one: (one.model, (bool(one.schedule) and _gain(one)) or one.change)
     ):
-        group = sorted(tied, key=lambda one: list(schedule.EFFECTS).index(one.schedule) if one.schedule else 0)
+        group = sorted(
+            tied, key=lambda one: list(schedule.EFFECTS).index(one.schedule) if one.schedule else 0
+        )
         one = group[0]
         names = ", ".join(other.schedule for other in group)
-        change = f"schedule {names}: {schedule.EFFECTS[one.schedule]}" if one.schedule else one.change
-        lines.append((one.model, str(one.devices), str(one.batch), change, words.number(one.seconds * 1e3),
-                      words.number(one.batch / one.seconds), _gain(one), _between(one)))  # fmt: skip
+        change = (
+            f"schedule {names}: {schedule.EFFECTS[one.schedule]}" if one.schedule else one.change
+        )
+        lines.append(
+            (
+                one.model,
+                str(one.devices),
+                str(one.batch),
+                change,
+                words.number(one.seconds * 1e3),
+                words.number(one.batch / one.seconds),
+                _gain(one),
+                _between(one),
+            )
+        )
     return "\n".join(aligned(lines, left=(0, 3)))
 
 
@@ -103,10 +173,11 @@ def _between(one: WhatIf) -> str:
 class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of one case; `step_s`, in seconds, and `speedup` have 80 % intervals.
 
-    `speedup` is null if no prediction for one device can serve as its baseline. `profile` tells where the model's times
-    come from: "measured" steps, a step time that was "given", or calculation, either from the operators of the "traced"
-    model or from FLOP and bytes ("counted"). `memory` has the results of `dpbench predict --memory`: each device's
-    peaks in bytes, and whether they fit; it is null without this option.
+    `speedup` is null if no prediction for one device can serve as its baseline. `profile` tells
+    where the model's times come from: "measured" steps, a step time that was "given", or
+    calculation, either from the operators of the "traced" model or from FLOP and bytes ("counted").
+    `memory` has the results of `dpbench predict --memory`: each device's peaks in bytes, and
+    whether they fit; it is null without this option.
     """
 
     label: str
@@ -122,25 +193,36 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record; `others` are the predictions among which its baseline is looked for."""
+        """Return a prediction as a record.
+
+        `others` are the predictions among which its baseline is looked for.
+        """
         from dpbench.analysis.summary import labels
         from dpbench.predict.cases import speedup
 
         ratio, scaling = speedup(one, others)
         return cls(
-            label=one.case.label, labels=labels(one.trial()), case=one.case, profile=one.profile, scaling=scaling,
-            step_s=shapes.EstimateFacts(value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""),
-            samples_per_s=one.case.batch_size / one.seconds, memory=one.need,
+            label=one.case.label,
+            labels=labels(one.trial()),
+            case=one.case,
+            profile=one.profile,
+            scaling=scaling,
+            step_s=shapes.EstimateFacts(
+                value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""
+            ),
+            samples_per_s=one.case.batch_size / one.seconds,
+            memory=one.need,
             speedup=shapes.EstimateFacts.of(ratio),
             phases_s=ledger.phases(Step(one.seconds, False, one.seconds), one.spans),
-        )  # fmt: skip
+        )
 
 
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
-    `what_ifs` has the predicted gains from changes of the schedule or of the machine. `measured_steps` has one sentence
-    for each model whose prediction starts from measured steps; the sentence says where they were measured.
+    `what_ifs` has the predicted gains from changes of the schedule or of the machine.
+    `measured_steps` has one sentence for each model whose prediction starts from measured steps;
+    the sentence says where they were measured.
     """
 
     machine: str

@@ -53,38 +53,86 @@ DEVICES = (1, 2, 4, 8)
     short_help="Predict steps on another machine.",
     exits=EXITS | {EXIT_USAGE: "wrong usage, or a machine or model that lacks a needed value"},
 )
-@click.option("--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file.")
-@click.option("--models", type=NAMES, default=(), help="Reference models, or well-known ones such as resnet50.")
-@click.option("--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated.")
-@click.option("--strategies", type=NAMES, default=(), help="[default: single,torch_dp,dp,ddp]")
-@click.option("--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]")
-@click.option("--devices", type=NUMBERS, default=(), help="Numbers of devices.  [default: 1,2,4,8 if available]")
-@click.option("--batch-sizes", type=NUMBERS, default=(), help="Global batch sizes (strong scaling).")
 @click.option(
-    "--batch-per-device", type=NUMBERS, default=(), help="Batch sizes per device (weak scaling).  [default: 32]"
+    "--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file."
 )
 @click.option(
-    "--size", type=click.Choice(["small", "full"]), default="full", show_default=True, help="Size of reference models."
+    "--models",
+    type=NAMES,
+    default=(),
+    help="Reference models, or well-known ones such as resnet50.",
+)
+@click.option(
+    "--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated."
+)
+@click.option("--strategies", type=NAMES, default=(), help="[default: single,torch_dp,dp,ddp]")
+@click.option(
+    "--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]"
+)
+@click.option(
+    "--devices",
+    type=NUMBERS,
+    default=(),
+    help="Numbers of devices.  [default: 1,2,4,8 if available]",
+)
+@click.option(
+    "--batch-sizes", type=NUMBERS, default=(), help="Global batch sizes (strong scaling)."
+)
+@click.option(
+    "--batch-per-device",
+    type=NUMBERS,
+    default=(),
+    help="Batch sizes per device (weak scaling).  [default: 32]",
+)
+@click.option(
+    "--size",
+    type=click.Choice(["small", "full"]),
+    default="full",
+    show_default=True,
+    help="Size of reference models.",
 )
 @click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
 @click.option(
-    "--optimizer", type=click.Choice(["sgd", "adam", "adamw"]), default="sgd", show_default=True,
+    "--optimizer",
+    type=click.Choice(["sgd", "adam", "adamw"]),
+    default="sgd",
+    show_default=True,
     help="The optimizer of the predicted step and memory; sgd has momentum.",
-)  # fmt: skip
-@click.option("--step-s", type=click.FloatRange(1e-9, 1e9), help="Measured seconds of a step on one device.")
+)
 @click.option(
-    "--from", "measured",
-    help="Predict from measured steps. With --models: FILE, a results file with steps of the strategy `single` on one "
-    "device of the machine. Without --models: a watched or imported run, as FILE, FILE:RUN, or RUN in dpbench.db.",
-)  # fmt: skip
+    "--step-s", type=click.FloatRange(1e-9, 1e9), help="Measured seconds of a step on one device."
+)
 @click.option(
-    "--bus", metavar="GB/S|FILE",
-    help="The measured bus bandwidth of an all-reduce in GB/s, or a file with the output of nccl-tests.",
-)  # fmt: skip
-@click.option("--memory", is_flag=True, help="Also predict each device's peak memory; takes seconds per model.")
-@click.option("--max-batch", is_flag=True, help="Search for the largest batch that fits into memory.")
+    "--from",
+    "measured",
+    help=(
+        "Predict from measured steps. With --models: FILE, a results file with steps of the"
+        " strategy `single` on one device of the machine. Without --models: a watched or imported"
+        " run, as FILE, FILE:RUN, or RUN in dpbench.db."
+    ),
+)
+@click.option(
+    "--bus",
+    metavar="GB/S|FILE",
+    help=(
+        "The measured bus bandwidth of an all-reduce in GB/s, or a file with the output of"
+        " nccl-tests."
+    ),
+)
+@click.option(
+    "--memory",
+    is_flag=True,
+    help="Also predict each device's peak memory; takes seconds per model.",
+)
+@click.option(
+    "--max-batch", is_flag=True, help="Search for the largest batch that fits into memory."
+)
 @json_option
-@click.option("--store", type=click.Path(path_type=Path), help="Store the predictions as a run in this results file.")
+@click.option(
+    "--store",
+    type=click.Path(path_type=Path),
+    help="Store the predictions as a run in this results file.",
+)
 def predict(as_json: bool, **options: Any) -> None:
     """Predict steps on another machine with GPUs, phase by phase, with 80 % intervals."""
     from dpbench.analysis.answer import answers
@@ -99,10 +147,13 @@ def predict(as_json: bool, **options: Any) -> None:
     loop = _loop(path, run) if path and not models else None
     models = (loop.case.model,) if loop else models
     if not options["machine_name"] or not models:
-        raise click.UsageError("give --machine and --models, such as --machine dgx-a100 --models resnet50")
+        raise click.UsageError(
+            "give --machine and --models, such as --machine dgx-a100 --models resnet50"
+        )
     if run and not loop:
         raise click.UsageError(
-            "with --models, --from reads measured steps from a whole file: give --from FILE without a run"
+            "with --models, --from reads measured steps from a whole file: give --from FILE without"
+            " a run"
         )
     described = machine.load(options["machine_name"])
     if options["bus"]:
@@ -119,20 +170,29 @@ def predict(as_json: bool, **options: Any) -> None:
     steps = stored.read(path, asked, described) if path and not profile else {}
     if profile:
         steps = {counts.key(case): profile for case in asked}
-    predictor = cases.Predictor(described, given=known, measured={key: one.profile for key, one in steps.items()})
+    predictor = cases.Predictor(
+        described, given=known, measured={key: one.profile for key, one in steps.items()}
+    )
     found = [predictor.predict(case) for case in asked]
     memory = options["memory"] or options["max_batch"]
     held = list(needs(asked, described, largest=options["max_batch"])) if memory else []
     if held:
         found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
     changes = what_if.what_ifs(predictor, asked)
-    answered = answers(rows([one.trial() for one in found]), Resources(described=options["machine_name"]))
+    answered = answers(
+        rows([one.trial() for one in found]), Resources(described=options["machine_name"])
+    )
     if as_json:
-        shapes.show(Predictions(
-            machine=described.name, description=described.description, what_ifs=changes,
-            answers=[shapes.AnswerFacts.of(one) for one in answered],
-            cases=[PredictedCase.of(one, found) for one in found], measured_steps=[one.words for one in steps.values()],
-        ))  # fmt: skip
+        shapes.show(
+            Predictions(
+                machine=described.name,
+                description=described.description,
+                what_ifs=changes,
+                answers=[shapes.AnswerFacts.of(one) for one in answered],
+                cases=[PredictedCase.of(one, found) for one in found],
+                measured_steps=[one.words for one in steps.values()],
+            )
+        )
     else:
         _print(described, [*steps.values()], answered, found, held, changes)
         if lacking := predictor.unmeasured_bus(found):
@@ -142,10 +202,13 @@ def predict(as_json: bool, **options: Any) -> None:
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
 
 
-def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any], **axes: Any) -> list[Case]:
+def _asked(
+    described: Machine, models: Sequence[str], options: Mapping[str, Any], **axes: Any
+) -> list[Case]:
     """Return the cases to predict; `axes` are the precision and the batch sizes.
 
-    Cases that run in one process but need the GPUs of several nodes are left out, and a line on stderr lists them.
+    Cases that run in one process but need the GPUs of several nodes are left out, and a line on
+    stderr lists them.
     """
     from dpbench.predict import cases
 
@@ -154,13 +217,17 @@ def _asked(described: Machine, models: Sequence[str], options: Mapping[str, Any]
         strategies=options["strategies"] or cases.STRATEGIES,
         devices=options["devices"] or tuple(n for n in DEVICES if n <= described.devices),
         schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
-        size=options["size"], **axes,
-    )  # fmt: skip
+        size=options["size"],
+        **axes,
+    )
     found = [replace(case, optimizer=options["optimizer"]) for case in found]
     within = [case for case in found if case.traits.ranks or case.devices <= described.gpu.count]
     if within and (beyond := [case for case in found if case not in within]):
         labels = ", ".join(dict.fromkeys(case.label for case in beyond))
-        click.echo(f"left out, because one process cannot use the GPUs of several nodes: {labels}", err=True)
+        click.echo(
+            f"left out, because one process cannot use the GPUs of several nodes: {labels}",
+            err=True,
+        )
     return within or found  # if no case is left, the predictor gives the reason
 
 
@@ -172,15 +239,26 @@ def _given() -> list[str]:
 
 
 def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that has no effect on the cases, and for --step-s with several models."""
+    """Raise UsageError for an option that has no effect on the cases, and for --step-s with several
+    models.
+    """
     from dpbench.predict import counts
 
     models = list(dict.fromkeys(case.model for case in asked))
     problems = {
-        "size": (all(map(counts.named, models)), "dpbench knows only one size of each well-known model"),
-        "schedules": (not any(case.schedule for case in asked), "none of the strategies has schedules"),
+        "size": (
+            all(map(counts.named, models)),
+            "dpbench knows only one size of each well-known model",
+        ),
+        "schedules": (
+            not any(case.schedule for case in asked),
+            "none of the strategies has schedules",
+        ),
         "bus": (all(case.devices == 1 for case in asked), "no case has several devices"),
-        "step_s": (len(models) > 1, f"it is the step time of one model, and {len(models)} models are given"),
+        "step_s": (
+            len(models) > 1,
+            f"it is the step time of one model, and {len(models)} models are given",
+        ),
     }
     for name in _given():
         wrong, reason = problems.get(name, (False, ""))
@@ -189,9 +267,11 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 
 
 def _with_bus(described: Machine, given: str) -> Machine:
-    """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that nccl-tests printed.
+    """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that
+    nccl-tests printed.
 
-    Raises BadParameter for a number out of range, and UnreadableFile for a file that cannot be read.
+    Raises BadParameter for a number out of range, and UnreadableFile for a file that cannot be
+    read.
     """
     from dpbench.predict import network
 
@@ -204,7 +284,9 @@ def _with_bus(described: Machine, given: str) -> Machine:
 
 
 def _source(asked: str) -> tuple[Path, str | None]:
-    """Return the results file and the run that --from names; the run is None if --from names only a file.
+    """Return the results file and the run that --from names.
+
+    The run is None if --from names only a file.
 
     Raises UnreadableFile if there is no such file.
     """
@@ -216,12 +298,15 @@ def _source(asked: str) -> tuple[Path, str | None]:
     if STORE.is_file():
         return STORE, asked
     raise UnreadableFile(
-        f"--from {asked}: there is no such file, and no file {STORE} in this folder: give FILE or FILE:RUN"
+        f"--from {asked}: there is no such file, and no file {STORE} in this folder: give FILE or"
+        " FILE:RUN"
     )
 
 
 def _loop(path: Path, run: str | None) -> ObservedLoop:
-    """Return the watched or imported loop of the run `run`; without `run`, of the newest run that has such a loop.
+    """Return the watched or imported loop of the run `run`.
+
+    Without `run`, of the newest run that has such a loop.
 
     Raises UsageError if no such loop is found.
     """
@@ -234,16 +319,23 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(
-        f"--from: {what} has no watched or imported loop; to use its steps of the strategy single instead, also give "
-        "--models or --model"
+        f"--from: {what} has no watched or imported loop; to use its steps of the strategy single"
+        " instead, also give --models or --model"
     )
 
 
 def _print(
-    machine: Machine, steps: Iterable[Stored], answered: Sequence[Answer], found: Sequence[Prediction],
-    held: Sequence[Need], changes: Sequence[WhatIf],
-) -> None:  # fmt: skip
-    """Print the answers and the tables of predictions, of memory, and of what-ifs; leave out empty tables."""
+    machine: Machine,
+    steps: Iterable[Stored],
+    answered: Sequence[Answer],
+    found: Sequence[Prediction],
+    held: Sequence[Need],
+    changes: Sequence[WhatIf],
+) -> None:
+    """Print the answers and the tables of predictions, of memory, and of what-ifs.
+
+    Leave out empty tables.
+    """
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
     print_answers(answered)
@@ -254,22 +346,30 @@ def _print(
         click.echo(f"\n{what_ifs_table(changes)}")
 
 
-def _check(machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, options: Mapping[str, Any]) -> None:
-    """Raise UsageError if options contradict each other, or cannot be used for the machine, the cases or the loop."""
+def _check(
+    machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, options: Mapping[str, Any]
+) -> None:
+    """Raise UsageError if options contradict each other, or cannot be used for the machine, the
+    cases or the loop.
+    """
     nodes = [case for case in asked if case.devices > machine.gpu.count]
     if options["bus"] and nodes:
         raise click.UsageError(
-            f"--bus is the bandwidth within a node of {words.count(machine.gpu.count, 'GPU')}, and {nodes[0].label} "
-            f"runs on {-(-nodes[0].devices // machine.gpu.count)} nodes: give fewer --devices, or a machine file with "
-            "the table [collective], whose bandwidth dpbench uses for any number of nodes"
+            f"--bus is the bandwidth within a node of {words.count(machine.gpu.count, 'GPU')}, and"
+            f" {nodes[0].label} runs on {-(-nodes[0].devices // machine.gpu.count)} nodes: give"
+            " fewer --devices, or a machine file with the table [collective], whose bandwidth"
+            " dpbench uses for any number of nodes"
         )
     given = [f"--{name}" for name in ("precision", "size", "optimizer") if name in _given()]
     if loop and given:
         raise click.UsageError(
-            f"{' and '.join(given)} cannot change a step that was watched or imported: leave out {' and '.join(given)}"
+            f"{' and '.join(given)} cannot change a step that was watched or imported: leave out"
+            f" {' and '.join(given)}"
         )
     if options["step_s"] and options["measured"]:
-        raise click.UsageError("--step-s and --from both give the step time on one device: leave out one of them")
+        raise click.UsageError(
+            "--step-s and --from both give the step time on one device: leave out one of them"
+        )
     _refuse_without_effect(asked, options)
 
 
@@ -282,10 +382,14 @@ def _check(machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, o
         EXIT_USAGE: "wrong usage, or a machine without GPUs",
     },
 )
-@click.option("--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]")
+@click.option(
+    "--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]"
+)
 @patience_option
 @json_option
-@click.option("--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY.")
+@click.option(
+    "--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY."
+)
 def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bool) -> None:
     """Measure this machine's GPUs, in a minute in which nothing else should run.
 
@@ -298,7 +402,9 @@ def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bo
     from dpbench.records import machine
 
     try:
-        text = measure_toml(lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway)
+        text = measure_toml(
+            lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway
+        )
     except BusyMachine as busy:
         click.echo(f"error: {busy}", err=True)
         sys.exit(EXIT_FAILED)

@@ -1,7 +1,7 @@
 """Reading: the commands that read a store: report, explain, list, export.
 
-`dpbench list` also prints the values that options of `dpbench run` accept. It reads the descriptions of dpbench's
-models from their files, without importing them.
+`dpbench list` also prints the values that options of `dpbench run` accept. It reads the
+descriptions of dpbench's models from their files, without importing them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
-    "kernel_busy_s": "seconds in which a GPU ran kernels and copies other than communication, in a profiled step",
-    "collective_busy_s": "seconds in which a GPU ran collectives or copies to other GPUs, in a profiled step",
-    "exposed_communication_s": "the part of collective_busy_s in which the GPU ran no compute kernel",
-    "exposed_reduction_s": "the part of exposed_communication_s in collectives that reduce gradients; for a rank's GPU",
-    "outlasting_ratio": "time that GPUs need to finish after a block of steps, less one step; as a share of the block",
+    "kernel_busy_s": (
+        "seconds in which a GPU ran kernels and copies other than communication, in a profiled step"
+    ),
+    "collective_busy_s": (
+        "seconds in which a GPU ran collectives or copies to other GPUs, in a profiled step"
+    ),
+    "exposed_communication_s": (
+        "the part of collective_busy_s in which the GPU ran no compute kernel"
+    ),
+    "exposed_reduction_s": (
+        "the part of exposed_communication_s in collectives that reduce gradients; for a rank's GPU"
+    ),
+    "outlasting_ratio": (
+        "time that GPUs need to finish after a block of steps, less one step; as a share of the"
+        " block"
+    ),
     "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
     "memory_used_bytes": "memory in use on a GPU, from NVML",
     "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
@@ -60,18 +71,23 @@ REMOVES = {
     "cached": "the rebuilding of the replicas' module trees in each step",
     "flat_storage": "the broadcast and the reduction of tensors one by one",
     "persistent": "the copying of weights into new replicas, through autograd, in each forward",
-    "local_loss": "the gathering of outputs on device 0, and the computation of the loss on device 0",
+    "local_loss": (
+        "the gathering of outputs on device 0, and the computation of the loss on device 0"
+    ),
     "local_backward": "the joint backward, in which one thread drives all devices",
     "overlap": "the delay of every reduction until the whole backward has ended",
     "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
     "flat_optimizer": "the optimizer's loop over tensors",
-    "zero1": "the update of all weights on every device, because each device updates only its shard",
+    "zero1": (
+        "the update of all weights on every device, because each device updates only its shard"
+    ),
 }
 """The cost that each rung removes from a step by changing its switch."""
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return the name and a one-line description of each model, strategy, schedule, machine or metric.
+    """Return the name and a one-line description of each model, strategy, schedule, machine or
+    metric.
 
     `kind` is the plural of one of these words, such as "models".
     """
@@ -79,25 +95,40 @@ def rows(kind: str) -> list[tuple[str, str]]:
         from dpbench.records import machine
 
         loaded = {name: machine.load(name) for name in machine.names()}
-        return [(name, f"{one.description} ({words.count(one.devices, 'GPU')})") for name, one in loaded.items()]
+        return [
+            (name, f"{one.description} ({words.count(one.devices, 'GPU')})")
+            for name, one in loaded.items()
+        ]
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
         return [
             *((name, _rung(name)) for name in RUNGS),
-            (COPYING, "TrainStep's default: the fastest exact schedule that copies device 0's weights in every step"),
+            (
+                COPYING,
+                (
+                    "TrainStep's default: the fastest exact schedule that copies device 0's weights"
+                    " in every step"
+                ),
+            ),
             (FASTEST, "the fastest exact schedule; devices may update their own weights"),
         ]
     own = registry.own(kind)
     if kind == "strategies":
-        return [(name, _summary(registry.strategy(name))) for name in [*own, *sorted({*registry.names(kind)} - {*own})]]
+        return [
+            (name, _summary(registry.strategy(name)))
+            for name in [*own, *sorted({*registry.names(kind)} - {*own})]
+        ]
     return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
 
 
 def _rung(name: str) -> str:
     """Return a text with the switch that a rung changes, and the cost that this removes."""
     if name == REFERENCE:
-        return "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can be timed"
+        return (
+            "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can"
+            " be timed"
+        )
     return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}"
 
 
@@ -118,9 +149,13 @@ def _first_line(path: Path) -> str:
 @run_option
 @store_option
 def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json: bool) -> None:
-    """Write the report of a run as one HTML file that needs no network, or print the report as Markdown or JSON."""
+    """Write the report of a run as one HTML file that needs no network, or print the report as
+    Markdown or JSON.
+    """
     if md and as_json:
-        raise click.UsageError("--md and --json are two formats of one output: leave out one of them")
+        raise click.UsageError(
+            "--md and --json are two formats of one output: leave out one of them"
+        )
     chosen, trials, unreadable = read(store, run_id)
     found = report_of(chosen, trials, store, unreadable)
     if as_json:
@@ -135,16 +170,27 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
 
 
 @click.command(cls=Documented, short_help="Explain whether, why and how several devices help.")
-@click.option("--all", "full", is_flag=True, help="Also print every finding with its evidence, remedy and command.")
-@click.option("--samples", type=click.IntRange(1), help="Number of samples in an epoch, to state the time of an epoch.")
+@click.option(
+    "--all",
+    "full",
+    is_flag=True,
+    help="Also print every finding with its evidence, remedy and command.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(1),
+    help="Number of samples in an epoch, to state the time of an epoch.",
+)
 @json_option
 @run_option
 @store_option
-def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as_json: bool) -> None:
+def explain(
+    store: Path, run_id: str | None, full: bool, samples: int | None, as_json: bool
+) -> None:
     """Explain a run: for each model, whether to use several devices, why, and which change helps.
 
-    With --all, the findings follow, the most costly first. Each finding has its evidence and its remedy. If the run has
-    a case with this remedy, the finding also has the measured gain.
+    With --all, the findings follow, the most costly first. Each finding has its evidence and its
+    remedy. If the run has a case with this remedy, the finding also has the measured gain.
     """
     from dpbench.analysis.findings import text
 
@@ -153,22 +199,31 @@ def explain(store: Path, run_id: str | None, full: bool, samples: int | None, as
     if as_json:
         shapes.show(shapes.Explanation.of(chosen, found, samples or 0))
         return
-    click.echo(text.explain(found.answers, found.diagnoses, () if full else found.rows, samples or 0))
+    click.echo(
+        text.explain(found.answers, found.diagnoses, () if full else found.rows, samples or 0)
+    )
     if full:
         click.echo(f"\n{text.render(found.diagnoses, found.rows)}")
     elif number := sum(len(one.findings) for one in found.diagnoses):
         click.echo(f"\n{words.count(number, 'finding')}; for the evidence: dpbench explain --all")
 
 
-@click.command("list", cls=Documented, short_help="List models, strategies, machines, runs and more.")
-@click.argument("kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"]))
-@click.option("--last", type=click.IntRange(1), help="With runs: only this number of runs, the newest.")
+@click.command(
+    "list", cls=Documented, short_help="List models, strategies, machines, runs and more."
+)
+@click.argument(
+    "kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"])
+)
+@click.option(
+    "--last", type=click.IntRange(1), help="With runs: only this number of runs, the newest."
+)
 @json_option
 @store_option
 def list_(kind: str, last: int | None, as_json: bool, store: Path) -> None:
     """List the names that options accept, or the runs of a store: one per line, with a description.
 
-    The line of a run has its id, start, commit, number of cases, state, name, models, host and command.
+    The line of a run has its id, start, commit, number of cases, state, name, models, host and
+    command.
     """
     if last and kind != "runs":
         raise click.UsageError(f"--last can be used with runs only, not with {kind}: leave it out")
@@ -198,22 +253,36 @@ def _list_json(kind: str, store: Path, last: int | None) -> None:
 
 @click.command(cls=Documented, short_help="Export trials for other tools.")
 @click.argument("format", type=click.Choice(["jsonl", "csv", "parquet", "trace", "pyperf"]))
-@click.option("--output", type=click.Path(path_type=Path), help="The file to write.  [default: stdout]")
-@click.option("--all", "every", is_flag=True, help="Export every run of the store; with trace, every trial of one run.")
-@click.option("--case", "part", help="With trace: only the case with this number, or cases with this text in the name.")
 @click.option(
-    "--split", type=click.Path(path_type=Path),
+    "--output", type=click.Path(path_type=Path), help="The file to write.  [default: stdout]"
+)
+@click.option(
+    "--all",
+    "every",
+    is_flag=True,
+    help="Export every run of the store; with trace, every trial of one run.",
+)
+@click.option(
+    "--case",
+    "part",
+    help="With trace: only the case with this number, or cases with this text in the name.",
+)
+@click.option(
+    "--split",
+    type=click.Path(path_type=Path),
     help="With trace: the folder in which to write one case, as one file per device.",
-)  # fmt: skip
+)
 @run_option
 @store_option
-def export(store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any) -> None:
+def export(
+    store: Path, run_id: str | None, format: str, every: bool, output: Path | None, **only: Any
+) -> None:
     """Export trials for other tools.
 
-    jsonl: one trial per line, with the phases of each step. csv: one row per case and run. parquet: one row per step.
-    trace: a timeline of each case's first trial with usable step times, for Perfetto or speedscope; with --split, a
-    folder of timelines of one case, for Holistic Trace Analysis. pyperf: a suite of one benchmark per case, for
-    `pyperf stats` and `compare_to`.
+    jsonl: one trial per line, with the phases of each step. csv: one row per case and run. parquet:
+    one row per step. trace: a timeline of each case's first trial with usable step times, for
+    Perfetto or speedscope; with --split, a folder of timelines of one case, for Holistic Trace
+    Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
     from dpbench.analysis import frames, imbalance, summary
     from dpbench.store import Store, export
@@ -222,7 +291,9 @@ def export(store: Path, run_id: str | None, format: str, every: bool, output: Pa
     with Store.read(store, list_unreadable) as opened:
         several = every and format != "trace"
         chosen = opened.runs()[::-1] if several else [choose(opened, run_id)]
-        read = opened.trials if format == "trace" else opened.summaries  # only a timeline needs all spans
+        read = (
+            opened.trials if format == "trace" else opened.summaries
+        )  # only a timeline needs all spans
         runs = [(run, read(run.id)) for run in chosen]
     if format == "parquet":
         assert output is not None  # export.check has refused stdout

@@ -15,7 +15,7 @@ from dpbench.api import STORE
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import shapes
-from dpbench.cli.options import (  # fmt: skip
+from dpbench.cli.options import (
     DEVICE_IDS,
     EXIT_CLOSED,
     EXIT_FAILED,
@@ -60,7 +60,9 @@ RESUMES = "the finished trials are stored; to resume the run, give the same comm
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The options for the output of a run: its files, JSON or a table, and whether to print only the plan."""
+    """The options for the output of a run: its files, JSON or a table, and whether to print only
+    the plan.
+    """
 
     store: Path
     report: Path | None
@@ -68,7 +70,10 @@ class Output:
     dry_run: bool
     detail: Detail
     command: str
-    """The command that repeats the run if defaults of options come from a file; empty if none does."""
+    """The command that repeats the run if defaults of options come from a file.
+
+    Empty if none does.
+    """
 
 
 @click.command(
@@ -83,93 +88,150 @@ class Output:
     },
 )
 @click.option("--models", type=NAMES, help="Reference models.  [default: mlp,resnet18]")
-@click.option("--model", multiple=True, help="Your own model, package.module:name; may be repeated.")
-@click.option("--strategies", type=NAMES, help="Training strategies.  [default: all that this machine can run]")
+@click.option(
+    "--model", multiple=True, help="Your own model, package.module:name; may be repeated."
+)
+@click.option(
+    "--strategies",
+    type=NAMES,
+    help="Training strategies.  [default: all that this machine can run]",
+)
 @click.option(
     "--strategy",
     multiple=True,
-    help="Your own strategy, file.py:name or package.module:name, in addition to --strategies; may be repeated.",
+    help=(
+        "Your own strategy, file.py:name or package.module:name, in addition to --strategies; may"
+        " be repeated."
+    ),
 )
 @click.option(
     "--schedules",
     type=Schedules(),
     multiple=True,
-    help="Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached. Adjacent switches "
-    "form one schedule; separate two schedules by ';', or repeat the option.  [default: reference]",
+    help=(
+        "Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached."
+        " Adjacent switches form one schedule; separate two schedules by ';', or repeat the option."
+        "  [default: reference]"
+    ),
 )
 @click.option(
     "--ladder",
     is_flag=True,
-    help="Measure every rung of the ladder, the best rung with each of its switches reset in turn, and the strategies "
-    "single and ddp. "
-    "Uses all available devices unless --devices is given; two models take about five minutes.",
+    help=(
+        "Measure every rung of the ladder, the best rung with each of its switches reset in turn,"
+        " and the strategies single and ddp. Uses all available devices unless --devices is given;"
+        " two models take about five minutes."
+    ),
 )
 @click.option(
     "--scenario",
     type=click.Choice(["seeds"]),
-    help="Measure the common situations of multi-GPU training: every strategy, settings of a training loop, "
-    "a DataLoader, the forward alone, two models at once, precisions and torch.compile, on two devices; about seven "
-    "minutes.  [default model: mlp]",
+    help=(
+        "Measure the common situations of multi-GPU training: every strategy, settings of a"
+        " training loop, a DataLoader, the forward alone, two models at once, precisions and"
+        " torch.compile, on two devices; about seven minutes.  [default model: mlp]"
+    ),
 )
 @click.option(
     "--together",
     type=NAMES,
-    help="Two models, such as mlp,resnet18: measure each alone, and while the other runs beside it on as many other "
-    "devices.",
+    help=(
+        "Two models, such as mlp,resnet18: measure each alone, and while the other runs beside it"
+        " on as many other devices."
+    ),
 )
 @click.option(
     "--devices",
     type=NUMBERS,
-    help="Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs; colocated: 1,2]",
+    help=(
+        "Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs;"
+        " colocated: 1,2]"
+    ),
 )
 @click.option(
     "--device-ids",
     type=DEVICE_IDS,
     default=(),
-    help="The GPUs to use, in order, by index or by UUID, which may be abbreviated.  [default: from 0]",
+    help=(
+        "The GPUs to use, in order, by index or by UUID, which may be abbreviated.  [default:"
+        " from 0]"
+    ),
 )
-@click.option("--device-kind", type=click.Choice(["cpu", "cuda", "emulated"]), help="[default: cuda if there is a GPU]")
-@click.option("--placement", type=click.Choice(["spread", "colocated"]), help="colocated: replicas share one GPU.")
-@click.option("--batch-sizes", type=NUMBERS, help="Global batch sizes (strong scaling).  [default: 64]")
+@click.option(
+    "--device-kind",
+    type=click.Choice(["cpu", "cuda", "emulated"]),
+    help="[default: cuda if there is a GPU]",
+)
+@click.option(
+    "--placement",
+    type=click.Choice(["spread", "colocated"]),
+    help="colocated: replicas share one GPU.",
+)
+@click.option(
+    "--batch-sizes", type=NUMBERS, help="Global batch sizes (strong scaling).  [default: 64]"
+)
 @click.option("--batch-per-device", type=NUMBERS, help="Batch sizes per device (weak scaling).")
-@click.option("--size", type=click.Choice(["small", "full"]), default="small", show_default=True, help="Model size.")
+@click.option(
+    "--size",
+    type=click.Choice(["small", "full"]),
+    default="small",
+    show_default=True,
+    help="Model size.",
+)
 @click.option(
     "--precision",
     type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
-    help="fp32: torch's defaults; tf32: float32 products in TF32; bf16, fp16: autocast, in fp16 with a GradScaler.",
+    help=(
+        "fp32: torch's defaults; tf32: float32 products in TF32; bf16, fp16: autocast, in fp16 with"
+        " a GradScaler."
+    ),
 )
 @click.option(
     "--optimizer",
     type=click.Choice(["sgd", "adam", "adamw", "own"]),
     default="sgd",
     show_default=True,
-    help="sgd (momentum), adam, adamw, or own: the optimizer, the scheduler and the clip_norm of your --model.",
+    help=(
+        "sgd (momentum), adam, adamw, or own: the optimizer, the scheduler and the clip_norm of"
+        " your --model."
+    ),
 )
 @click.option(
     "--unverified",
     is_flag=True,
-    help="Time steps without comparing their gradients with the reference; every figure is labelled UNVERIFIED.",
+    help=(
+        "Time steps without comparing their gradients with the reference; every figure is labelled"
+        " UNVERIFIED."
+    ),
 )
 @click.option(
     "--inputs",
     type=NAMES,
     default=("pinned",),
-    help="Place of the batch before each step: pageable or pinned for host memory, device for device 0.  "
-    "[default: pinned]",
+    help=(
+        "Place of the batch before each step: pageable or pinned for host memory, device for device"
+        " 0.  [default: pinned]"
+    ),
 )
 @click.option(
     "--read-loss",
     type=NUMBERS,
     default=(0,),
-    help="Read the loss as a number every N steps, as loops that print the loss do; 0: never.  [default: 0]",
+    help=(
+        "Read the loss as a number every N steps, as loops that print the loss do; 0: never. "
+        " [default: 0]"
+    ),
 )
 @click.option(
     "--zero-grad",
     type=NAMES,
     default=("none",),
-    help="How the loop clears gradients: none drops them, zero fills them with zeros in place.  [default: none]",
+    help=(
+        "How the loop clears gradients: none drops them, zero fills them with zeros in place. "
+        " [default: none]"
+    ),
 )
 @click.option(
     "--compile",
@@ -183,48 +245,85 @@ class Output:
     "--loader",
     type=LOADERS,
     default=(-1,),
-    help="Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off makes the batches "
-    "before the loop. The wait for a batch is the phase data.  [default: off]",
+    help=(
+        "Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off"
+        " makes the batches before the loop. The wait for a batch is the phase data.  [default:"
+        " off]"
+    ),
 )
 @click.option(
     "--mode",
     type=NAMES,
     default=("train",),
-    help="The work of a step: train; or the forward alone, with autograd (forward), under no_grad (no_grad), or under "
-    "inference_mode (inference).  [default: train]",
+    help=(
+        "The work of a step: train; or the forward alone, with autograd (forward), under no_grad"
+        " (no_grad), or under inference_mode (inference).  [default: train]"
+    ),
 )
 @click.option(
     "--rounds",
     type=Rounds(),
     default=3,
     show_default=True,
-    help="Number of rounds, each of which measures every case in a fresh process. auto: add rounds until the interval "
-    "of each speed-up is as narrow as --within.",
+    help=(
+        "Number of rounds, each of which measures every case in a fresh process. auto: add rounds"
+        " until the interval of each speed-up is as narrow as --within."
+    ),
 )
 @click.option(
     "--within",
     type=click.FloatRange(1e-4, 1),
     default=0.01,
     show_default=True,
-    help="With --rounds auto: required half-width of a speed-up's 95 % interval, as a fraction of the speed-up.",
+    help=(
+        "With --rounds auto: required half-width of a speed-up's 95 % interval, as a fraction of"
+        " the speed-up."
+    ),
 )
 @click.option(
     "--paired",
     is_flag=True,
-    help="Measure the cases of a model in one process, with alternating blocks of steps: ratios are far more stable, "
-    "but the memory of each case is unknown. ddp still runs in separate processes.",
+    help=(
+        "Measure the cases of a model in one process, with alternating blocks of steps: ratios are"
+        " far more stable, but the memory of each case is unknown. ddp still runs in separate"
+        " processes."
+    ),
 )
 @click.option(
     "--budget",
     type=click.FloatRange(1),
-    help="Maximum seconds for the whole run.  [default: 80, or 180 on GPUs, for default cases; 300 for --rounds auto]",
+    help=(
+        "Maximum seconds for the whole run.  [default: 80, or 180 on GPUs, for default cases; 300"
+        " for --rounds auto]"
+    ),
 )
-@click.option("--limit", type=click.FloatRange(1), default=120.0, show_default=True, help="Maximum seconds per trial.")
+@click.option(
+    "--limit",
+    type=click.FloatRange(1),
+    default=120.0,
+    show_default=True,
+    help="Maximum seconds per trial.",
+)
 @patience_option
-@click.option("--retry", type=NAMES, default=(), help="Measure trials with these statuses again: failed,oom,...")
-@click.option("--profile", is_flag=True, help="Profile one additional step of each trial; write Chrome traces.")
-@click.option("--find-max-batch", is_flag=True, help="Search for the largest batch of each case that fits in memory.")
-@click.option("--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB.")
+@click.option(
+    "--retry",
+    type=NAMES,
+    default=(),
+    help="Measure trials with these statuses again: failed,oom,...",
+)
+@click.option(
+    "--profile",
+    is_flag=True,
+    help="Profile one additional step of each trial; write Chrome traces.",
+)
+@click.option(
+    "--find-max-batch",
+    is_flag=True,
+    help="Search for the largest batch of each case that fits in memory.",
+)
+@click.option(
+    "--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB."
+)
 @click.option("--report", type=click.Path(path_type=Path), help=PAGE)
 @click.option(
     "--dry-run",
@@ -232,10 +331,18 @@ class Output:
     help="Print the cases, the rounds and the expected time; measure and store nothing.",
 )
 @json_option
-@click.option("-q", "--quiet", is_flag=True, help="Print no progress; results, warnings and errors stay.")
-@click.option("-v", "--verbose", is_flag=True, help="Also print the stages, steps and memory of each trial.")
-@click.option("--name", default="", help="A name for the run, with which other commands find it: @NAME.")
-@click.option("--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated.")
+@click.option(
+    "-q", "--quiet", is_flag=True, help="Print no progress; results, warnings and errors stay."
+)
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also print the stages, steps and memory of each trial."
+)
+@click.option(
+    "--name", default="", help="A name for the run, with which other commands find it: @NAME."
+)
+@click.option(
+    "--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated."
+)
 @store_option
 def run(
     store: Path,
@@ -248,9 +355,10 @@ def run(
 ) -> None:
     """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
-    Without options that select cases, dpbench selects cases that fit this machine. The same command resumes an
-    interrupted run. Started by torchrun, or as several tasks by srun, the processes are the ranks of one launch, which
-    measure together; rank 0 stores the trials and prints the results.
+    Without options that select cases, dpbench selects cases that fit this machine. The same command
+    resumes an interrupted run. Started by torchrun, or as several tasks by srun, the processes are
+    the ranks of one launch, which measure together; rank 0 stores the trials and prints the
+    results.
     """
     from dpbench.api.progress import Detail
     from dpbench.measure import launch
@@ -262,9 +370,13 @@ def run(
     asked = Options.of(**{name: value for name, value in options.items() if value != ()})
     given = has_defaults(click.get_current_context())
     output = Output(
-        store=store, report=report, as_json=as_json, dry_run=dry_run, detail=detail,
+        store=store,
+        report=report,
+        as_json=as_json,
+        dry_run=dry_run,
+        detail=detail,
         command=asked.command("--store", str(store), config=False) if given else "",
-    )  # fmt: skip
+    )
     placed = launch.of_environment()
     if placed is None:
         _measure(output, None, asked)
@@ -278,7 +390,9 @@ def run(
 
 
 def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoReturn:
-    """Measure the selected cases, print only their plan, or search their largest batches, as `asked` requires; exit."""
+    """Measure the selected cases, print only their plan, or search their largest batches, as
+    `asked` requires; exit.
+    """
     from dpbench.measure import selection
 
     naming = selection.naming(asked, output.command)
@@ -290,13 +404,18 @@ def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoRetur
         sys.exit(_find_max_batch(cases, naming, asked.limit, output))
     cases, budget_s = selection.cases_of(asked, cluster)
     if output.dry_run:
-        print_plan(selection.forecast(output.store, asked, cases, naming, cluster, budget_s), as_json=output.as_json)
+        print_plan(
+            selection.forecast(output.store, asked, cases, naming, cluster, budget_s),
+            as_json=output.as_json,
+        )
         sys.exit(0)
     planned = selection.forecast(output.store, asked, cases, naming, cluster, budget_s)
     measure_and_show(
         output,
         naming,
-        lambda store, listen: selection.measure(asked, cases, store, budget_s=budget_s, cluster=cluster, listen=listen),
+        lambda store, listen: selection.measure(
+            asked, cases, store, budget_s=budget_s, cluster=cluster, listen=listen
+        ),
         plan=expectation(planned),
     )
 
@@ -304,7 +423,8 @@ def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoRetur
 def measure_and_show(
     output: Output, naming: Naming, measure: Callable[[Store, Listener], Outcome], *, plan: str = ""
 ) -> NoReturn:
-    """Call `measure` with the store of the output and a listener, print the results of the run, write its page; exit.
+    """Call `measure` with the store of the output and a listener, print the results of the run,
+    write its page; exit.
 
     `plan` is a text to print at the start.
     """
@@ -329,7 +449,9 @@ def measure_and_show(
             shapes.show(shapes.RunResult.of(chosen, shown))
         else:
             where = [] if output.store == STORE else ["--store", str(output.store)]
-            print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
+            print_answers(
+                shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where])
+            )
             print_table(shown)
             print_notes(shown)
         sys.stdout.flush()
@@ -337,8 +459,14 @@ def measure_and_show(
         closed = True
     written = try_report(output.report, shown, output.store)
     if closed:
-        last_words(f"the output was closed; the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it")
-    lost = any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")) or chosen.status != FINISHED
+        last_words(
+            "the output was closed; the run is complete: `dpbench report --run"
+            f" {outcome.run_id[:8]}` shows it"
+        )
+    lost = (
+        any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout"))
+        or chosen.status != FINISHED
+    )
     sys.exit(EXIT_FAILED if lost or not written or not any(row.step for row in shown.rows) else 0)
 
 
@@ -354,7 +482,8 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
 
     if output.dry_run:
         raise click.UsageError(
-            "leave out --dry-run: it cannot list the batch sizes of a search, each of which depends on the previous one"
+            "leave out --dry-run: it cannot list the batch sizes of a search, each of which depends"
+            " on the previous one"
         )
 
     def listen(trial: Trial) -> None:
@@ -364,7 +493,9 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
     with Store.create(output.store, naming) as opened:
         try:
             quiet = output.detail is Detail.QUIET
-            outcome = batch_search.run(cases, opened, limit_s=limit_s, listen=(lambda trial: None) if quiet else listen)
+            outcome = batch_search.run(
+                cases, opened, limit_s=limit_s, listen=(lambda trial: None) if quiet else listen
+            )
         except KeyboardInterrupt:
             click.echo(f"interrupted; {RESUMES}", err=True)
             return 130

@@ -1,10 +1,12 @@
-"""Shapes: the JSON that commands print with --json: one record per command, whose fields are the keys of the JSON.
+"""Shapes: the JSON that commands print with --json: one record per command, whose fields are the
+keys of the JSON.
 
 The module `comparing` has the records of comparisons, `observing` the records of imports, and
 `predicted` the records of predictions. All others are here.
 
-Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or infinite is null. Keys
-are never removed or changed in meaning without a higher `schema`; new keys may appear.
+Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or
+infinite is null. Keys are never removed or changed in meaning without a higher `schema`; new keys
+may appear.
 """
 
 from __future__ import annotations
@@ -40,11 +42,12 @@ def show(record: object) -> None:
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a stored run, in the JSON of `dpbench list runs`, `show` and every command that shows results.
+    """The facts of a stored run, in the JSON of `dpbench list runs`, `show` and every command that
+    shows results.
 
-    `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started. `rounds` is the number of
-    planned rounds, 0 for --rounds auto. `commit` is the commit of dpbench; `dirty` is True if dpbench's files had
-    uncommitted changes.
+    `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started.
+    `rounds` is the number of planned rounds, 0 for --rounds auto. `commit` is the commit of
+    dpbench; `dirty` is True if dpbench's files had uncommitted changes.
     """
 
     id: str
@@ -69,13 +72,22 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
         facts, naming = run.provenance, run.naming
         host, code, gpus = (facts.get(key) or {} for key in ("host", "dpbench", "gpus"))
         return cls(
-            id=run.id, name=naming.name, tags=dict(naming.tags), command=naming.command, status=run.status,
-            started=datetime.fromtimestamp(run.started, UTC).isoformat(timespec="seconds"), rounds=run.rounds,
-            cases=len(cases), models=list(dict.fromkeys(case.model for case in cases)), host=host.get("name", ""),
-            cpu=host.get("cpu", ""), gpus=[gpu.get("name", "") for gpu in gpus.get("gpus", ())],
-            commit=code.get("commit") or "", dirty=bool(code.get("dirty")),
+            id=run.id,
+            name=naming.name,
+            tags=dict(naming.tags),
+            command=naming.command,
+            status=run.status,
+            started=datetime.fromtimestamp(run.started, UTC).isoformat(timespec="seconds"),
+            rounds=run.rounds,
+            cases=len(cases),
+            models=list(dict.fromkeys(case.model for case in cases)),
+            host=host.get("name", ""),
+            cpu=host.get("cpu", ""),
+            gpus=[gpu.get("name", "") for gpu in gpus.get("gpus", ())],
+            commit=code.get("commit") or "",
+            dirty=bool(code.get("dirty")),
             torch=(facts.get("packages") or {}).get("torch", ""),
-        )  # fmt: skip
+        )
 
 
 class RunList(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +113,9 @@ class NameList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case that a run has started; `trials` has, by status, such as "ok", the number of the case's trials.
+    """A case that a run has started.
+
+    `trials` has, by status, such as "ok", the number of the case's trials.
 
     `labels` qualify the results of the case, such as "NOISY".
     """
@@ -121,11 +135,14 @@ class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its interval over `rounds` rounds; a prediction has an 80 % interval and 0 rounds.
+    """A number with its interval over `rounds` rounds.
 
-    `level` is the probability with which the interval of a measurement contains the true value: 0.95, and more for
-    numbers that are judged together, so that all of their intervals hold with 95 % (99 % for the ratios of two runs).
-    `withheld` is the reason why dpbench does not show the number as a result; it is empty for a usable number.
+    A prediction has an 80 % interval and 0 rounds.
+
+    `level` is the probability with which the interval of a measurement contains the true value:
+    0.95, and more for numbers that are judged together, so that all of their intervals hold with 95
+    % (99 % for the ratios of two runs). `withheld` is the reason why dpbench does not show the
+    number as a result; it is empty for a usable number.
     """
 
     value: float
@@ -153,8 +170,9 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one case; `analysis.summary.Row` and docs/measuring.md define them.
 
-    `outcome` is "ok" if the case has a result; otherwise, it names what happened, such as "oom", "timeout" or
-    "unverified", and `reason` gives the cause. Keys of `busy_s` and `memory_bytes` are device indices.
+    `outcome` is "ok" if the case has a result; otherwise, it names what happened, such as "oom",
+    "timeout" or "unverified", and `reason` gives the cause. Keys of `busy_s` and `memory_bytes` are
+    device indices.
     """
 
     label: str
@@ -181,22 +199,38 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, row: Row) -> CaseResult:
         """Return the results of a row."""
         return cls(
-            label=row.case.label, labels=row.labels, case=row.case, outcome=row.outcome, reason=row.reason,
-            rounds=row.rounds, steps=row.steps, verified=row.verified.value if row.verified else None,
-            step_s=EstimateFacts.of(row.step), mean_s=EstimateFacts.of(row.mean),
-            samples_per_s=EstimateFacts.of(row.throughput), speedup=EstimateFacts.of(row.speedup),
-            scaling=row.scaling, efficiency=EstimateFacts.of(row.efficiency), phases_s=row.phases, busy_s=row.busy,
-            memory_bytes=row.memory, host_bytes=row.host_bytes, imbalance=EstimateFacts.of(row.imbalance),
-        )  # fmt: skip
+            label=row.case.label,
+            labels=row.labels,
+            case=row.case,
+            outcome=row.outcome,
+            reason=row.reason,
+            rounds=row.rounds,
+            steps=row.steps,
+            verified=row.verified.value if row.verified else None,
+            step_s=EstimateFacts.of(row.step),
+            mean_s=EstimateFacts.of(row.mean),
+            samples_per_s=EstimateFacts.of(row.throughput),
+            speedup=EstimateFacts.of(row.speedup),
+            scaling=row.scaling,
+            efficiency=EstimateFacts.of(row.efficiency),
+            phases_s=row.phases,
+            busy_s=row.busy,
+            memory_bytes=row.memory,
+            host_bytes=row.host_bytes,
+            imbalance=EstimateFacts.of(row.imbalance),
+        )
 
 
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer, as `analysis.answer.Answer` defines it; `case` is the label of the recommended case, null if none.
+    """One answer, as `analysis.answer.Answer` defines it.
 
-    `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands
-    out" or "cannot tell". `epoch` states the time of an epoch, if `dpbench explain` was given its number of samples;
-    `epoch_s` has its seconds on one device (for an observed loop, in this loop), and `epoch_choice_s` the seconds with
-    the recommended case. They are null if unknown.
+    `case` is the label of the recommended case, null if none.
+
+    `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the
+    loop", "nothing stands out" or "cannot tell". `epoch` states the time of an epoch, if `dpbench
+    explain` was given its number of samples; `epoch_s` has its seconds on one device (for an
+    observed loop, in this loop), and `epoch_choice_s` the seconds with the recommended case. They
+    are null if unknown.
     """
 
     subject: str
@@ -214,22 +248,34 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, one: Answer, samples: int = 0) -> AnswerFacts:
-        """Return an answer as a record; `samples` is the number of samples of an epoch, 0 if unknown."""
+        """Return an answer as a record.
+
+        `samples` is the number of samples of an epoch, 0 if unknown.
+        """
         now, then = one.epoch_s(samples) if samples else (None, None)
         return cls(
-            subject=one.subject, choice=one.choice.value, headline=one.headline, reason=one.reason,
-            certainty=one.certainty, memory=one.memory, command=one.command, labels=one.labels,
-            case=one.row.case.label if one.row else None, epoch=one.epoch(samples) if samples else "",
-            epoch_s=EstimateFacts.of(now), epoch_choice_s=EstimateFacts.of(then),
-        )  # fmt: skip
+            subject=one.subject,
+            choice=one.choice.value,
+            headline=one.headline,
+            reason=one.reason,
+            certainty=one.certainty,
+            memory=one.memory,
+            command=one.command,
+            labels=one.labels,
+            case=one.row.case.label if one.row else None,
+            epoch=one.epoch(samples) if samples else "",
+            epoch_s=EstimateFacts.of(now),
+            epoch_choice_s=EstimateFacts.of(then),
+        )
 
 
 class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The verdicts of `dpbench loaders` on the number of workers of a DataLoader.
 
-    `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the best rate, null if
-    it is unknown, and `possible` has every number that it may be. `bounds` is the slower one of the DataLoader and the
-    step, by the number of workers; it is empty without a step. `advised` is the number to use, null if it is unknown.
+    `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the
+    best rate, null if it is unknown, and `possible` has every number that it may be. `bounds` is
+    the slower one of the DataLoader and the step, by the number of workers; it is empty without a
+    step. `advised` is the number to use, null if it is unknown.
     """
 
     shape: str
@@ -243,12 +289,17 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Return the verdicts on a curve as a record."""
         bounds = {point.workers: point.bound.value for point in curve.points if point.demand}
         return cls(
-            shape=curve.shape.value, knee=curve.knee, possible=curve.possible, bounds=bounds, advised=curve.advised
+            shape=curve.shape.value,
+            knee=curve.knee,
+            possible=curve.possible,
+            bounds=bounds,
+            advised=curve.advised,
         )
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench run`, `dpbench report` and `dpbench loaders`: the answers, and the results of the cases.
+    """The JSON of `dpbench run`, `dpbench report` and `dpbench loaders`: the answers, and the
+    results of the cases.
 
     `loading` is null except for `dpbench loaders`.
     """
@@ -266,17 +317,20 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
         """Return the results of a run."""
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         return cls(
-            run=RunFacts.of(run, cases), answers=[AnswerFacts.of(one) for one in report.answers],
-            notes=report.notes, warnings=[*map(str, report.warnings)],
+            run=RunFacts.of(run, cases),
+            answers=[AnswerFacts.of(one) for one in report.answers],
+            notes=report.notes,
+            warnings=[*map(str, report.warnings)],
             cases=[CaseResult.of(row) for row in report.rows],
             loading=LoaderFacts.of(report.loading) if report.loading else None,
-        )  # fmt: skip
+        )
 
 
 class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A measured case that applies a remedy.
 
-    `ratio` is its speed divided by the speed of the diagnosed case, and `gain_s` the seconds that it saves per step.
+    `ratio` is its speed divided by the speed of the diagnosed case, and `gain_s` the seconds that
+    it saves per step.
     """
 
     label: str
@@ -288,8 +342,8 @@ class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
 class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A problem of the diagnosed case.
 
-    `cost_s` is in seconds per step, null for a problem that costs memory only. `share` is the cost as a fraction of the
-    step.
+    `cost_s` is in seconds per step, null for a problem that costs memory only. `share` is the cost
+    as a fraction of the step.
     """
 
     rule: str
@@ -308,16 +362,25 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Return a finding as a record."""
         cures = [
             CureFacts(
-                label=cure.row.case.label, ratio=EstimateFacts.of(cure.ratio), gain_s=EstimateFacts.of(cure.gain_s),
+                label=cure.row.case.label,
+                ratio=EstimateFacts.of(cure.ratio),
+                gain_s=EstimateFacts.of(cure.gain_s),
                 verdict=cure.verdict,
             )
             for cure in one.cures
-        ]  # fmt: skip
+        ]
         return cls(
-            rule=one.rule.name, problem=one.evidence.says, evidence=one.evidence.numbers, labels=one.labels,
-            cost_s=EstimateFacts.of(one.evidence.size_s), share=one.share, remedy=one.rule.remedy, code=one.code,
-            command=one.command, cures=cures,
-        )  # fmt: skip
+            rule=one.rule.name,
+            problem=one.evidence.says,
+            evidence=one.evidence.numbers,
+            labels=one.labels,
+            cost_s=EstimateFacts.of(one.evidence.size_s),
+            share=one.share,
+            remedy=one.rule.remedy,
+            code=one.code,
+            command=one.command,
+            cures=cures,
+        )
 
 
 class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -333,9 +396,12 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, one: Diagnosis) -> DiagnosisFacts:
         """Return a diagnosis as a record."""
         return cls(
-            label=one.row.case.label, labels=one.labels, text=one.text, unjudged=one.unjudged,
+            label=one.row.case.label,
+            labels=one.labels,
+            text=one.text,
+            unjudged=one.unjudged,
             findings=[FindingFacts.of(found) for found in one.findings],
-        )  # fmt: skip
+        )
 
 
 class WithoutResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,7 +412,9 @@ class WithoutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench explain`: the answers, a diagnosis of each case with a result, and the other cases."""
+    """The JSON of `dpbench explain`: the answers, a diagnosis of each case with a result, and the
+    other cases.
+    """
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
@@ -356,7 +424,10 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, run: StoredRun, report: Report, samples: int = 0) -> Explanation:
-        """Return the explanation of a run; `samples` is the number of samples of an epoch, 0 if unknown."""
+        """Return the explanation of a run.
+
+        `samples` is the number of samples of an epoch, 0 if unknown.
+        """
         return cls(
             run=RunFacts.of(run, [*dict.fromkeys(row.case for row in report.rows)]),
             answers=[AnswerFacts.of(one, samples) for one in report.answers],
@@ -366,7 +437,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
                 for row in report.rows
                 if row.step is None
             ],
-        )  # fmt: skip
+        )
 
 
 class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -392,7 +463,9 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, planned: RunForecast) -> RunPlan:
         """Return the plan of a run as a record."""
-        return cls(forecast=planned, trials=planned.trials, seconds=planned.seconds, basis=planned.basis)
+        return cls(
+            forecast=planned, trials=planned.trials, seconds=planned.seconds, basis=planned.basis
+        )
 
 
 class Searches(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,26 +25,36 @@ if TYPE_CHECKING:
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
     """Return what `stored.read` returns; switch the garbage collector off until the command ends.
 
-    The millions of objects of a large run stay in use until then, so that a collector would find nothing.
+    The millions of objects of a large run stay in use until then, so that a collector would find
+    nothing.
     """
     context = click.get_current_context()
     gc.disable()
     context.call_on_close(gc.enable)
-    context.call_on_close(gc.freeze)  # called before gc.enable: else one collection would visit all objects
+    context.call_on_close(
+        gc.freeze
+    )  # called before gc.enable: else one collection would visit all objects
     return stored.read(store, run_id)
 
 
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
-    """Write the page of a run, print the paths of the page and the store, and return whether the page was written.
+    """Write the page of a run, print the paths of the page and the store, and return whether the
+    page was written.
 
-    Call this function after the results are printed: a page that cannot be written must not hide the results.
+    Call this function after the results are printed: a page that cannot be written must not hide
+    the results.
     """
     written, fault = None, ""
     try:
         written = write_report(path, report)
     except OSError as error:
-        fault = f"error: cannot write the page: {error}; `dpbench report --html FILE` writes it elsewhere"
-    click.echo(f"report: {written or 'not written'}   store: {store}   run: {report.run_id[:8]}", err=True)
+        fault = (
+            f"error: cannot write the page: {error}; `dpbench report --html FILE` writes it"
+            " elsewhere"
+        )
+    click.echo(
+        f"report: {written or 'not written'}   store: {store}   run: {report.run_id[:8]}", err=True
+    )
     if fault:
         click.echo(fault, err=True)
     return not fault
@@ -57,7 +67,8 @@ ANSWERS = 6
 def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
     """Print answers to stdout: for each model, whether to use several devices, and why.
 
-    If `rest` is a command that prints all answers, only the first `ANSWERS` are printed, followed by this command.
+    If `rest` is a command that prints all answers, only the first `ANSWERS` are printed, followed
+    by this command.
     """
     shown = answers[:ANSWERS] if rest else answers
     for one in shown:
@@ -67,7 +78,9 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
 
 
 def print_table(report: Report) -> None:
-    """Print the table of a report's results to stdout, then the table of latencies if cases run the forward alone."""
+    """Print the table of a report's results to stdout, then the table of latencies if cases run the
+    forward alone.
+    """
     from dpbench.cli.tables import latencies, table
 
     click.echo(table(report.rows, report.ladders))
@@ -76,7 +89,9 @@ def print_table(report: Report) -> None:
 
 
 def print_warnings(report: Report) -> None:
-    """Print to stderr a report's warnings and, for each case under --rounds auto, why its rounds ended."""
+    """Print to stderr a report's warnings and, for each case under --rounds auto, why its rounds
+    ended.
+    """
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():
@@ -90,7 +105,9 @@ def print_notes(report: Report) -> None:
 
 
 def print_plan(planned: RunForecast, *, as_json: bool) -> None:
-    """Print the plan of a run to stdout: its cases, rounds and expected time, and the basis of the expectation."""
+    """Print the plan of a run to stdout: its cases, rounds and expected time, and the basis of the
+    expectation.
+    """
     from dpbench.cli import shapes
 
     if as_json:
@@ -98,25 +115,37 @@ def print_plan(planned: RunForecast, *, as_json: bool) -> None:
         return
     width = max(len(one.case.label) for one in planned.cases)
     for one in planned.cases:
-        known = f"{words.time(one.trial_s)} per trial" if one.trial_s is not None else "no earlier trial"
+        known = (
+            f"{words.time(one.trial_s)} per trial"
+            if one.trial_s is not None
+            else "no earlier trial"
+        )
         click.echo(f"{one.case.label:<{width}}  {known}")
     if planned.resumes:
         done = len(planned.cases) * planned.rounds - planned.trials
-        click.echo(f"resumes the run {planned.resumes[:8]}, which has {words.count(done, 'trial')} of this plan")
+        click.echo(
+            f"resumes the run {planned.resumes[:8]}, which has {words.count(done, 'trial')} of this"
+            " plan"
+        )
     click.echo(expectation(planned))
 
 
 def expectation(planned: RunForecast) -> str:
-    """Return lines with the number of trials of a planned run, their expected time, its basis, and the time budget."""
+    """Return lines with the number of trials of a planned run, their expected time, its basis, and
+    the time budget.
+    """
     rounds = words.count(planned.rounds, "round")
     lines = [
-        f"{words.count(len(planned.cases), 'case')} in {'at least ' if planned.auto else ''}{rounds}: "
-        f"{words.count(planned.trials, 'trial')} to measure",
+        (
+            f"{words.count(len(planned.cases), 'case')} in"
+            f" {'at least ' if planned.auto else ''}{rounds}:"
+            f" {words.count(planned.trials, 'trial')} to measure"
+        ),
         f"expected time: about {words.long_time(planned.seconds)} ({planned.basis})",
     ]
     if planned.budget_s:
         lines.append(
-            f"time budget: {words.long_time(planned.budget_s)}; it limits the steps of each trial, and trials "
-            "that have not started by its end are skipped"
+            f"time budget: {words.long_time(planned.budget_s)}; it limits the steps of each trial,"
+            " and trials that have not started by its end are skipped"
         )
     return "\n".join(lines)

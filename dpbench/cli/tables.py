@@ -10,10 +10,26 @@ from dpbench.records import Case, plan, words
 from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
 
-COLUMNS = ("model", "strategy", "devices", "batch", "ms/step", "95 % interval", "samples/s", "speed-up", "95 %",
-           "effic.", "dev-0 imb.", "unattr.", "verified", "labels")  # fmt: skip
+COLUMNS = (
+    "model",
+    "strategy",
+    "devices",
+    "batch",
+    "ms/step",
+    "95 % interval",
+    "samples/s",
+    "speed-up",
+    "95 %",
+    "effic.",
+    "dev-0 imb.",
+    "unattr.",
+    "verified",
+    "labels",
+)
 COMPARED = ("speed-up", "95 %", "effic.", "verified")
-"""The columns that a table of observed loops lacks, because such loops have no baseline and no reference."""
+"""The columns that a table of observed loops lacks, because such loops have no baseline and no
+reference.
+"""
 TEXT = ("model", "strategy", "verified", "labels")
 """The columns that contain text, and not numbers."""
 
@@ -32,10 +48,11 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
 
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
-    """Return the first cells of the line for one case: its model, its strategy, its devices and its batch size.
+    """Return the first cells of the line for one case: its model, its strategy, its devices and its
+    batch size.
 
-    After the strategy come "(best rung)" if `best` is True, and the settings of the training loop that differ from
-    their defaults (`Case.habits`).
+    After the strategy come "(best rung)" if `best` is True, and the settings of the training loop
+    that differ from their defaults (`Case.habits`).
     """
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
@@ -44,7 +61,9 @@ def _name(case: Case, best: bool = False) -> tuple[str, ...]:
 
 
 def _cells(row: Any, best: bool) -> tuple[str, ...]:
-    """Return the cells of the line for one case; the name of the case says "best rung" if `best` is True.
+    """Return the cells of the line for one case.
+
+    The name of the case says "best rung" if `best` is True.
 
     A case without a measured step time shows its status in place of the time.
     """
@@ -66,33 +85,59 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     )
 
 
-LATENCY = ("model", "strategy", "devices", "batch", "rounds, steps", "p50 ms", "95 % interval", "p95 ms", "95 %",
-           "p99 ms", "95 %", "labels")  # fmt: skip
+LATENCY = (
+    "model",
+    "strategy",
+    "devices",
+    "batch",
+    "rounds, steps",
+    "p50 ms",
+    "95 % interval",
+    "p95 ms",
+    "95 %",
+    "p99 ms",
+    "95 %",
+    "labels",
+)
 
 
 def latencies(rows: Sequence[Any]) -> str:
-    """Return, as the text of a table, the latency of the cases that run the forward alone; "" if there are none."""
+    """Return, as the text of a table, the latency of the cases that run the forward alone.
+
+    "" if there are none.
+    """
     lines = [_latency(row) for row in rows if row.step and not row.case.trains]
     return "\n".join(aligned([LATENCY, *lines], left=(0, 1, len(LATENCY) - 1))) if lines else ""
 
 
 def _latency(row: Any) -> tuple[str, ...]:
     found = [
-        (words.NOT_ENOUGH_STEPS, "")
-        if one.doubt
-        else (words.number(one.value * 1e3), f"{words.number(one.low * 1e3)}–{words.number(one.high * 1e3)}")
+        (
+            (words.NOT_ENOUGH_STEPS, "")
+            if one.doubt
+            else (
+                words.number(one.value * 1e3),
+                f"{words.number(one.low * 1e3)}–{words.number(one.high * 1e3)}",
+            )
+        )
         for one in row.percentiles.values()
     ]
     return (
-        *_name(row.case), f"{row.rounds}, {row.steps}", *_estimate(row.step, 1e3),
-        *(cell for pair in found for cell in pair), " ".join(row.labels),
-    )  # fmt: skip
+        *_name(row.case),
+        f"{row.rounds}, {row.steps}",
+        *_estimate(row.step, 1e3),
+        *(cell for pair in found for cell in pair),
+        " ".join(row.labels),
+    )
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval; both empty for None.
+    """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval.
 
-    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are `words.withheld` and empty.
+    Both empty for None.
+
+    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are
+    `words.withheld` and empty.
     """
     if estimate is None:
         return "", ""

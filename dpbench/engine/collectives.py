@@ -1,10 +1,10 @@
 """Collectives: the sum of gradients over the replicas, and the broadcast of weights to the devices.
 
-`reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent flat buffers. On
-distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order of additions; the sums are therefore
-not bitwise equal to sums in replica order. Collectives are not used for replicas that share a GPU, or for logical CPU
-devices. In these cases gradients are added in replica order, so
-that the sums are bitwise reproducible.
+`reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent
+flat buffers. On distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order
+of additions; the sums are therefore not bitwise equal to sums in replica order. Collectives are not
+used for replicas that share a GPU, or for logical CPU devices. In these cases gradients are added
+in replica order, so that the sums are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def reduce(
     *,
     mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
-    """Return, for each parameter, the sum of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
+    """Return, for each parameter, the sum of `gradients[replica][parameter]` over the replicas, on
+    `devices[0]`.
 
-    The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction chooses the order,
-    unless grad mode is enabled (as in a backward with `create_graph=True`).
+    The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction
+    chooses the order, unless grad mode is enabled (as in a backward with `create_graph=True`).
     """
     devices = as_devices(devices)
     root = devices[0]
@@ -58,7 +59,9 @@ def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
     total = parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root)
-        if total.is_sparse and not here.is_sparse:  # torch cannot add a dense tensor to a sparse one
+        if (
+            total.is_sparse and not here.is_sparse
+        ):  # torch cannot add a dense tensor to a sparse one
             total = here + total
         else:
             total = total + here if number == 0 else total.add_(here)
@@ -66,7 +69,10 @@ def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
 
 
 def arrive(part: torch.Tensor, root: Device) -> torch.Tensor:
-    """Return `part`, a gradient of a replica, as a tensor on `root`; call this inside `root.guard()`."""
+    """Return `part`, a gradient of a replica, as a tensor on `root`.
+
+    Call this inside `root.guard()`.
+    """
     home = root.torch_device
     # the comparison is cheaper than a call of `to`
     return part if part.device == home else part.to(home, non_blocking=True)
@@ -84,7 +90,9 @@ def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are indices of the parameters in them."""
+    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are indices of the
+    parameters in them.
+    """
 
     flat: int
     start: int
@@ -93,11 +101,14 @@ class Bucket:
 
 
 class Exchange:
-    """Flat buffers of the same layout on all devices. They hold the gradients, which collectives sum over the devices.
+    """Flat buffers of the same layout on all devices.
 
-    `parameters[i]` are the parameters on device i. `groups` are lists of parameter indices. `owners[g]` is the index of
-    the device that gets the sums of `groups[g]`. If `owners[g]` is None, the sums are split evenly: device i gets part
-    i of them. With `everyone`, every device gets all sums, and `owners` has no effect.
+    They hold the gradients, which collectives sum over the devices.
+
+    `parameters[i]` are the parameters on device i. `groups` are lists of parameter indices.
+    `owners[g]` is the index of the device that gets the sums of `groups[g]`. If `owners[g]` is
+    None, the sums are split evenly: device i gets part i of them. With `everyone`, every device
+    gets all sums, and `owners` has no effect.
     """
 
     def __init__(
@@ -111,29 +122,46 @@ class Exchange:
         everyone: bool,
         mark: Mark,
     ) -> None:
-        self._collectives, self._devices, self._everyone, self._mark = collectives, devices, everyone, mark
+        self._collectives, self._devices, self._everyone, self._mark = (
+            collectives,
+            devices,
+            everyone,
+            mark,
+        )
         layout = plan(groups, parameters[0], len(devices))
         self.buffers = [layout.allocate(device) for device in devices]
-        self.views = [layout.views(own, like) for own, like in zip(self.buffers, parameters, strict=True)]
-        owner_of = {n: owner for numbers, owner in zip(groups, owners, strict=True) for n in numbers}
+        self.views = [
+            layout.views(own, like) for own, like in zip(self.buffers, parameters, strict=True)
+        ]
+        owner_of = {
+            n: owner for numbers, owner in zip(groups, owners, strict=True) for n in numbers
+        }
         self._owners = [owner_of[flat.slots[0].parameter] for flat in layout.flats]
         self._wholes = [
-            Bucket(f, 0, flat.size, tuple(s.parameter for s in flat.slots)) for f, flat in enumerate(layout.flats)
+            Bucket(f, 0, flat.size, tuple(s.parameter for s in flat.slots))
+            for f, flat in enumerate(layout.flats)
         ]
-        self.buckets = [bucket for f, flat in enumerate(layout.flats) for bucket in _buckets(f, flat)]
+        self.buckets = [
+            bucket for f, flat in enumerate(layout.flats) for bucket in _buckets(f, flat)
+        ]
         self._lock = threading.Lock()  # collectives queued in different orders on two GPUs deadlock
 
     def stage(
-        self, i: int, gradients: Sequence[torch.Tensor | None] | None, numbers: Sequence[int] | None = None
+        self,
+        i: int,
+        gradients: Sequence[torch.Tensor | None] | None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         """Copy device i's gradients into its buffers, and write zeros for missing gradients.
 
-        `gradients` are in the order of the parameters; None means that all are missing. `numbers` are the indices of
-        the parameters to copy; None means all parameters.
+        `gradients` are in the order of the parameters; None means that all are missing. `numbers`
+        are the indices of the parameters to copy; None means all parameters.
         """
         views, device = self.views[i], self._devices[i]
         wanted = views if numbers is None else [n for n in numbers if n in views]
-        given = {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
+        given = (
+            {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
+        )
         with self._mark(Phase.REDUCE, device.index), torch.no_grad():
             found = {n: dense(g) for n, g in given.items() if g is not None}
             copy_all([views[n] for n in found], list(found.values()))
@@ -142,7 +170,8 @@ class Exchange:
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Queue the collectives that sum the gradients of the parameters with the indices `numbers`; None means all.
+        """Queue the collectives that sum the gradients of the parameters with the indices
+        `numbers`; None means all.
 
         A bucket is summed only if `numbers` contains all its parameters.
         """
@@ -155,7 +184,9 @@ class Exchange:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Queue the collectives that sum one bucket, in place in the buffers of the devices that must get the sums."""
+        """Queue the collectives that sum one bucket, in place in the buffers of the devices that
+        must get the sums.
+        """
         count, owner = len(self._devices), self._owners[bucket.flat]
         tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
         whole = self._wholes[bucket.flat]
@@ -172,33 +203,48 @@ class Exchange:
                     min(bucket.stop, whole.stop // count * (i + 1)),
                 )
                 if start < stop:
-                    self._collectives.reduce([own[bucket.flat][start:stop] for own in self.buffers], i)
+                    self._collectives.reduce(
+                        [own[bucket.flat][start:stop] for own in self.buffers], i
+                    )
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Make every device wait for the collectives queued so far; record the wait as a part of `phase`."""
+        """Make every device wait for the collectives queued so far.
+
+        Record the wait as a part of `phase`.
+        """
         with self._marked(phase):
             self.lead()
 
     def lead(self) -> None:
-        """Make every device wait for the collectives queued so far; do not record the wait in a phase."""
+        """Make every device wait for the collectives queued so far.
+
+        Do not record the wait in a phase.
+        """
         for i in range(len(self._devices)):
             self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Run an in-place all-gather on the flat weights, after each device has stepped its own part.
+        """Run an in-place all-gather on the flat weights, after each device has stepped its own
+        part.
 
         `weights[i][f]` is flat buffer f on device i.
         """
         self._together(self._collectives.all_gather, weights)
 
     def broadcast(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy device 0's flat weights to all devices, in place; `weights[i][f]` is flat buffer f on device i."""
+        """Copy device 0's flat weights to all devices, in place.
+
+        `weights[i][f]` is flat buffer f on device i.
+        """
         self._together(lambda tensors: self._collectives.broadcast(tensors, 0), weights)
 
-    def _together(self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _together(
+        self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         """Call the collective `run` for each flat buffer, with the tensors of all devices.
 
-        The collectives wait for the work already queued on the devices; work queued later waits for the collectives.
+        The collectives wait for the work already queued on the devices; work queued later waits for
+        the collectives.
         """
         with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
             for i in range(len(self._devices)):
@@ -209,7 +255,10 @@ class Exchange:
                 self._collectives.lead(i)
 
     def _marked(self, phase: Phase) -> ExitStack:
-        """Mark the start of `phase` on all devices; return a context manager whose exit marks the end."""
+        """Mark the start of `phase` on all devices.
+
+        Return a context manager whose exit marks the end.
+        """
         stack = ExitStack()
         for device in self._devices:
             stack.enter_context(self._mark(phase, device.index))
@@ -219,7 +268,8 @@ class Exchange:
 def _buckets(f: int, flat: Flat) -> list[Bucket]:
     """Cut the flat buffer with index `f` into buckets of about BUCKET_BYTES.
 
-    The first bucket is the end of the buffer, because backward computes the gradients of the last parameters first.
+    The first bucket is the end of the buffer, because backward computes the gradients of the last
+    parameters first.
     """
     buckets: list[Bucket] = []
     stop, numbers = flat.size, []
@@ -232,20 +282,28 @@ def _buckets(f: int, flat: Flat) -> list[Bucket]:
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient unchanged. Raises ValueError if it is sparse, because flat buffers need dense gradients."""
+    """Return the gradient unchanged.
+
+    Raises ValueError if it is sparse, because flat buffers need dense gradients.
+    """
     if gradient.layout is not torch.strided:
         raise ValueError(
-            "replicas=persistent needs dense gradients, but a parameter has a sparse gradient; use schedule='cached', "
-            "or create the layer with sparse=False"
+            "replicas=persistent needs dense gradients, but a parameter has a sparse gradient; use"
+            " schedule='cached', or create the layer with sparse=False"
         )
     return gradient
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""A function that copies tensors to all devices; it returns one list per device. The first list has the originals."""
+"""A function that copies tensors to all devices.
+
+It returns one list per device. The first list has the originals.
+"""
 
 FIRST = 2**63 - 1
-"""The sequence number for autograd nodes that must run first: autograd runs the ready node with the highest one."""
+"""The sequence number for autograd nodes that must run first: autograd runs the ready node with the
+highest one.
+"""
 
 
 def broadcast(
@@ -259,8 +317,9 @@ def broadcast(
 ) -> list[list[torch.Tensor]]:
     """Return one list of copies of `tensors` per device; the first list has the tensors themselves.
 
-    All copies are made by a single autograd node, or with `overlap` by one node per bucket. In backward, each node
-    waits until all replicas have computed the gradients of its tensors, calls `on_reduce`, and sums these gradients.
+    All copies are made by a single autograd node, or with `overlap` by one node per bucket. In
+    backward, each node waits until all replicas have computed the gradients of its tensors, calls
+    `on_reduce`, and sums these gradients.
     """
     each: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
@@ -276,15 +335,21 @@ def broadcast(
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
-    """Return consecutive ranges of indices of `tensors`; the tensors of each range together have about BUCKET_BYTES."""
+    """Return consecutive ranges of indices of `tensors`.
+
+    The tensors of each range together have about BUCKET_BYTES.
+    """
     return buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES)
 
 
 class Broadcast(Function):
-    """An autograd function that copies tensors to every device; its backward sums the gradients of all copies at once.
+    """An autograd function that copies tensors to every device.
 
-    Backward calls `on_reduce` first. If a single node copies all parameters, the node's backward starts when the last
-    replica's backward has ended. At this point the `backward` phase ends and the `reduce` phase begins.
+    Its backward sums the gradients of all copies at once.
+
+    Backward calls `on_reduce` first. If a single node copies all parameters, the node's backward
+    starts when the last replica's backward has ended. At this point the `backward` phase ends and
+    the `reduce` phase begins.
     """
 
     @staticmethod
@@ -296,16 +361,24 @@ class Broadcast(Function):
         copier: Copier,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return all devices' tensors in one tuple: device 0's (the originals), then device 1's copies, and so on."""
+        """Return all devices' tensors in one tuple: device 0's (the originals), then device 1's
+        copies, and so on.
+        """
         ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
         copies = copier(tensors, devices, mark)
-        frozen = [t for one in copies for t, wants in zip(one, ctx.needs_input_grad[4:], strict=True) if not wants]
+        frozen = [
+            t
+            for one in copies
+            for t, wants in zip(one, ctx.needs_input_grad[4:], strict=True)
+            if not wants
+        ]
         ctx.mark_non_differentiable(*frozen)
         return tuple(tensor for one in copies for tensor in one)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each tensor, summed over the replicas, and None for each other argument of `forward`.
+        """Return the gradient of each tensor, summed over the replicas, and None for each other
+        argument of `forward`.
 
         As in torch, the gradient of a parameter that no replica used is zero.
         """
@@ -319,8 +392,12 @@ class Broadcast(Function):
         return None, None, None, None, *whole
 
 
-def copies_of(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
-    """Return one list of tensors per device: the tensors themselves for the first, copies for each other device."""
+def copies_of(
+    tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark
+) -> list[list[torch.Tensor]]:
+    """Return one list of tensors per device: the tensors themselves for the first, copies for each
+    other device.
+    """
     root, *others = devices
     if tensors and root.can_collect(devices):
         with ExitStack() as stack:

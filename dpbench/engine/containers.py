@@ -1,4 +1,6 @@
-"""Containers: list the parts of nested dicts, sequences and dataclass instances, and rebuild them with other parts."""
+"""Containers: list the parts of nested dicts, sequences and dataclass instances, and rebuild them
+with other parts.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from dpbench.hardware.devices import as_devices
 
 
 def keys_of(value: Any) -> Collection[Any] | None:
-    """Return the keys of a dict, the indices of a list or tuple, or names of attributes of a dataclass instance.
+    """Return the keys of a dict, the indices of a list or tuple, or names of attributes of a
+    dataclass instance.
 
-    The attributes of a dataclass instance are the fields that its constructor sets, and all other attributes that
-    contain tensors. Return None for any other value.
+    The attributes of a dataclass instance are the fields that its constructor sets, and all other
+    attributes that contain tensors. Return None for any other value.
     """
     if isinstance(value, dict):
         return value.keys()
@@ -30,15 +33,26 @@ def keys_of(value: Any) -> Collection[Any] | None:
 
 
 def _attributes_of(value: Any) -> tuple[str, ...]:
-    """Return the names of the parts of a dataclass instance; other attributes are shared by all of its copies."""
+    """Return the names of the parts of a dataclass instance.
+
+    Other attributes are shared by all of its copies.
+    """
     given = [field.name for field in fields(value) if field.init]
-    others = dict.fromkeys([*(field.name for field in fields(value)), *getattr(value, "__dict__", ())])
-    found = [name for name in others if name not in given and first_tensor(getattr(value, name, None)) is not None]
+    others = dict.fromkeys(
+        [*(field.name for field in fields(value)), *getattr(value, "__dict__", ())]
+    )
+    found = [
+        name
+        for name in others
+        if name not in given and first_tensor(getattr(value, name, None)) is not None
+    ]
     return (*given, *found)
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
-    """Return the parts of a container as a list, in the order of `keys`, the result of `keys_of(value)`."""
+    """Return the parts of a container as a list, in the order of `keys`, the result of
+    `keys_of(value)`.
+    """
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
@@ -47,9 +61,11 @@ def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
 
 
 def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the same type and keys as `value`, with `parts` in the order of `keys_of(value)`.
+    """Return a container of the same type and keys as `value`, with `parts` in the order of
+    `keys_of(value)`.
 
-    No constructor of a dict or dataclass runs: it would compute from one part what was computed from all of them.
+    No constructor of a dict or dataclass runs: it would compute from one part what was computed
+    from all of them.
     """
     if isinstance(value, tuple | list):
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
@@ -75,8 +91,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     if isinstance(value, PackedSequence):
         raise TypeError(
-            "cannot scatter a PackedSequence, because its rows are interleaved; pass the padded batch and the lengths, "
-            "and call pack_padded_sequence in forward (and pad_packed_sequence with total_length=)"
+            "cannot scatter a PackedSequence, because its rows are interleaved; pass the padded"
+            " batch and the lengths, and call pack_padded_sequence in forward (and"
+            " pad_packed_sequence with total_length=)"
         )
     return [tensor for part in parts_of(value, keys_of(value) or ()) for tensor in tensors_in(part)]
 
@@ -93,7 +110,9 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return value
     before = parts_of(value, keys)
     after = [mapped(part, change) for part in before]
-    return value if all(a is b for a, b in zip(after, before, strict=True)) else rebuilt(value, after)
+    return (
+        value if all(a is b for a, b in zip(after, before, strict=True)) else rebuilt(value, after)
+    )
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
@@ -105,7 +124,9 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor of a nested structure, or None if the structure contains no tensor."""
+    """Return the device of the first tensor of a nested structure, or None if the structure
+    contains no tensor.
+    """
     tensor = first_tensor(value)
     return None if tensor is None else tensor.device
 
@@ -113,7 +134,8 @@ def device_of(value: Any) -> torch.device | None:
 def devices_of(values: Sequence[Any]) -> list[Device]:
     """Return, for each value, the device of its first tensor.
 
-    A value without tensors gets the first device found among the other values, or the CPU if no value has tensors.
+    A value without tensors gets the first device found among the other values, or the CPU if no
+    value has tensors.
     """
     found = [device_of(value) for value in values]
     anywhere = next((place for place in found if place is not None), torch.device("cpu"))

@@ -1,4 +1,7 @@
-"""DataParallel: a module wrapper and a function; both scatter, replicate, apply and gather in four separate calls."""
+"""DataParallel: a module wrapper and a function.
+
+Both scatter, replicate, apply and gather in four separate calls.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def scatter_arguments(
     chunk_sizes: Sequence[int] | None = None,
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Split a call's arguments into one (inputs, kwargs) pair per replica; a call without arguments gives one pair.
+    """Split a call's arguments into one (inputs, kwargs) pair per replica.
+
+    A call without arguments gives one pair.
 
     `chunk_sizes` has the number of rows of each replica; None means equal chunks.
     """
@@ -55,10 +60,12 @@ def run_pieces(
     *,
     mark: Mark = no_mark,
 ) -> Any:
-    """Replicate the module, apply the replicas to the scattered arguments, and return the gathered output.
+    """Replicate the module, apply the replicas to the scattered arguments, and return the gathered
+    output.
 
-    `pieces` are the (inputs, kwargs) pairs of the replicas. There is one replica per piece, even if there are more
-    devices. If `devices` has only one device, the module itself runs. `output` is the device of the output.
+    `pieces` are the (inputs, kwargs) pairs of the replicas. There is one replica per piece, even if
+    there are more devices. If `devices` has only one device, the module itself runs. `output` is
+    the device of the output.
     """
     used = devices[: len(pieces)]
     arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
@@ -82,10 +89,12 @@ def data_parallel(
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
-    This is the functional form of `DataParallel`, with the arguments of torch.nn.parallel.data_parallel. In addition, a
-    list such as ["cpu", "cpu"] as `device_ids` means logical CPU devices. If `device_ids` is None, all GPUs are used;
-    without a GPU the module is called directly. If `inputs` is not a tuple, it is passed as a single argument; None
-    means no positional arguments. Returns the output, gathered on `output_device` (default: the first device).
+    This is the functional form of `DataParallel`, with the arguments of
+    torch.nn.parallel.data_parallel. In addition, a list such as ["cpu", "cpu"] as `device_ids`
+    means logical CPU devices. If `device_ids` is None, all GPUs are used; without a GPU the module
+    is called directly. If `inputs` is not a tuple, it is passed as a single argument; None means no
+    positional arguments. Returns the output, gathered on `output_device` (default: the first
+    device).
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
@@ -96,9 +105,11 @@ def data_parallel(
 
 
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
-    """Return the device on which outputs are gathered: `output_device`, or the first of `devices` if it is None.
+    """Return the device on which outputs are gathered: `output_device`, or the first of `devices`
+    if it is None.
 
-    If `output_device` is not among `devices`, return it as an additional device, with index `len(devices)`.
+    If `output_device` is not among `devices`, return it as an additional device, with index
+    `len(devices)`.
     """
     if output_device is None:
         return devices[0]
@@ -111,7 +122,9 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
 
 
 def id_of(device: Device) -> DeviceId:
-    """Return the id of a device as in torch's `device_ids`: an index for a GPU, a torch.device for any other device."""
+    """Return the id of a device as in torch's `device_ids`: an index for a GPU, a torch.device for
+    any other device.
+    """
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
@@ -126,16 +139,17 @@ def _schedule(schedule: str | Schedule) -> Schedule:
 class DataParallel(nn.Module):
     """A drop-in replacement for torch.nn.DataParallel, with a separate method for each phase.
 
-    `device_ids` accepts the values that torch accepts (GPU indices, devices, names), and Device objects. In addition, a
-    list such as ["cpu", "cpu"] means logical CPU devices. None means all GPUs; without a GPU the wrapper calls the
-    module directly. When the wrapper is called, the module must be on `device_ids[0]`; with a single device, the
-    constructor moves it there. The replicas' gradients are summed into the module's gradients; unused parameters get
-    zeros. Names in `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`,
+    `device_ids` accepts the values that torch accepts (GPU indices, devices, names), and Device
+    objects. In addition, a list such as ["cpu", "cpu"] means logical CPU devices. None means all
+    GPUs; without a GPU the wrapper calls the module directly. When the wrapper is called, the
+    module must be on `device_ids[0]`; with a single device, the constructor moves it there. The
+    replicas' gradients are summed into the module's gradients; unused parameters get zeros. Names
+    in `state_dict` have the prefix "module.". Subclasses may override `scatter`, `replicate`,
     `parallel_apply` and `gather`, as with torch.
 
-    Where torch silently gives a wrong result, this engine gives the right result or raises an error: see
-    docs/contract.md. `schedule` is a Schedule, the name of one, or its switches
-    as text, such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
+    Where torch silently gives a wrong result, this engine gives the right result or raises an
+    error: see docs/contract.md. `schedule` is a Schedule, the name of one, or its switches as text,
+    such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
     """
 
     def __init__(
@@ -183,8 +197,13 @@ class DataParallel(nn.Module):
             outputs = self.parallel_apply(replicas, arguments, keywords)
             return self.gather(outputs, self.output_device)
 
-    def scatter(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]) -> Any:
-        """Split a call's arguments; return the replicas' inputs and the replicas' keyword arguments, as two tuples."""
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]
+    ) -> Any:
+        """Split a call's arguments.
+
+        Return the replicas' inputs and the replicas' keyword arguments, as two tuples.
+        """
         devices = self.devices[: len(device_ids)]
         pieces = scatter_arguments(inputs, kwargs, devices, self.dim, mark=self._mark)
         return tuple(zip(*pieces, strict=True))
@@ -199,10 +218,12 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), self._mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Store the wrapped module's parameters as the schedule requires; return a function that replicates the module.
+        """Store the wrapped module's parameters as the schedule requires.
 
-        Raises RuntimeError if the module is not on the first device, and Refused if its parameters cannot be stored as
-        the schedule requires.
+        Return a function that replicates the module.
+
+        Raises RuntimeError if the module is not on the first device, and Refused if its parameters
+        cannot be stored as the schedule requires.
         """
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
@@ -211,36 +232,57 @@ class DataParallel(nn.Module):
         self._identity = Identity(flat.parameters) if flat else None
         return maker(self.module, self.schedule, flat)
 
-    def parallel_apply(self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Call each replica on its device with its inputs and keyword arguments; return the list of outputs."""
+    def parallel_apply(
+        self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
+        """Call each replica on its device with its inputs and keyword arguments.
+
+        Return the list of outputs.
+        """
         devices = self.devices[: len(replicas)]
-        return parallel_apply(replicas, inputs, kwargs, devices, workers=self._workers, mark=self._mark)
+        return parallel_apply(
+            replicas, inputs, kwargs, devices, workers=self._workers, mark=self._mark
+        )
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
         """Return the outputs, concatenated along `dim` on `output_device`."""
-        target = self._output if output_device == self.output_device else output_of(self.devices, output_device)
+        target = (
+            self._output
+            if output_device == self.output_device
+            else output_of(self.devices, output_device)
+        )
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, mark=self._mark)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle; the two that refer to replicas of the wrapped module become None."""
+        """Return the attributes to copy or pickle.
+
+        The two that refer to replicas of the wrapped module become None.
+        """
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapper.
 
-        If only the wrapped module has the attribute, the message of the AttributeError suggests `.module`.
+        If only the wrapped module has the attribute, the message of the AttributeError suggests
+        `.module`.
         """
         try:
             return super().__getattr__(name)
         except AttributeError as error:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
-                error.add_note(hint := f"hint: the wrapped module has this attribute; use .module.{name}")
+                error.add_note(
+                    hint := f"hint: the wrapped module has this attribute; use .module.{name}"
+                )
                 raise AttributeError(f"{error}; {hint}", name=name, obj=self) from None
             raise
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights that were saved from a DataParallel module; return torch's lists of missing and unexpected keys.
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load weights that were saved from a DataParallel module.
+
+        Return torch's lists of missing and unexpected keys.
 
         Raises RuntimeError if none of the names match.
         """
@@ -251,29 +293,41 @@ class DataParallel(nn.Module):
 def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool) -> None:
     """Raise RuntimeError if none of the given names is among the expected names.
 
-    The message states whether the prefix "module." is the reason. Without this check, torch would silently load nothing
-    with `strict=False`. With `strict=True`, no error is raised here if the names differ in more than the prefix,
-    because torch's own error lists them.
+    The message states whether the prefix "module." is the reason. Without this check, torch would
+    silently load nothing with `strict=False`. With `strict=True`, no error is raised here if the
+    names differ in more than the prefix, because torch's own error lists them.
     """
     if not expected or set(expected) & set(given):
         return
     if {PREFIX + name for name in given} & set(expected):
-        problem = f'the names lack the prefix "{PREFIX}", because the state dict is from an unwrapped module'
-        remedy = "load the state dict into the unwrapped module: wrapped.module.load_state_dict(state)"
+        problem = (
+            f'the names lack the prefix "{PREFIX}", because the state dict is from an unwrapped'
+            " module"
+        )
+        remedy = (
+            "load the state dict into the unwrapped module: wrapped.module.load_state_dict(state)"
+        )
     elif set(given) & {PREFIX + name for name in expected}:
         problem = (
-            f'the names have the prefix "{PREFIX}" once too often, because the state dict is from a wrapped module'
+            f'the names have the prefix "{PREFIX}" once too often, because the state dict is from a'
+            " wrapped module"
         )
-        remedy = "strip the prefix: torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
+        remedy = (
+            "strip the prefix:"
+            " torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, 'module.')"
+        )
     elif not strict and given:
         problem = f'the names differ in more than the prefix "{PREFIX}"'
         remedy = "load a state dict that was saved from a module of this class"
     else:
         return  # torch's own message lists the missing names
-    silent = " (with strict=False, torch would raise no error and load nothing)" if not strict else ""
+    silent = (
+        " (with strict=False, torch would raise no error and load nothing)" if not strict else ""
+    )
     raise RuntimeError(
-        f"none of the names in the state dict ({count(len(given), 'name')}, such as {given[0]!r}) is among the names "
-        f"of this module ({count(len(expected), 'name')}, such as {expected[0]!r}): {problem}{silent}; {remedy}"
+        f"none of the names in the state dict ({count(len(given), 'name')}, such as {given[0]!r})"
+        f" is among the names of this module ({count(len(expected), 'name')}, such as"
+        f" {expected[0]!r}): {problem}{silent}; {remedy}"
     )
 
 
@@ -282,16 +336,18 @@ def load_state_dict(
 ) -> Any:
     """Load a state dict into a module, whether or not the names in it have the prefix "module.".
 
-    DataParallel and DistributedDataParallel put this prefix before the names of the module that they wrap. The prefix
-    is added or removed, repeatedly if necessary, until names match; `state_dict` itself stays unchanged. `strict`,
-    `assign` and the returned value are those of torch's `Module.load_state_dict`. Raises RuntimeError if none of the
-    names match.
+    DataParallel and DistributedDataParallel put this prefix before the names of the module that
+    they wrap. The prefix is added or removed, repeatedly if necessary, until names match;
+    `state_dict` itself stays unchanged. `strict`, `assign` and the returned value are those of
+    torch's `Module.load_state_dict`. Raises RuntimeError if none of the names match.
     """
     expected = set(module.state_dict())
     given = OrderedDict(state_dict)
     given._metadata = dict(getattr(state_dict, "_metadata", None) or {})  # type: ignore[attr-defined]
     fitting = given
-    while given and not expected & set(fitting) and all(name.startswith(PREFIX) for name in fitting):
+    while (
+        given and not expected & set(fitting) and all(name.startswith(PREFIX) for name in fitting)
+    ):
         consume_prefix_in_state_dict_if_present(fitting, PREFIX)
     while not expected & set(fitting) and _below(expected, fitting):
         fitting = _prefixed(fitting)
@@ -302,14 +358,22 @@ def load_state_dict(
 def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
     """Return whether the given names may match if the prefix "module." is put before them.
 
-    This is the case if an expected name starts with the prefix, and the rest of it ends with one of the given names.
+    This is the case if an expected name starts with the prefix, and the rest of it ends with one of
+    the given names.
     """
-    return any(name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given)) for name in expected)
+    return any(
+        name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given))
+        for name in expected
+    )
 
 
 def _prefixed(given: Any) -> Any:
-    """Return a copy of a state dict, with the prefix "module." before each name in it and in its metadata."""
+    """Return a copy of a state dict, with the prefix "module." before each name in it and in its
+    metadata.
+    """
     found = OrderedDict((PREFIX + name, value) for name, value in given.items())
-    versions = {PREFIX + name if name else PREFIX[:-1]: facts for name, facts in given._metadata.items()}
+    versions = {
+        PREFIX + name if name else PREFIX[:-1]: facts for name, facts in given._metadata.items()
+    }
     found._metadata = versions  # type: ignore[attr-defined]
     return found

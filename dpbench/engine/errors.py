@@ -1,4 +1,6 @@
-"""Errors: the exception `Refused`, and the exception that is raised in the caller if a replica fails."""
+"""Errors: the exception `Refused`, and the exception that is raised in the caller if a replica
+fails.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,44 @@ _REPLICA = "_dpbench_replica"
 
 
 class Refused(ValueError):
-    """Raised for a module, loss or optimizer that the engine cannot run on these devices under the schedule.
+    """Raised for a module, loss or optimizer that the engine cannot run on these devices under the
+    schedule.
 
-    It is raised before the step changes any weights. Its message gives the reason and, if there is one, an alternative.
+    It is raised before the step changes any weights. Its message gives the reason and, if there is
+    one, an alternative.
     """
 
 
 def in_replica(error: BaseException, replica: int, device: Device) -> BaseException:
-    """Return the exception to raise in the caller for `error`, which the given replica has raised on `device`.
+    """Return the exception to raise in the caller for `error`, which the given replica has raised
+    on `device`.
 
-    The returned exception has the type and message that torch.nn.DataParallel would give it, and `error` as its
-    `__cause__`. If an exception of that type cannot be constructed from a message, a RuntimeError is returned instead.
-    An exit or interrupt is not replaced: `error` itself is returned. In all cases a note "in replica i on device NAME"
-    is added.
+    The returned exception has the type and message that torch.nn.DataParallel would give it, and
+    `error` as its `__cause__`. If an exception of that type cannot be constructed from a message, a
+    RuntimeError is returned instead. An exit or interrupt is not replaced: `error` itself is
+    returned. In all cases a note "in replica i on device NAME" is added.
     """
     if isinstance(error, Exception):
         number = device.torch_device.index
         where = f"in replica {replica} on device {device.index if number is None else number}"
         trace = "".join(traceback.format_exception(error))
-        cause, error = error, _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}")
+        cause, error = (
+            error,
+            _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}"),
+        )
         error.__cause__ = cause
     error.add_note(f"in replica {replica} on device {device.name}")
     error.__dict__[_REPLICA] = replica
     return error
 
 
-def call_on(device: Device, module: Any, arguments: Iterable[Any], keywords: Mapping[str, Any]) -> Any:
-    """Call a replica on `device`, and return its output; add the hints of `_left_behind` to a RuntimeError as notes."""
+def call_on(
+    device: Device, module: Any, arguments: Iterable[Any], keywords: Mapping[str, Any]
+) -> Any:
+    """Call a replica on `device`, and return its output.
+
+    Add the hints of `_left_behind` to a RuntimeError as notes.
+    """
     try:
         return module(*arguments, **keywords)
     except RuntimeError as error:
@@ -51,20 +64,25 @@ def call_on(device: Device, module: Any, arguments: Iterable[Any], keywords: Map
 
 
 def _left_behind(module: Any, device: Device) -> Iterator[str]:
-    """Yield a hint for each tensor of a replica that is not on `device` because it is only a plain attribute."""
+    """Yield a hint for each tensor of a replica that is not on `device` because it is only a plain
+    attribute.
+    """
     for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
         for key, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.device != device.torch_device:
                 where = f"{name}.{key}" if name else key
                 yield (
-                    f"hint: the attribute {where} is a tensor on {value.device}, and neither a parameter nor a buffer, "
-                    f"so it stays there; if forward needs it on {device.torch_device}, register it: "
-                    f"module.register_buffer({key!r}, tensor)"
+                    f"hint: the attribute {where} is a tensor on {value.device}, and neither a"
+                    " parameter nor a buffer, so it stays there; if forward needs it on"
+                    f" {device.torch_device}, register it: module.register_buffer({key!r}, tensor)"
                 )
 
 
 def replica_of(error: BaseException) -> int | None:
-    """Return the index of the replica that failed, if `error` was returned by `in_replica`; otherwise None."""
+    """Return the index of the replica that failed, if `error` was returned by `in_replica`.
+
+    Otherwise None.
+    """
     replica: int | None = error.__dict__.get(_REPLICA)
     return replica
 
@@ -84,7 +102,9 @@ def _rebuilt(error: Exception, message: str) -> Exception:
 
 
 class _Plain(str):
-    """A string whose repr is the string itself, because a KeyError is printed as the repr of its message."""
+    """A string whose repr is the string itself, because a KeyError is printed as the repr of its
+    message.
+    """
 
     __slots__ = ()
 

@@ -1,7 +1,9 @@
-"""Flat storage: parameters as views of large flat buffers, so that one transfer copies many parameters.
+"""Flat storage: parameters as views of large flat buffers, so that one transfer copies many
+parameters.
 
-There is one flat buffer per optimizer group and dtype. This file also converts optimizer state between two forms: by
-parameter, as torch keeps it, and by shard, as the devices' optimizers keep it.
+There is one flat buffer per optimizer group and dtype. This file also converts optimizer state
+between two forms: by parameter, as torch keeps it, and by shard, as the devices' optimizers keep
+it.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ from dpbench.engine.optimizer_state import State, is_elementwise
 from dpbench.hardware.device import Device
 
 ALIGNMENT_BYTES = 64
-"""The alignment of slots in bytes. On unaligned tensors, kernels use other code paths, which round differently."""
+"""The alignment of slots in bytes.
+
+On unaligned tensors, kernels use other code paths, which round differently.
+"""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a flat buffer: elements [start, stop). `parameter` is the parameter's index."""
+    """The place of one parameter in a flat buffer: elements [start, stop). `parameter` is the
+    parameter's index.
+    """
 
     parameter: int
     start: int
@@ -31,7 +38,9 @@ class Slot:
 
 @dataclass(frozen=True)
 class Flat:
-    """The plan of one flat buffer: its dtype, its parameters' slots, and its `size` in elements, including padding."""
+    """The plan of one flat buffer: its dtype, its parameters' slots, and its `size` in elements,
+    including padding.
+    """
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -50,25 +59,37 @@ class Layout:
     def allocate(self, device: Device) -> list[torch.Tensor]:
         """Return one buffer of zeros on `device` for each plan."""
         with device.guard():
-            return [torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device) for flat in self.flats]
+            return [
+                torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device)
+                for flat in self.flats
+            ]
 
-    def views(self, buffers: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def views(
+        self, buffers: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
         """Return, by parameter index, a view of each slot in `buffers`.
 
         The view of parameter n has the shape and strides of `like[n]`.
         """
         return {
-            slot.parameter: buffer.as_strided(like[slot.parameter].size(), like[slot.parameter].stride(), slot.start)
+            slot.parameter: buffer.as_strided(
+                like[slot.parameter].size(), like[slot.parameter].stride(), slot.start
+            )
             for flat, buffer in zip(self.flats, buffers, strict=True)
             for slot in flat.slots
         }
 
 
-def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1) -> Layout:
-    """Return a layout with one flat buffer per group and dtype; each group consists of indices of `tensors`.
+def plan(
+    groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1
+) -> Layout:
+    """Return a layout with one flat buffer per group and dtype.
 
-    Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises ValueError for a tensor
-    whose elements do not fill a contiguous range of memory exactly once, because a slot cannot represent its strides.
+    Each group consists of indices of `tensors`.
+
+    Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises
+    ValueError for a tensor whose elements do not fill a contiguous range of memory exactly once,
+    because a slot cannot represent its strides.
     """
     flats = []
     for group in groups:
@@ -79,10 +100,14 @@ def plan(groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], share
     return Layout(tuple(flats))
 
 
-def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int) -> Flat:
-    """Return the plan of one flat buffer, which holds the tensors with the indices `numbers` at aligned offsets.
+def _flat(
+    dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int
+) -> Flat:
+    """Return the plan of one flat buffer, which holds the tensors with the indices `numbers` at
+    aligned offsets.
 
-    The size is rounded up, so that the buffer can be cut into `shares` equal parts that start at aligned addresses.
+    The size is rounded up, so that the buffer can be cut into `shares` equal parts that start at
+    aligned addresses.
     """
     step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
     slots, at = [], 0
@@ -90,9 +115,9 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
         tensor = tensors[number]
         if not is_dense(tensor):
             raise ValueError(
-                "storage=flat needs parameters that are dense in memory, but the parameter of shape "
-                f"{tuple(tensor.shape)} has strides {tensor.stride()}: "
-                "set parameter.data = parameter.data.contiguous(), or use storage=separate"
+                "storage=flat needs parameters that are dense in memory, but the parameter of"
+                f" shape {tuple(tensor.shape)} has strides {tensor.stride()}: set parameter.data ="
+                " parameter.data.contiguous(), or use storage=separate"
             )
         slots.append(Slot(number, at, at + tensor.numel()))
         at += -(-tensor.numel() // step) * step
@@ -100,14 +125,17 @@ def _flat(dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Te
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a contiguous range of memory exactly once, in any order of dimensions.
+    """Return whether a tensor's elements fill a contiguous range of memory exactly once, in any
+    order of dimensions.
 
     Tensors that are not strided, such as sparse tensors, are not dense.
     """
     if tensor.layout is not torch.strided:
         return False
     expected = 1
-    for size, stride in sorted(zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]):
+    for size, stride in sorted(
+        zip(tensor.size(), tensor.stride(), strict=True), key=lambda pair: pair[1]
+    ):
         if size != 1 and stride != expected:
             return False
         expected *= size
@@ -115,20 +143,26 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a dense tensor's elements as a vector in memory order, which is also their order in a slot."""
+    """Return a view of a dense tensor's elements as a vector in memory order, which is also their
+    order in a slot.
+    """
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class FlatWeights:
     """The flat buffers on the device `root` that hold a module's parameters.
 
-    The constructor copies the parameters into the buffers. The Parameter objects stay the same; their data become views
-    of the buffers. Each group in `groups` consists of indices of `parameters`; it gets one buffer per dtype, which can
-    be cut into `shares` equal parts.
+    The constructor copies the parameters into the buffers. The Parameter objects stay the same;
+    their data become views of the buffers. Each group in `groups` consists of indices of
+    `parameters`; it gets one buffer per dtype, which can be cut into `shares` equal parts.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], groups: Iterable[Iterable[int]], root: Device, shares: int = 1
+        self,
+        parameters: Sequence[torch.Tensor],
+        groups: Iterable[Iterable[int]],
+        root: Device,
+        shares: int = 1,
     ) -> None:
         self.layout = plan(groups, parameters, shares)
         self.parameters = list(parameters)
@@ -139,22 +173,32 @@ class FlatWeights:
             self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
-        """Copy each flat buffer to `device` in one transfer; return, by parameter index, views of these copies."""
+        """Copy each flat buffer to `device` in one transfer.
+
+        Return, by parameter index, views of these copies.
+        """
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
         """Move the parameters that are still in the flat buffers into separate storage.
 
-        If the training loop has made several parameters views of the same slot, they still share memory afterwards.
+        If the training loop has made several parameters views of the same slot, they still share
+        memory afterwards.
         """
         inside: dict[int, list[torch.Tensor]] = {}
         for parameter in self.parameters:
             inside.setdefault(parameter.untyped_storage().data_ptr(), []).append(parameter)
         for plan, buffer in zip(self.layout.flats, self.buffers, strict=True):
-            here = sorted(inside.get(buffer.untyped_storage().data_ptr(), []), key=torch.Tensor.storage_offset)
+            here = sorted(
+                inside.get(buffer.untyped_storage().data_ptr(), []), key=torch.Tensor.storage_offset
+            )
             starts = [p.storage_offset() for p in here]
             for slot in plan.slots:
-                _move_out(here[bisect_left(starts, slot.start) : bisect_left(starts, slot.stop)], slot, buffer)
+                _move_out(
+                    here[bisect_left(starts, slot.start) : bisect_left(starts, slot.stop)],
+                    slot,
+                    buffer,
+                )
 
 
 def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
@@ -173,7 +217,8 @@ def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tens
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a parameter in memory order; the shard stores them from its element `at` onwards.
+    """Elements [start, stop) of a parameter in memory order; the shard stores them from its element
+    `at` onwards.
 
     `parameter` is the parameter's index.
     """
@@ -184,7 +229,8 @@ class Segment:
     at: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the segment's elements of `whole`, a dense tensor with one element per element of the shard.
+        """Return the segment's elements of `whole`, a dense tensor with one element per element of
+        the shard.
 
         The returned vector is a view.
         """
@@ -193,10 +239,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat buffer.
+    """A tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat
+    buffer.
 
-    `gradient` is the summed gradient of `weight`. `group` is the index of the optimizer group. `segments` are the parts
-    of parameters that the shard contains. `twins[i]` is the tensor on device i that holds the same weights.
+    `gradient` is the summed gradient of `weight`. `group` is the index of the optimizer group.
+    `segments` are the parts of parameters that the shard contains. `twins[i]` is the tensor on
+    device i that holds the same weights.
     """
 
     weight: torch.Tensor
@@ -210,8 +258,8 @@ class ParamShard:
 class Sum:
     """The memory for the gradient of one segment, summed over the replicas.
 
-    `target` is this memory, a view of the shard's gradient. If the segment is a whole parameter, `whole` is True and
-    `target` has the parameter's shape; if not, `target` is a vector.
+    `target` is this memory, a view of the shard's gradient. If the segment is a whole parameter,
+    `whole` is True and `target` has the parameter's shape; if not, `target` is a vector.
     """
 
     segment: Segment
@@ -221,8 +269,8 @@ class Sum:
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the segment's elements of `gradient`, in the shape of `target`.
 
-        `gradient` is one replica's gradient of the whole parameter. Unless the segment is the whole parameter, the
-        gradient must be dense, with the parameter's strides.
+        `gradient` is one replica's gradient of the whole parameter. Unless the segment is the whole
+        parameter, the gradient must be dense, with the parameter's strides.
         """
         if self.whole:
             return gradient
@@ -231,11 +279,12 @@ class Sum:
 
 
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
-    """Yield, for each segment of a shard, the memory to which the segment's summed gradient is written.
+    """Yield, for each segment of a shard, the memory to which the segment's summed gradient is
+    written.
 
-    If the segment is a whole parameter, this memory has the shape of that parameter, which is taken from `parameters`;
-    if not, it is a vector. Callers should keep the yielded objects for all steps, because creating a view takes longer
-    than an addition.
+    If the segment is a whole parameter, this memory has the shape of that parameter, which is taken
+    from `parameters`; if not, it is a vector. Callers should keep the yielded objects for all
+    steps, because creating a view takes longer than an addition.
     """
     for segment in shard.segments:
         like, gradient = parameters[segment.parameter], shard.gradient
@@ -249,12 +298,14 @@ def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]
 
 
 def gathered(
-    states: Sequence[tuple[Sequence[ParamShard], Any]], parameters: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
+    states: Sequence[tuple[Sequence[ParamShard], Any]],
+    parameters: Sequence[torch.Tensor],
+    like: Sequence[torch.Tensor],
 ) -> State:
     """Return the optimizer state by parameter, joined from the state of all shards.
 
-    `states` has a pair for each stepping device: its shards, and their optimizer state. The keys of the returned state
-    are `parameters`; the tensors in it have the strides of `like`.
+    `states` has a pair for each stepping device: its shards, and their optimizer state. The keys of
+    the returned state are `parameters`; the tensors in it have the strides of `like`.
     """
     found: State = State(dict)
     with torch.no_grad():
@@ -267,13 +318,26 @@ def gathered(
     return found
 
 
-def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
-    """Copy the entry `name` of a shard's optimizer state into `own`, the state of the segment's parameter.
+def _put(
+    own: dict[str, Any],
+    like: torch.Tensor,
+    shard: ParamShard,
+    segment: Segment,
+    name: str,
+    value: Any,
+) -> None:
+    """Copy the entry `name` of a shard's optimizer state into `own`, the state of the segment's
+    parameter.
 
-    If the value has one number for each element of the shard, only the segment's elements are copied. Any other value,
-    such as the step count, is copied whole. `like` has the shape and strides of the parameter.
+    If the value has one number for each element of the shard, only the segment's elements are
+    copied. Any other value, such as the step count, is copied whole. `like` has the shape and
+    strides of the parameter.
     """
-    if not isinstance(value, torch.Tensor) or name == "step" or value.numel() != shard.weight.numel():
+    if (
+        not isinstance(value, torch.Tensor)
+        or name == "step"
+        or value.numel() != shard.weight.numel()
+    ):
         own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
     if name not in own:
@@ -281,25 +345,44 @@ def _put(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Se
     line(own[name])[segment.start : segment.stop].copy_(segment.of(value))
 
 
-def cut(given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]) -> State:
-    """Return the optimizer state of the shards, cut from `given`, the optimizer state of the parameters.
+def cut(
+    given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]
+) -> State:
+    """Return the optimizer state of the shards, cut from `given`, the optimizer state of the
+    parameters.
 
-    The keys of `given` are parameters; the keys of the returned state are the weights of the shards.
+    The keys of `given` are parameters; the keys of the returned state are the weights of the
+    shards.
     """
     found: State = State(dict)
     with torch.no_grad():
         for shard in shards:
             for segment in shard.segments:
                 for name, value in given.get(parameters[segment.parameter], {}).items():
-                    _take(found[shard.weight], parameters[segment.parameter], shard, segment, name, value)
+                    _take(
+                        found[shard.weight],
+                        parameters[segment.parameter],
+                        shard,
+                        segment,
+                        name,
+                        value,
+                    )
     return found
 
 
-def _take(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: Segment, name: str, value: Any) -> None:
-    """Copy the entry `name` of a parameter's optimizer state into `own`, the state of the segment's shard.
+def _take(
+    own: dict[str, Any],
+    like: torch.Tensor,
+    shard: ParamShard,
+    segment: Segment,
+    name: str,
+    value: Any,
+) -> None:
+    """Copy the entry `name` of a parameter's optimizer state into `own`, the state of the segment's
+    shard.
 
-    If the value has one number for each element of the parameter, only the segment's elements are copied. Any other
-    value, such as the step count, is copied whole. `like` is the parameter.
+    If the value has one number for each element of the parameter, only the segment's elements are
+    copied. Any other value, such as the step count, is copied whole. `like` is the parameter.
     """
     if not is_elementwise(name, value, like):
         if name not in own:
@@ -307,5 +390,7 @@ def _take(own: dict[str, Any], like: torch.Tensor, shard: ParamShard, segment: S
         return
     if name not in own:
         own[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
-    source = torch.empty_like(like, dtype=value.dtype).copy_(value)  # in the parameter's own strides
+    source = torch.empty_like(like, dtype=value.dtype).copy_(
+        value
+    )  # in the parameter's own strides
     segment.of(own[name]).copy_(line(source.detach())[segment.start : segment.stop])

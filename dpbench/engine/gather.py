@@ -16,17 +16,22 @@ from dpbench.records import Mark, Phase, no_mark
 
 
 class Gather(Function):
-    """An autograd function that concatenates tensors; backward sends each device its part of the gradient."""
+    """An autograd function that concatenates tensors.
+
+    Backward sends each device its part of the gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor
+    ) -> torch.Tensor:
         """Return the tensors concatenated along `dim` on the target; scalars become a vector."""
         ctx.devices, ctx.dim, ctx.homes = devices, dim, [tensor.device for tensor in tensors]
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
             warnings.warn(
-                "Was asked to gather along dimension 0, but all input tensors were scalars; will instead unsqueeze "
-                "and return a vector.",
+                "Was asked to gather along dimension 0, but all input tensors were scalars; will"
+                " instead unsqueeze and return a vector.",
                 stacklevel=4,
             )
             tensors = tuple(tensor.view(1) for tensor in tensors)
@@ -34,13 +39,19 @@ class Gather(Function):
         for device in devices:
             target.wait(device)
         target.borrow(tensors)
-        follows = target.torch_device.type != "cpu"  # the host would read non-blocking copies before they are done
+        follows = (
+            target.torch_device.type != "cpu"
+        )  # the host would read non-blocking copies before they are done
         with target.guard():
-            return torch.cat([tensor.to(target.torch_device, non_blocking=follows) for tensor in tensors], dim)
+            return torch.cat(
+                [tensor.to(target.torch_device, non_blocking=follows) for tensor in tensors], dim
+            )
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return each device's part of the gradient as a copy, because a slice of the gradient may be unaligned."""
+        """Return each device's part of the gradient as a copy, because a slice of the gradient may
+        be unaligned.
+        """
         parts = gradient.split(ctx.sizes, ctx.dim)
         placed = [
             device.put(part) if home == device.torch_device else part.to(home)
@@ -59,12 +70,13 @@ def gather(
 ) -> Any:
     """Return the replicas' outputs, concatenated along `dim` on the device `target`.
 
-    `outputs[i]` is the output of the replica on `devices[i]`. Without `devices`, the outputs' own devices are used.
-    Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of them. An object of any other type that
-    yields its parts when iterated, such as a cache of the library transformers, is built again from the gathered parts,
-    as in torch: `type(output)(parts)`. A number, a string, a set or an object that cannot be iterated raises TypeError.
-    Scalars become a vector, with torch's warning. Raises ValueError when replicas return different structures, and
-    RuntimeError when the shapes of tensors do not match.
+    `outputs[i]` is the output of the replica on `devices[i]`. Without `devices`, the outputs' own
+    devices are used. Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of
+    them. An object of any other type that yields its parts when iterated, such as a cache of the
+    library transformers, is built again from the gathered parts, as in torch:
+    `type(output)(parts)`. A number, a string, a set or an object that cannot be iterated raises
+    TypeError. Scalars become a vector, with torch's warning. Raises ValueError when replicas return
+    different structures, and RuntimeError when the shapes of tensors do not match.
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
@@ -75,16 +87,27 @@ def gather(
 
 
 def target_of(target: Device | DeviceId) -> Device:
-    """Return the device on which to gather; -1 means the host, with a deprecation warning as in torch."""
+    """Return the device on which to gather; -1 means the host, with a deprecation warning as in
+    torch.
+    """
     if target == -1:
-        warnings.warn('-1 as the device to gather on is deprecated; use "cpu"', FutureWarning, stacklevel=3)
+        warnings.warn(
+            '-1 as the device to gather on is deprecated; use "cpu"', FutureWarning, stacklevel=3
+        )
         target = "cpu"
     (device,) = as_devices([target])
     return device
 
 
-def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> Any:
-    """Return the replicas' outputs, or corresponding parts of the outputs, concatenated on the target.
+def _gather(
+    outputs: Sequence[Any],
+    target: Device,
+    devices: Sequence[Device],
+    dim: int,
+    path: tuple[Any, ...],
+) -> Any:
+    """Return the replicas' outputs, or corresponding parts of the outputs, concatenated on the
+    target.
 
     `path` lists the keys that lead from the whole output to these parts; error messages include it.
     """
@@ -92,12 +115,16 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
     if isinstance(first, torch.Tensor):
         if first.is_nested:
             raise TypeError(
-                f"cannot gather {_named(path)}, because it is a nested tensor, whose offsets cannot be joined; return "
-                "a dense tensor from forward, such as a padded tensor"
+                f"cannot gather {_named(path)}, because it is a nested tensor, whose offsets cannot"
+                " be joined; return a dense tensor from forward, such as a padded tensor"
             )
         shape = first.shape
         for output, device in zip(outputs, devices, strict=True):  # the full checks below are slow
-            if type(output) is not type(first) or output.shape != shape or output.device != device.torch_device:
+            if (
+                type(output) is not type(first)
+                or output.shape != shape
+                or output.device != device.torch_device
+            ):
                 _check_kinds(outputs, path)
                 _check_tensors(outputs, devices, dim, path)
         return Gather.apply(target, devices, dim, *outputs)  # type: ignore[no-untyped-call]
@@ -111,66 +138,87 @@ def _gather(outputs: Sequence[Any], target: Device, devices: Sequence[Device], d
         return _gather_parts(outputs, target, devices, dim, path)
     rows = [parts_of(output, keys) for output in outputs]
     columns = zip(keys, zip(*rows, strict=True), strict=True)
-    return rebuilt(first, [_gather(column, target, devices, dim, (*path, key)) for key, column in columns])
+    return rebuilt(
+        first, [_gather(column, target, devices, dim, (*path, key)) for key, column in columns]
+    )
 
 
 def _gather_parts(
-    outputs: Sequence[Any], target: Device, devices: Sequence[Device], dim: int, path: tuple[Any, ...]
+    outputs: Sequence[Any],
+    target: Device,
+    devices: Sequence[Device],
+    dim: int,
+    path: tuple[Any, ...],
 ) -> Any:
-    """Iterate the replicas' objects, gather their corresponding parts, and return a new object made from the results.
+    """Iterate the replicas' objects, gather their corresponding parts, and return a new object made
+    from the results.
 
-    Raises TypeError if the objects cannot be iterated in a fixed order, and ValueError if their lengths differ.
+    Raises TypeError if the objects cannot be iterated in a fixed order, and ValueError if their
+    lengths differ.
     """
     kind = type(outputs[0])
     if not isinstance(outputs[0], Iterable) or isinstance(outputs[0], str | bytes | Set | Iterator):
         raise TypeError(
-            f"cannot gather {_named(path)} of type {kind.__name__}: forward must return tensors, or tuples, "
-            "lists, dicts or dataclass instances of them; return numbers as tensors"
+            f"cannot gather {_named(path)} of type {kind.__name__}: forward must return tensors, or"
+            " tuples, lists, dicts or dataclass instances of them; return numbers as tensors"
         )
     rows = [list(output) for output in outputs]
     for replica, parts in enumerate(rows):
         if len(parts) != len(rows[0]):
             raise ValueError(
-                f"replicas returned different structures: {_named(path)} of type {kind.__name__} has length "
-                f"{len(rows[0])} on replica 0, but {len(parts)} on replica {replica}"
+                f"replicas returned different structures: {_named(path)} of type {kind.__name__}"
+                f" has length {len(rows[0])} on replica 0, but {len(parts)} on replica {replica}"
             )
     columns = enumerate(zip(*rows, strict=True))
-    return kind([_gather(column, target, devices, dim, (*path, number)) for number, column in columns])
+    return kind(
+        [_gather(column, target, devices, dim, (*path, number)) for number, column in columns]
+    )
 
 
 def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
-    """Raise ValueError unless all replicas returned the same type with the same keys at `path` in the output."""
-    kinds = [torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs]
+    """Raise ValueError unless all replicas returned the same type with the same keys at `path` in
+    the output.
+    """
+    kinds = [
+        torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs
+    ]
     keys = [list(keys_of(output) or ()) for output in outputs]
     for replica, kind in enumerate(kinds):
         if kind is not kinds[0]:
             raise ValueError(
-                f"replicas returned different structures: {_named(path)} has type {kinds[0].__name__} on replica 0, "
-                f"but {kind.__name__} on replica {replica}"
+                f"replicas returned different structures: {_named(path)} has type"
+                f" {kinds[0].__name__} on replica 0, but {kind.__name__} on replica {replica}"
             )
         if set(keys[replica]) != set(keys[0]):
             raise ValueError(
-                f"All {kind.__name__}s must have the same number of keys, and the same keys: {_named(path)} has "
-                f"{keys[0]} on replica 0, but {keys[replica]} on replica {replica}"
+                f"All {kind.__name__}s must have the same number of keys, and the same keys:"
+                f" {_named(path)} has {keys[0]} on replica 0, but {keys[replica]} on replica"
+                f" {replica}"
             )
 
 
-def _check_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]) -> None:
-    """Raise TypeError if a replica on an accelerator returned a CPU tensor, and RuntimeError if shapes do not match."""
+def _check_tensors(
+    tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]
+) -> None:
+    """Raise TypeError if a replica on an accelerator returned a CPU tensor, and RuntimeError if
+    shapes do not match.
+    """
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(
-                f"Gather function not implemented for CPU tensors: {_named(path)} of replica {replica} is on the CPU, "
-                f"but the replica's inputs are on {device.name}; return the output on that device"
+                f"Gather function not implemented for CPU tensors: {_named(path)} of replica"
+                f" {replica} is on the CPU, but the replica's inputs are on {device.name}; return"
+                " the output on that device"
             )
         expected, shape = list(tensors[0].shape), list(tensor.shape)
         if len(shape) == len(expected) and -len(shape) <= dim < len(shape):
             expected[dim] = shape[dim]
         if shape != expected:
             raise RuntimeError(
-                f"Input tensor at index {replica} has invalid shape {shape}, but expected {expected}: the shape of "
-                f"{_named(path)} may differ between replicas only along dim {dim}; pad the outputs to the same length "
-                "(with pad_packed_sequence, set total_length=)"
+                f"Input tensor at index {replica} has invalid shape {shape}, but expected"
+                f" {expected}: the shape of {_named(path)} may differ between replicas only along"
+                f" dim {dim}; pad the outputs to the same length (with pad_packed_sequence, set"
+                " total_length=)"
             )
 
 

@@ -1,12 +1,14 @@
-"""Legal: find out which switches of a schedule are forbidden by the module, loss, optimizer or devices, and why.
+"""Legal: find out which switches of a schedule are forbidden by the module, loss, optimizer or
+devices, and why.
 
-A schedule that the user has named runs unchanged or is refused. Under `copying` and `fastest`, TrainStep sets the
-forbidden switches to other values, and reports the reasons.
+A schedule that the user has named runs unchanged or is refused. Under `copying` and `fastest`,
+TrainStep sets the forbidden switches to other values, and reports the reasons.
 
-An `Identity` records properties of the parameters and the optimizer on which the engine's persistent state depends. The
-record is compared at the start of each step, so that a changed property takes effect, or raises an error, in that step.
-Writing values into a parameter in place changes none of these properties; `ReplicaWeights.versions` and
-`TrainStep.sync` handle these writes.
+An `Identity` records properties of the parameters and the optimizer on which the engine's
+persistent state depends. The record is compared at the start of each step, so that a changed
+property takes effect, or raises an error, in that step. Writing values into a parameter in place
+changes none of these properties; `ReplicaWeights.versions` and `TrainStep.sync` handle these
+writes.
 """
 
 from __future__ import annotations
@@ -42,17 +44,25 @@ Hooks = dict[int, Any]
 
 
 class Identity:
-    """A record of parameters' memory, shapes and `requires_grad`, and of the optimizer's groups and hooks."""
+    """A record of parameters' memory, shapes and `requires_grad`, and of the optimizer's groups and
+    hooks.
+    """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
+    ) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         self._memory = [p.detach() for p in parameters]
         self._wanted = list(map(_requires_grad, parameters))
-        self._groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        self._groups = (
+            [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
+        )
         self.watched = optimizer is not None and is_watched(optimizer)
 
     def changed(self) -> bool:
-        """Return whether one of the recorded properties has changed since this record was created."""
+        """Return whether one of the recorded properties has changed since this record was
+        created.
+        """
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
@@ -64,23 +74,29 @@ class Identity:
         return (
             is_watched(optimizer) != self.watched
             or len(groups) != len(self._groups)
-            or not all(_same(group["params"], seen) for group, seen in zip(groups, self._groups, strict=True))
+            or not all(
+                _same(group["params"], seen)
+                for group, seen in zip(groups, self._groups, strict=True)
+            )
         )
 
 
 class GradientHooks:
-    """The hooks on parameters' gradients: on the tensors, and on the nodes that accumulate the gradients.
+    """The hooks on parameters' gradients: on the tensors, and on the nodes that accumulate the
+    gradients.
 
-    torch shows the hooks of a node only to a hook's handle, so the constructor adds and removes one.
-    It keeps the nodes, because a parameter does not keep its node, and a new node would have other
-    hooks. `release` drops them, because a node also keeps the parameter's shape.
+    torch shows the hooks of a node only to a hook's handle, so the constructor adds and removes
+    one. It keeps the nodes, because a parameter does not keep its node, and a new node would have
+    other hooks. `release` drops them, because a node also keeps the parameter's shape.
     """
 
     @torch.inference_mode(mode=False)  # in which tensors have no nodes
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
-        registers = [register for n in self._nodes for register in (n.register_hook, n.register_prehook)]
+        registers = [
+            register for n in self._nodes for register in (n.register_hook, n.register_prehook)
+        ]
         handles = [register(print) for register in registers]
         self._of_nodes: list[Any] = [handle.hooks_dict_ref() for handle in handles]
         for handle in handles:
@@ -88,11 +104,17 @@ class GradientHooks:
 
     def __bool__(self) -> bool:
         tensors = self._parameters
-        return any(map(_tensor_hooks, tensors)) or any(map(_accumulate_hooks, tensors)) or any(self._of_nodes)
+        return (
+            any(map(_tensor_hooks, tensors))
+            or any(map(_accumulate_hooks, tensors))
+            or any(self._of_nodes)
+        )
 
     def dicts(self) -> list[Hooks]:
         """Return torch's own dicts of these hooks, without empty ones."""
-        of_tensors = [kind(p) for p in self._parameters for kind in (_tensor_hooks, _accumulate_hooks)]
+        of_tensors = [
+            kind(p) for p in self._parameters for kind in (_tensor_hooks, _accumulate_hooks)
+        ]
         return [*filter(None, of_tensors), *filter(None, self._of_nodes)]
 
     def release(self) -> None:
@@ -103,8 +125,9 @@ class GradientHooks:
 def is_watched(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has a hook, or a replaced `step` or `zero_grad`.
 
-    A hook or replaced method expects the module's own parameters and gradients. A `step` that is only wrapped by one of
-    torch's learning rate schedulers is not a replaced one, because the wrapper does nothing but count the calls.
+    A hook or replaced method expects the module's own parameters and gradients. A `step` that is
+    only wrapped by one of torch's learning rate schedulers is not a replaced one, because the
+    wrapper does nothing but count the calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(
@@ -118,7 +141,8 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def _only_counts(step: Any, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is the function by which a learning rate scheduler counts the calls of `kind.step`.
+    """Return whether `step` is the function by which a learning rate scheduler counts the calls of
+    `kind.step`.
 
     The attribute that torch's scheduler sets on this function does not show this, because
     `functools.wraps` copies it to functions of the user.
@@ -135,8 +159,9 @@ def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 class Muted:
     """Hooks on parameters' gradients. The constructor removes them; `restore` puts them back.
 
-    The hooks are absent during a backward that may reach the parameters directly, without passing through the replicas.
-    In such a backward a parameter gets only a part of its gradient, but hooks must be called once, with all of it.
+    The hooks are absent during a backward that may reach the parameters directly, without passing
+    through the replicas. In such a backward a parameter gets only a part of its gradient, but hooks
+    must be called once, with all of it.
     """
 
     def __init__(self, hooks_of_parameters: Sequence[Hooks]) -> None:
@@ -161,7 +186,9 @@ FALLBACKS = {
 CACHED = Schedule(workers="pool", replicas="cached")
 """The schedule that TrainStep selects if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
-"""Dtypes for which elementwise kernels round an element independently of its position in a tensor."""
+"""Dtypes for which elementwise kernels round an element independently of its position in a
+tensor.
+"""
 
 
 @dataclass(frozen=True)
@@ -194,13 +221,18 @@ Reason = Callable[[Schedule, TrainingSetup], str]
 def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.loss == "local" and setup.loss.summed() is None:
         return (
-            "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is unknown; use one of "
-            "torch's losses without hooks, such as torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
+            "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is"
+            " unknown; use one of torch's losses without hooks, such as"
+            " torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
         )
-    if schedule.loss == "local" and not setup.loss.pair and any(p.dtype is torch.float16 for p in setup.trained):
+    if (
+        schedule.loss == "local"
+        and not setup.loss.pair
+        and any(p.dtype is torch.float16 for p in setup.trained)
+    ):
         return (
-            "loss=local adds the losses of all rows before it divides, and such a sum in fp16, the dtype of a "
-            "parameter, is infinite above 65504; use loss=gathered"
+            "loss=local adds the losses of all rows before it divides, and such a sum in fp16, the"
+            " dtype of a parameter, is infinite above 65504; use loss=gathered"
         )
     return ""
 
@@ -211,18 +243,18 @@ def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
     groups_of(setup.optimizer, unique(setup.module.parameters()))
     if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in setup.trained):
         return (
-            "replicas=persistent computes gradients in the dtype of their parameters, but a parameter has another "
-            "grad_dtype; use schedule='cached'"
+            "replicas=persistent computes gradients in the dtype of their parameters, but a"
+            " parameter has another grad_dtype; use schedule='cached'"
         )
     if any(getattr(part, "sparse", False) for part in setup.module.modules()):
         return (
-            "replicas=persistent needs dense gradients, but a layer has sparse=True; use schedule='cached', or "
-            "create the layer with sparse=False"
+            "replicas=persistent needs dense gradients, but a layer has sparse=True; use"
+            " schedule='cached', or create the layer with sparse=False"
         )
     if any(buffer.requires_grad for buffer in setup.module.buffers()):
         return (
-            "replicas=persistent computes no gradients of buffers, but a buffer of the module requires gradients; use "
-            "schedule='cached'"
+            "replicas=persistent computes no gradients of buffers, but a buffer of the module"
+            " requires gradients; use schedule='cached'"
         )
     return ""
 
@@ -231,41 +263,48 @@ def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
     shared = any(p.untyped_storage().nbytes() != p.nbytes for p in setup.trained if is_dense(p))
     if schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared:
         return (
-            "storage=flat needs parameters that share no memory with other tensors, but the memory of one parameter "
-            "is part of a larger tensor; use storage=separate"
+            "storage=flat needs parameters that share no memory with other tensors, but the memory"
+            " of one parameter is part of a larger tensor; use storage=separate"
         )
     return storage(schedule, setup.module, setup.devices)
 
 
 def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) -> str:
-    """Return the reason why the module's parameters cannot be stored as the schedule requires, or "" if they can."""
+    """Return the reason why the module's parameters cannot be stored as the schedule requires, or
+    "" if they can.
+    """
     if schedule.storage != "flat":
         return ""
     kind = devices[0].torch_device.type
     if kind not in ("cpu", "cuda"):
         return (
-            f"storage=flat needs CPU or CUDA devices, but the device type is {kind}, on which parameters cannot be "
-            "views of one buffer; use storage=separate"
+            f"storage=flat needs CPU or CUDA devices, but the device type is {kind}, on which"
+            " parameters cannot be views of one buffer; use storage=separate"
         )
     if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
         return (
-            "storage=flat cannot store the weights of RNNs on CUDA, because cuDNN packs them into one buffer itself; "
-            "use storage=separate"
+            "storage=flat cannot store the weights of RNNs on CUDA, because cuDNN packs them into"
+            " one buffer itself; use storage=separate"
         )
     for parameter in (wanted := trained(module)):
         if not is_dense(parameter):
             return (
-                "storage=flat needs parameters that are dense in memory, but the parameter of shape "
-                f"{tuple(parameter.shape)} has strides {parameter.stride()}: "
-                "set parameter.data = parameter.data.contiguous(), or use storage=separate"
+                "storage=flat needs parameters that are dense in memory, but the parameter of"
+                f" shape {tuple(parameter.shape)} has strides {parameter.stride()}: set"
+                " parameter.data = parameter.data.contiguous(), or use storage=separate"
             )
     if reason := _shared(module, wanted):
-        return f"storage=flat needs parameters that share no memory, but {reason}; use storage=separate"
+        return (
+            f"storage=flat needs parameters that share no memory, but {reason}; use"
+            " storage=separate"
+        )
     return ""
 
 
 def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
-    """Return a clause that says what shares memory with one of the parameters, or "" if nothing of the module does."""
+    """Return a clause that says what shares memory with one of the parameters, or "" if nothing of
+    the module does.
+    """
     if _overlap(parameters):
         return "two of them share memory"
     if any(p.device.type == "cpu" and p.is_shared() for p in parameters):
@@ -273,11 +312,21 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
     memory = {p.untyped_storage().data_ptr() for p in parameters if p.numel()}
     known = set(map(id, module.parameters()))
     for prefix, part in module.named_modules():
-        attributes = {name: value for name, value in vars(part).items() if name not in ("_parameters", "_modules")}
+        attributes = {
+            name: value
+            for name, value in vars(part).items()
+            if name not in ("_parameters", "_modules")
+        }
         for name, value in {**attributes, **part._buffers}.items():
-            others = (t for t in tensors_in(value) if t.layout is torch.strided and id(t) not in known)
-            recomputed = hasattr(part, f"{name}_orig")  # torch's spectral_norm sets `weight` before each forward
-            if not recomputed and any(tensor.untyped_storage().data_ptr() in memory for tensor in others):
+            others = (
+                t for t in tensors_in(value) if t.layout is torch.strided and id(t) not in known
+            )
+            recomputed = hasattr(
+                part, f"{name}_orig"
+            )  # torch's spectral_norm sets `weight` before each forward
+            if not recomputed and any(
+                tensor.untyped_storage().data_ptr() in memory for tensor in others
+            ):
                 return f"{prefix}.{name}".removeprefix(".") + " is in the memory of one of them"
     return ""
 
@@ -288,18 +337,18 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
         return ""
     if schedule.update == "sharded" and kind not in ELEMENTWISE:
         return (
-            "update=sharded needs an optimizer that is known to step every element independently, but the optimizer "
-            f"is {kind.__name__}; use update=root"
+            "update=sharded needs an optimizer that is known to step every element independently,"
+            f" but the optimizer is {kind.__name__}; use update=root"
         )
     if not kind.__module__.startswith("torch.optim."):
         return (
-            "update=each gives a copy of the optimizer to each device and therefore needs an optimizer of torch.optim, "
-            f"but the optimizer is {kind.__name__}; use update=root"
+            "update=each gives a copy of the optimizer to each device and therefore needs an"
+            f" optimizer of torch.optim, but the optimizer is {kind.__name__}; use update=root"
         )
     if _overlap(setup.trained):
         return (
-            f"update={schedule.update} needs parameters that share no memory, but two of them share memory; "
-            "use update=root"
+            f"update={schedule.update} needs parameters that share no memory, but two of them share"
+            " memory; use update=root"
         )
     return ""
 
@@ -319,8 +368,8 @@ def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
     return (
-        "the loss is computed over the gathered batch, because summing the replicas' losses could change the last bit "
-        "of the gradients"
+        "the loss is computed over the gathered batch, because summing the replicas' losses could"
+        " change the last bit of the gradients"
     )
 
 
@@ -329,28 +378,31 @@ def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
         return ""
     if any(group.get("fused") for group in setup.optimizer.param_groups):
         return (
-            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding of fused kernels "
-            "depends on the position of an element in its tensor"
+            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding"
+            " of fused kernels depends on the position of an element in its tensor"
         )
     if any(p.dtype not in EXACT_DTYPES for p in setup.trained):
         return (
-            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding of low-precision "
-            "kernels depends on the position of an element in its tensor"
+            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding"
+            " of low-precision kernels depends on the position of an element in its tensor"
         )
     return ""
 
 
 def _unwatched(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.replicas == "persistent" and GradientHooks(setup.trained):
-        return "replicas are not persistent, because a parameter has a hook that must get the gradient from autograd"
+        return (
+            "replicas are not persistent, because a parameter has a hook that must get the gradient"
+            " from autograd"
+        )
     return ""
 
 
 def _unwatched_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     if schedule.update != "root" and is_watched(setup.optimizer):
         return (
-            "only the first device runs an optimizer, because the optimizer has a hook or a replaced method, which "
-            "must get the module's own parameters"
+            "only the first device runs an optimizer, because the optimizer has a hook or a"
+            " replaced method, which must get the module's own parameters"
         )
     return ""
 
@@ -369,14 +421,17 @@ FOR_SELECTED: dict[Reason, str] = {
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""The additional checks for a schedule that TrainStep selects, each with the switch that it can forbid.
+"""The additional checks for a schedule that TrainStep selects, each with the switch that it can
+forbid.
 
-They exclude schedules whose results could differ from those of `reference` in any bit, and schedules that hooks would
-slow down.
+They exclude schedules whose results could differ from those of `reference` in any bit, and
+schedules that hooks would slow down.
 """
 
 
-def hindrances(schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]) -> Iterator[tuple[str, str]]:
+def hindrances(
+    schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]
+) -> Iterator[tuple[str, str]]:
     """Yield a pair (switch, reason) for each check that forbids the schedule.
 
     `reasons` maps each check to the switch that it can forbid.
@@ -398,21 +453,24 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
 
 
 def _check_closure(optimizer: Optimizer) -> None:
-    """Raise Refused if the optimizer's `step` has an argument that must be given, as that of LBFGS."""
+    """Raise Refused if the optimizer's `step` has an argument that must be given, as that of
+    LBFGS.
+    """
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
         kind = type(optimizer).__name__
         raise Refused(
-            f"{kind} evaluates the loss several times per step, through a closure, which TrainStep does not support; "
-            "use another optimizer"
+            f"{kind} evaluates the loss several times per step, through a closure, which TrainStep"
+            " does not support; use another optimizer"
         )
 
 
 def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, list[str]]:
     """Return the schedule that TrainStep selects, and the reasons why it differs from `preferred`.
 
-    The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
-    With a single device, the schedule is `reference`, and the list of reasons is empty.
+    The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal
+    within rounding). With a single device, the schedule is `reference`, and the list of reasons is
+    empty.
     """
     _check_closure(setup.optimizer)
     if len(setup.devices) == 1:
@@ -428,7 +486,11 @@ def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, lis
 def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
     """Return whether two of the parameters share memory without being the same object."""
     spans = sorted(
-        (p.untyped_storage().data_ptr(), p.storage_offset() * p.itemsize, p.storage_offset() * p.itemsize + _extent(p))
+        (
+            p.untyped_storage().data_ptr(),
+            p.storage_offset() * p.itemsize,
+            p.storage_offset() * p.itemsize + _extent(p),
+        )
         for p in parameters
         if p.layout is torch.strided and p.device.type in ("cpu", "cuda") and p.numel()
     )
@@ -436,6 +498,10 @@ def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first to the last element of a tensor in its storage, both included."""
-    steps = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    """Return the number of bytes from the first to the last element of a tensor in its storage,
+    both included.
+    """
+    steps = sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
     return (steps + 1) * tensor.itemsize

@@ -1,8 +1,9 @@
-"""Losses: computed once over the gathered batch, or as sums that each replica computes over its own rows.
+"""Losses: computed once over the gathered batch, or as sums that each replica computes over its own
+rows.
 
-A replica can compute its part of the loss only if the divisor of the mean is known: for torch's own losses, whose
-divisors are defined in this file, and for a pair of functions `(sum_fn, weight_fn)`. For any other function the divisor
-is unknown.
+A replica can compute its part of the loss only if the divisor of the mean is known: for torch's own
+losses, whose divisors are defined in this file, and for a pair of functions `(sum_fn, weight_fn)`.
+For any other function the divisor is unknown.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from dpbench.records import Mark, Phase
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""A function of (output, target, keywords of the loss) that returns what the given rows add to the mean's divisor."""
+"""A function of (output, target, keywords of the loss) that returns what the given rows add to the
+mean's divisor.
+"""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
-    """Return the number of elements over which an elementwise loss averages, after output and target are broadcast."""
+    """Return the number of elements over which an elementwise loss averages, after output and
+    target are broadcast.
+    """
     if output.shape == target.shape:
         return output.numel()
     return math.prod(torch.broadcast_shapes(output.shape, target.shape))
@@ -40,9 +45,12 @@ def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str,
 def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
     """Return the divisor of a classification loss's mean for the given rows.
 
-    This is the number of targets that are not ignored, or the sum of their class weights if these are given.
+    This is the number of targets that are not ignored, or the sum of their class weights if these
+    are given.
     """
-    if target.is_floating_point():  # class probabilities: ignore_index and weight do not affect the divisor
+    if (
+        target.is_floating_point()
+    ):  # class probabilities: ignore_index and weight do not affect the divisor
         return output.numel() // output.shape[1]
     counted = target != keywords.get("ignore_index", -100)
     weight = keywords.get("weight")
@@ -52,7 +60,9 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """How closely gradients summed over the replicas agree with the gradients of the loss of the whole batch."""
+    """How closely gradients summed over the replicas agree with the gradients of the loss of the
+    whole batch.
+    """
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
@@ -63,8 +73,9 @@ class Bits(Enum):
 class DivisorRule:
     """The rule that turns one of torch's losses into a sum over rows and a divisor.
 
-    `function` computes the loss, and `settings` are the names of its keywords. `divisor` returns the divisor of the
-    mean. `bits` is the accuracy of the gradients if each replica computes the loss over its own rows.
+    `function` computes the loss, and `settings` are the names of its keywords. `divisor` returns
+    the divisor of the mean. `bits` is the accuracy of the gradients if each replica computes the
+    loss over its own rows.
     """
 
     function: Function
@@ -73,7 +84,8 @@ class DivisorRule:
     bits: Bits = Bits.ROUNDED
 
     def splits(self, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether the rows of output and target correspond one to one, without broadcasting between rows.
+        """Return whether the rows of output and target correspond one to one, without broadcasting
+        between rows.
 
         For a classification loss an output with one dimension is a single row.
         """
@@ -94,24 +106,32 @@ _RULES = {
     nn.SmoothL1Loss: DivisorRule(F.smooth_l1_loss, ("beta",), _elements),
     nn.HuberLoss: DivisorRule(F.huber_loss, ("delta",), _elements),
     nn.BCELoss: DivisorRule(F.binary_cross_entropy, ("weight",), _elements),
-    nn.BCEWithLogitsLoss: DivisorRule(F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements),
+    nn.BCEWithLogitsLoss: DivisorRule(
+        F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements
+    ),
 }
-"""The rule of each loss module. tests/test_losses.py measures `bits` on gradients of many sizes and scales."""
+"""The rule of each loss module. tests/test_losses.py measures `bits` on gradients of many sizes and
+scales.
+"""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""A loss with one of these settings is `ROUNDED`: its divisor is not a count, or its terms have different divisors."""
+"""A loss with one of these settings is `ROUNDED`: its divisor is not a count, or its terms have
+different divisors.
+"""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A loss that each replica can compute over its own rows, with the settings of the present step.
+    """A loss that each replica can compute over its own rows, with the settings of the present
+    step.
 
-    `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns the contribution of
-    these rows to the divisor; `weight_fn` is None if the loss has no divisor. `rule` is the rule by which both
-    functions were made from one of torch's losses; it is None if the user gave the functions as a pair. `weights` are
-    tensors by which an elementwise loss multiplies its elements.
+    `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns the
+    contribution of these rows to the divisor; `weight_fn` is None if the loss has no divisor.
+    `rule` is the rule by which both functions were made from one of torch's losses; it is None if
+    the user gave the functions as a pair. `weights` are tensors by which an elementwise loss
+    multiplies its elements.
     """
 
     sum_fn: Function
@@ -121,14 +141,18 @@ class Summed:
     weights: Sequence[torch.Tensor] = ()
 
     def keeps_bits(self, *, powers: bool) -> bool:
-        """Return whether the sums of the replicas' gradients are bitwise equal to the gradients of the whole batch.
+        """Return whether the sums of the replicas' gradients are bitwise equal to the gradients of
+        the whole batch.
 
         `powers` is True if the loss is scaled only by powers of two, or not at all.
         """
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
-        """Return whether each row's loss can be computed separately; always True for a pair (sum_fn, weight_fn)."""
+        """Return whether each row's loss can be computed separately.
+
+        Always True for a pair (sum_fn, weight_fn).
+        """
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
@@ -139,10 +163,13 @@ class Summed:
         )
 
     def weight_of(self, target: Any) -> int | None:
-        """Return the divisor for all rows if the host can compute it before the outputs exist; otherwise None.
+        """Return the divisor for all rows if the host can compute it before the outputs exist.
 
-        Only a count of class indices can be computed in advance. The caller need not check that the rows of output and
-        target correspond, because torch's classification losses raise an error if they do not.
+        Otherwise None.
+
+        Only a count of class indices can be computed in advance. The caller need not check that the
+        rows of output and target correspond, because torch's classification losses raise an error
+        if they do not.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -156,9 +183,11 @@ class Summed:
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
     def weight(self, output: Any, target: Any) -> Any:
-        """Return the contribution of one replica's rows to the divisor, or None if the loss has no divisor.
+        """Return the contribution of one replica's rows to the divisor, or None if the loss has no
+        divisor.
 
-        The loss of the batch is the sum of all replicas' totals, divided by the sum of their contributions.
+        The loss of the batch is the sum of all replicas' totals, divided by the sum of their
+        contributions.
         """
         return None if self.weight_fn is None else self.weight_fn(output, target)
 
@@ -166,8 +195,9 @@ class Summed:
 class Loss:
     """A loss function, and its form as a sum over rows if the divisor of its mean is known.
 
-    `loss_fn` is a function of output and target that returns the mean or sum over the batch, or a pair of functions
-    `(sum_fn, weight_fn)`, whose quotient is the loss. The settings of a loss module are read again in every step.
+    `loss_fn` is a function of output and target that returns the mean or sum over the batch, or a
+    pair of functions `(sum_fn, weight_fn)`, whose quotient is the loss. The settings of a loss
+    module are read again in every step.
     """
 
     def __init__(self, loss_fn: Any) -> None:
@@ -183,7 +213,8 @@ class Loss:
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def summed(self) -> Summed | None:
-        """Return the loss in the form that each replica can compute over its own rows, with the present settings.
+        """Return the loss in the form that each replica can compute over its own rows, with the
+        present settings.
 
         Return None if the loss cannot be computed in this way.
         """
@@ -200,7 +231,9 @@ class Loss:
         reduction = keywords.pop("reduction", "mean")
         if reduction not in ("mean", "sum"):
             return None
-        rounding = any(isinstance(value := keywords.get(name), torch.Tensor) or value for name in _ROUNDING)
+        rounding = any(
+            isinstance(value := keywords.get(name), torch.Tensor) or value for name in _ROUNDING
+        )
         tensors = [value for value in keywords.values() if isinstance(value, torch.Tensor)]
         return Summed(
             functools.partial(_on_device, rule.function, keywords),
@@ -219,10 +252,14 @@ def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
     if isinstance(loss_fn, functools.partial):
         rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
         known = {"reduction", *(rule.settings if rule else ())}
-        return (rule, dict(loss_fn.keywords)) if rule and known.issuperset(loss_fn.keywords) else None
+        return (
+            (rule, dict(loss_fn.keywords)) if rule and known.issuperset(loss_fn.keywords) else None
+        )
     if isinstance(loss_fn, nn.Module):
         rule = _RULES.get(type(loss_fn))
-        hooked = any(getattr(loss_fn, name) for name in _HOOKS) or any(getattr(module_hooks, n) for n in _GLOBAL_HOOKS)
+        hooked = any(getattr(loss_fn, name) for name in _HOOKS) or any(
+            getattr(module_hooks, n) for n in _GLOBAL_HOOKS
+        )
         if rule is None or hooked or "forward" in loss_fn.__dict__:
             return None
         return rule, {name: getattr(loss_fn, name) for name in ("reduction", *rule.settings)}
@@ -234,11 +271,16 @@ def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
 
 
 def _placed(keywords: Mapping[str, Any], output: torch.Tensor | None) -> Mapping[str, Any]:
-    """Return the keywords with their tensors on the output's device; unchanged if `output` is None."""
+    """Return the keywords with their tensors on the output's device.
+
+    Unchanged if `output` is None.
+    """
     if not keywords or output is None:
         return keywords
     return {
-        name: value.to(output.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        name: (
+            value.to(output.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        )
         for name, value in keywords.items()
     }
 
@@ -254,8 +296,8 @@ def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: A
 def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     """Compare `parts`, the loss computed from the replicas' sums, with the loss of the whole batch.
 
-    Return True if the two losses agree, and False if the loss of the whole batch is not finite, so that they cannot be
-    compared. Raises ValueError if they differ by more than rounding.
+    Return True if the two losses agree, and False if the loss of the whole batch is not finite, so
+    that they cannot be compared. Raises ValueError if they differ by more than rounding.
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
@@ -265,9 +307,9 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
     if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the loss from the replicas' sums is {mine:.6g}, but the loss of the whole batch is "
-            f"{whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass another pair (sum_fn, weight_fn), or "
-            "use a schedule with loss=gathered"
+            f"loss=local: the loss from the replicas' sums is {mine:.6g}, but the loss of the whole"
+            f" batch is {whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass another"
+            " pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
         )
     return True
 
@@ -275,13 +317,14 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
 class LocalLoss:
     """The loss of one step; each replica computes its part, the loss over its own rows.
 
-    Without `weight`, call `forward` for each replica, `meet` once, then `backward` for each replica or `joint` once.
-    With `weight`, the number by which the loss summed over all rows is divided, call `alone` for each replica, then
-    `add` once. In both cases the attribute `loss` is then the loss of the batch.
+    Without `weight`, call `forward` for each replica, `meet` once, then `backward` for each replica
+    or `joint` once. With `weight`, the number by which the loss summed over all rows is divided,
+    call `alone` for each replica, then `add` once. In both cases the attribute `loss` is then the
+    loss of the batch.
 
-    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts. If the rows of a
-    replica's output and target do not correspond one to one, `meet` sets `split` to False. The loss must then be
-    computed over the gathered `outputs`.
+    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts.
+    If the rows of a replica's output and target do not correspond one to one, `meet` sets `split`
+    to False. The loss must then be computed over the gathered `outputs`.
     """
 
     def __init__(
@@ -295,7 +338,12 @@ class LocalLoss:
         scale: Callable[[torch.Tensor], torch.Tensor],
         weight: int | None = None,
     ) -> None:
-        self._summed, self._pieces, self._replicas, self._devices = summed, pieces, replicas, devices
+        self._summed, self._pieces, self._replicas, self._devices = (
+            summed,
+            pieces,
+            replicas,
+            devices,
+        )
         self._mark, self._scale = mark, scale
         self.outputs: list[Any] = [None] * len(pieces)
         self._totals: list[Any] = [None] * len(pieces)
@@ -318,7 +366,8 @@ class LocalLoss:
     def meet(self) -> None:
         """Add the replicas' parts of the loss on the first device; the result is `loss`.
 
-        If `forward` has computed no part for a replica, because its rows do not correspond, only set `split` to False.
+        If `forward` has computed no part for a replica, because its rows do not correspond, only
+        set `split` to False.
         """
         self.split = all(total is not None for total in self._totals)
         if not self.split:
@@ -327,8 +376,9 @@ class LocalLoss:
         tensors = [one for one in self._weights if isinstance(one, torch.Tensor)]
         if any(one.requires_grad for one in tensors):
             raise ValueError(
-                "loss=local: the result of weight_fn requires gradients, which replicas cannot compute separately; "
-                "detach this result in weight_fn, or use a schedule with loss=gathered"
+                "loss=local: the result of weight_fn requires gradients, which replicas cannot"
+                " compute separately; detach this result in weight_fn, or use a schedule with"
+                " loss=gathered"
             )
         for device in self._devices[1:]:  # replicas that share a GPU have separate streams
             root.wait(device)
@@ -362,12 +412,17 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add the replicas' parts of the loss on the first device, after backward; record no phase for this."""
+        """Add the replicas' parts of the loss on the first device, after backward.
+
+        Record no phase for this.
+        """
         with torch.no_grad():
             self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 
     def joint(self) -> torch.Tensor:
-        """Return the scaled loss of the batch, from which one backward through all replicas starts."""
+        """Return the scaled loss of the batch, from which one backward through all replicas
+        starts.
+        """
         root = self._devices[0]
         with self._mark(Phase.LOSS, root.index):
             return self._scale(_divided(_sum(self._totals, root), self._weight))

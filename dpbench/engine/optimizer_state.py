@@ -1,9 +1,10 @@
-"""Optimizer state: `optimizer.state` with an entry per parameter, although the devices store the values by shard.
+"""Optimizer state: `optimizer.state` with an entry per parameter, although the devices store the
+values by shard.
 
-Reading and changing `optimizer.state` has the same effect as in a loop without the engine. The first access gathers the
-values from the shards. From then on the values are copied from the entries to the shards before each step, and back to
-the entries after each step, because the training loop may keep references to the entries. If the state is never
-accessed, no values are copied.
+Reading and changing `optimizer.state` has the same effect as in a loop without the engine. The
+first access gathers the values from the shards. From then on the values are copied from the entries
+to the shards before each step, and back to the entries after each step, because the training loop
+may keep references to the entries. If the state is never accessed, no values are copied.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from dpbench.engine.errors import Refused
 
 State = defaultdict[Any, Any]
-"""An optimizer's state in torch's format: for each tensor that the optimizer steps, a dict of values by name."""
+"""An optimizer's state in torch's format: for each tensor that the optimizer steps, a dict of
+values by name.
+"""
 
 
 class FetchedState(State):
@@ -33,7 +36,9 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the user's code has accessed the entries, and may therefore have changed or kept them."""
+        """Return whether the user's code has accessed the entries, and may therefore have changed
+        or kept them.
+        """
         return self._fetch is None
 
     def _load(self) -> None:
@@ -154,7 +159,9 @@ class FetchedState(State):
 
 
 def _alike(held: Any, value: Any) -> bool:
-    """Return whether `value` can be copied into `held` in place: both are tensors of the same shape and dtype."""
+    """Return whether `value` can be copied into `held` in place: both are tensors of the same shape
+    and dtype.
+    """
     return (
         isinstance(held, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -164,7 +171,9 @@ def _alike(held: Any, value: Any) -> bool:
 
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""The optimizers that step every element independently, so that parameters may be joined and cut."""
+"""The optimizers that step every element independently, so that parameters may be joined and
+cut.
+"""
 
 Stepped = tuple[torch.Tensor, torch.Tensor, int]
 """A weight, its gradient, and the index of its optimizer group."""
@@ -173,13 +182,24 @@ Stepped = tuple[torch.Tensor, torch.Tensor, int]
 class Stepper:
     """One device's optimizer, with the shards that it steps and its state by shard.
 
-    `leader` is the user's optimizer, whose options every other optimizer copies. With `natural`, `optimizer` is the
-    user's optimizer, and it steps the parameters in its own groups with its own state.
+    `leader` is the user's optimizer, whose options every other optimizer copies. With `natural`,
+    `optimizer` is the user's optimizer, and it steps the parameters in its own groups with its own
+    state.
     """
 
-    def __init__(self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool) -> None:
-        self._optimizer, self._leader, self._shards, self._natural = optimizer, leader, shards, natural
-        self._params = [[weight for weight, _, group in shards if group == g] for g in range(len(leader.param_groups))]
+    def __init__(
+        self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool
+    ) -> None:
+        self._optimizer, self._leader, self._shards, self._natural = (
+            optimizer,
+            leader,
+            shards,
+            natural,
+        )
+        self._params = [
+            [weight for weight, _, group in shards if group == g]
+            for g in range(len(leader.param_groups))
+        ]
         self.state: Any = defaultdict(dict)
 
     def step(self) -> None:
@@ -191,9 +211,11 @@ class Stepper:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Inside the context, replace the optimizer's parameters and state by the shards and the shards' state.
+        """Inside the context, replace the optimizer's parameters and state by the shards and the
+        shards' state.
 
-        The optimizer also gets the present options of `leader`. With `natural`, the context has no effect.
+        The optimizer also gets the present options of `leader`. With `natural`, the context has no
+        effect.
         """
         if self._natural:
             yield
@@ -217,17 +239,22 @@ class Stepper:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Indices of parameters that can be stepped as one tensor; `number` is the index of their optimizer group."""
+    """Indices of parameters that can be stepped as one tensor.
+
+    `number` is the index of their optimizer group.
+    """
 
     number: int
     parameters: tuple[int, ...]
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
-    """Return the optimizer's groups, split where the states of parameters cannot be joined in one tensor.
+    """Return the optimizer's groups, split where the states of parameters cannot be joined in one
+    tensor.
 
-    States cannot be joined, for example, if one parameter has been stepped more often than another. Parameters that
-    require no gradient are left out. Raises Refused if the optimizer steps a tensor that is not one of `parameters`.
+    States cannot be joined, for example, if one parameter has been stepped more often than another.
+    Parameters that require no gradient are left out. Raises Refused if the optimizer steps a tensor
+    that is not one of `parameters`.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
     found = []
@@ -236,11 +263,14 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
         for parameter in group["params"]:
             if id(parameter) not in number:
                 raise Refused(
-                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a parameter of the "
-                    "module; replicas=persistent cannot handle such a tensor: use schedule='cached'"
+                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a"
+                    " parameter of the module; replicas=persistent cannot handle such a tensor:"
+                    " use schedule='cached'"
                 )
             if parameter.requires_grad:
-                alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(number[id(parameter)])
+                alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(
+                    number[id(parameter)]
+                )
         found += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
     return found
 
@@ -248,12 +278,15 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
 def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
     """Return a key that is equal for parameters whose optimizer states can be joined."""
     return tuple(
-        (name, "" if is_elementwise(name, value, parameter) else _plain(value)) for name, value in sorted(state.items())
+        (name, "" if is_elementwise(name, value, parameter) else _plain(value))
+        for name, value in sorted(state.items())
     )
 
 
 def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether the entry `name` of a parameter's optimizer state has one number per element of the parameter."""
+    """Return whether the entry `name` of a parameter's optimizer state has one number per element
+    of the parameter.
+    """
     return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
 
 
@@ -266,11 +299,14 @@ def _plain(value: Any) -> Hashable:
 def mirror(optimizer: Optimizer) -> Optimizer:
     """Return a new optimizer of the same type and options, without parameters and state.
 
-    As pickle does when it restores an object, this function does not call the optimizer's constructor.
+    As pickle does when it restores an object, this function does not call the optimizer's
+    constructor.
     """
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
-    twin.__setstate__({"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups})
+    twin.__setstate__(
+        {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
+    )
     return twin
 
 
@@ -283,8 +319,8 @@ def finish(
 ) -> None:
     """Clip the module's gradients if `clip_norm` is given, and call `stepper.step()`.
 
-    `stepper` is an optimizer, or an object with the interface of one. A `scaler` first unscales the gradients; it skips
-    the step if a gradient is infinite or NaN.
+    `stepper` is an optimizer, or an object with the interface of one. A `scaler` first unscales the
+    gradients; it skips the step if a gradient is infinite or NaN.
     """
     if clip_norm is not None:
         if scaler is not None:

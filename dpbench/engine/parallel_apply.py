@@ -1,6 +1,8 @@
-"""Parallel apply: run each replica on its device, in a worker's thread, with the caller's torch settings.
+"""Parallel apply: run each replica on its device, in a worker's thread, with the caller's torch
+settings.
 
-`run_on_devices` runs any function in this way. If several replicas fail, only one of their errors is raised.
+`run_on_devices` runs any function in this way. If several replicas fail, only one of their errors
+is raised.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ def run_on_devices(
     *,
     starting: Context = NOTHING,
 ) -> list[Result]:
-    """Call `work(i)` for each device i, with that device current, and return the results in the order of the devices.
+    """Call `work(i)` for each device i, with that device current, and return the results in the
+    order of the devices.
 
-    The calling thread passes the calls to the workers' threads inside the context `starting`. This can be a mark, which
-    then records the time that the host needs for this. If calls fail, the error of the failed device with the lowest
-    index is raised after all calls have ended; `errors.in_replica` describes this error.
+    The calling thread passes the calls to the workers' threads inside the context `starting`. This
+    can be a mark, which then records the time that the host needs for this. If calls fail, the
+    error of the failed device with the lowest index is raised after all calls have ended;
+    `errors.in_replica` describes this error.
     """
     results: dict[int, Result] = {}
 
@@ -61,11 +65,12 @@ def in_stages(
 ) -> None:
     """Call `first(i)` for each device i, then `between()` once, then `second(i)` for each device i.
 
-    Threads, settings and errors are as in `run_on_devices`. Concurrent threads meet at a barrier between the two stages
-    and do not return to the caller. The last thread to arrive calls `between`, so that only the other threads must be
-    woken. An error in one device's stage does not stop the same stage of another device. After an error in `first`,
-    neither `between` nor `second` is called; after an error in `between`, `second` is not called. If `between` is None,
-    only the two stages run.
+    Threads, settings and errors are as in `run_on_devices`. Concurrent threads meet at a barrier
+    between the two stages and do not return to the caller. The last thread to arrive calls
+    `between`, so that only the other threads must be woken. An error in one device's stage does not
+    stop the same stage of another device. After an error in `first`, neither `between` nor `second`
+    is called; after an error in `between`, `second` is not called. If `between` is None, only the
+    two stages run.
     """
     _run([first, second], between, devices, workers)
 
@@ -78,17 +83,20 @@ def _run(
     *,
     starting: Context = NOTHING,
 ) -> None:
-    """Run the stages one after the other, each on all devices, and call `between` after each stage but the last.
+    """Run the stages one after the other, each on all devices, and call `between` after each stage
+    but the last.
 
-    Raises the error of `between` if it fails. If stages fail, the error of the failed device with the lowest index is
-    raised.
+    Raises the error of `between` if it fails. If stages fail, the error of the failed device with
+    the lowest index is raised.
     """
     errors: dict[int, BaseException] = {}
     settings = capture()
     guards = [device.guard() for device in devices]
     caller, flushes = threading.get_ident(), flushes_denormals()
     at_once = workers.concurrent and len(devices) > 1
-    states, checked = (SAVED_RANDOM_STATES, SAVED_RANDOM_STATES.checked) if at_once else (NOTHING, nullcontext)
+    states, checked = (
+        (SAVED_RANDOM_STATES, SAVED_RANDOM_STATES.checked) if at_once else (NOTHING, nullcontext)
+    )
 
     def attempt(stage: Callable[[int], None], i: int) -> None:
         try:
@@ -97,11 +105,13 @@ def _run(
                 devices[i].settle()
             with checked(), settings(), guards[i]:
                 stage(i)
-        except BaseException as error:  # `_raise` raises it in the caller after all stages have ended
+        except (
+            BaseException
+        ) as error:  # `_raise` raises it in the caller after all stages have ended
             errors[i] = error
 
-    # Only `pause` decides whether the next stage runs, so that it runs on all devices or on none: a device that fails
-    # early does not stop another one that has not begun the same stage.
+    # Only `pause` decides whether the next stage runs, so that it runs on all devices or on none: a
+    # device that fails early does not stop another one that has not begun the same stage.
     stopped = False
 
     def pause() -> None:
@@ -145,9 +155,12 @@ This error is raised unchanged, because no replica has raised it.
 
 
 def _meet(meeting: threading.Barrier) -> bool:
-    """Wait until all threads have arrived at the barrier; return False if another thread has broken the barrier.
+    """Wait until all threads have arrived at the barrier.
 
-    A thread that is interrupted while it waits breaks the barrier, so that the other threads stop waiting.
+    Return False if another thread has broken the barrier.
+
+    A thread that is interrupted while it waits breaks the barrier, so that the other threads stop
+    waiting.
     """
     try:
         meeting.wait()
@@ -160,7 +173,8 @@ def _meet(meeting: threading.Barrier) -> bool:
 
 
 def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
-    """Raise the error of `between`, or if there is none, the error of the failed device with the lowest index.
+    """Raise the error of `between`, or if there is none, the error of the failed device with the
+    lowest index.
 
     `errors` maps device indices, or `BETWEEN`, to errors. Does nothing if it is empty.
     """
@@ -180,19 +194,23 @@ def parallel_apply(
     workers: Workers = Spawn(),  # noqa: B008  it has no state
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker; return the list of outputs.
+    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker.
 
-    Without `devices`, each module runs on the device of its input's first tensor. An input that is not a tuple or list
-    is passed as a single argument. A single module runs in the calling thread. If modules fail, the error of the failed
-    module with the lowest index is raised after all calls have ended; `errors.in_replica` describes this error. Raises
-    ValueError if the lengths of the four sequences differ.
+    Return the list of outputs.
+
+    Without `devices`, each module runs on the device of its input's first tensor. An input that is
+    not a tuple or list is passed as a single argument. A single module runs in the calling thread.
+    If modules fail, the error of the failed module with the lowest index is raised after all calls
+    have ended; `errors.in_replica` describes this error. Raises ValueError if the lengths of the
+    four sequences differ.
     """
     devices = devices_of(inputs) if devices is None else as_devices(devices)
     kwargs = kwargs or [{}] * len(modules)
     if not len(modules) == len(inputs) == len(kwargs) == len(devices):
         raise ValueError(
-            "parallel_apply needs one element of inputs, kwargs and devices per module; the numbers of elements are "
-            f"{len(modules)} (modules), {len(inputs)} (inputs), {len(kwargs)} (kwargs), {len(devices)} (devices)"
+            "parallel_apply needs one element of inputs, kwargs and devices per module; the"
+            f" numbers of elements are {len(modules)} (modules), {len(inputs)} (inputs),"
+            f" {len(kwargs)} (kwargs), {len(devices)} (devices)"
         )
 
     def call(i: int) -> Any:

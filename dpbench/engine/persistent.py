@@ -1,6 +1,8 @@
-"""Persistent replicas: modules with their own leaf parameters, kept between steps and refreshed in place.
+"""Persistent replicas: modules with their own leaf parameters, kept between steps and refreshed in
+place.
 
-Only TrainStep can use persistent replicas, because it runs the optimizer and therefore knows when the weights change.
+Only TrainStep can use persistent replicas, because it runs the optimizer and therefore knows when
+the weights change.
 """
 
 from __future__ import annotations
@@ -20,22 +22,29 @@ from dpbench.records import Mark, Phase
 
 
 class ReplicaWeights:
-    """One persistent replica per device; its weights are leaf tensors, whose gradients come from this replica only.
+    """One persistent replica per device.
+
+    Its weights are leaf tensors, whose gradients come from this replica only.
 
     As in torch's replicas, weights are no `nn.Parameter`s, so that `replica.parameters()` is empty.
 
-    Replica 0's parameters share the memory of the module's parameters; replica 0's buffers are those of the module.
-    The module's own parameters (`originals`) take no part in forward, so that only reduced gradients reach their
-    `.grad` and their hooks. The buffers of replicas 1, 2, ... are new tensors in every step.
+    Replica 0's parameters share the memory of the module's parameters; replica 0's buffers are
+    those of the module. The module's own parameters (`originals`) take no part in forward, so that
+    only reduced gradients reach their `.grad` and their hooks. The buffers of replicas 1, 2, ...
+    are new tensors in every step.
     """
 
-    def __init__(self, module: nn.Module, devices: Sequence[Device], flat: FlatWeights | None, mark: Mark) -> None:
+    def __init__(
+        self, module: nn.Module, devices: Sequence[Device], flat: FlatWeights | None, mark: Mark
+    ) -> None:
         self._devices, self._flat, self._mark = devices, flat, mark
         self._cache = ReplicaCache(module)
         self._cache.check_placed(devices[0])
         self.originals = list(self._cache.parameters)
         self.flats: list[list[torch.Tensor]] = [flat.buffers] if flat else [[] for _ in devices]
-        self.parameters: list[list[torch.Tensor]] = [[_leaf(p, p.requires_grad) for p in self.originals]]
+        self.parameters: list[list[torch.Tensor]] = [
+            [_leaf(p, p.requires_grad) for p in self.originals]
+        ]
         for device in devices[1:]:
             views: dict[int, torch.Tensor] = {}
             if flat:
@@ -52,21 +61,31 @@ class ReplicaWeights:
         self._outside = [[parameters[i].data for i in outside] for parameters in self.parameters]
 
     def notice(self) -> bool:
-        """Read the module again if it has changed; return whether the module still has the same parameter objects."""
+        """Read the module again if it has changed.
+
+        Return whether the module still has the same parameter objects.
+        """
         if not self._cache.refresh():
             return True
         self._cache.check_placed(self._devices[0])
         return _same(self._cache.parameters, self.originals)
 
     def modules(self, count: int) -> list[nn.Module]:
-        """Return the first `count` replicas, with buffers copied from replica 0. `notice` must be called first."""
+        """Return the first `count` replicas, with buffers copied from replica 0.
+
+        `notice` must be called first.
+        """
         root, cache = self._devices[0], self._cache
         with self._mark(Phase.REPLICATE, root.index):
             buffers = copies_of(cache.buffers, self._devices[:count], self._mark)
-            for device in self._devices[1:count]:  # replica 0 must not write its buffers while others copy them
+            for device in self._devices[
+                1:count
+            ]:  # replica 0 must not write its buffers while others copy them
                 root.wait(device)
             order = [*cache.parameters, *cache.buffers]
-            return cache.bind(order, [[*p, *b] for p, b in zip(self.parameters, buffers, strict=False)])
+            return cache.bind(
+                order, [[*p, *b] for p, b in zip(self.parameters, buffers, strict=False)]
+            )
 
     def refresh(self, i: int, *, flats: bool = True) -> None:
         """Copy replica 0's weights to replica i, with one transfer per flat buffer.
@@ -81,7 +100,8 @@ class ReplicaWeights:
             copy_all(self._outside[i], self._outside[0])
 
     def gradients(self, count: int) -> list[list[torch.Tensor | None]]:
-        """Return a list of gradients, in the order of the parameters, for each of the first `count` replicas.
+        """Return a list of gradients, in the order of the parameters, for each of the first `count`
+        replicas.
 
         A missing gradient is None.
         """
@@ -98,34 +118,45 @@ class ReplicaWeights:
         return [p._version for p in self.originals]
 
     def all_versions(self, count: int) -> list[list[int]]:
-        """Return, for each weight of the first `count` replicas, torch's count of in-place writes."""
+        """Return, for each weight of the first `count` replicas, torch's count of in-place
+        writes.
+        """
         return [[p._version for p in one] for one in self.parameters[:count]]
 
     def drop_hooks_of_forward(self, count: int) -> None:
-        """Remove the hooks that a forward has registered on its own weights: as in torch, they are for one step."""
+        """Remove the hooks that a forward has registered on its own weights: as in torch, they are
+        for one step.
+        """
         for weights in self.parameters[:count]:
             for weight in weights:
                 if weight._backward_hooks:
                     weight._backward_hooks.clear()
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters whose values differ between the module and at least one replica."""
+        """Return the indices of the parameters whose values differ between the module and at least
+        one replica.
+        """
         with torch.no_grad():
             return [
                 n
                 for n, original in enumerate(self.originals)
-                if any(not torch.equal(original, one[n].to(original.device)) for one in self.parameters[1:])
+                if any(
+                    not torch.equal(original, one[n].to(original.device))
+                    for one in self.parameters[1:]
+                )
             ]
 
 
 class Overlap:
-    """Hooks that call `ready` with a bucket as soon as all replicas have its gradients, while backward still runs.
+    """Hooks that call `ready` with a bucket as soon as all replicas have its gradients, while
+    backward still runs.
 
-    A bucket is a list of parameter indices. Buckets are ordered from the last parameters to the first, the order in
-    which backward finishes them. For each bucket, `staged` is called once per replica, with the replica's index, in the
-    thread that computed the replica's gradients. After the last of these calls, `ready` is called. Some gradients are
-    never computed (those of unused parameters) or are computed more than once (by reentrant checkpoints); their buckets
-    are left to the end of the step.
+    A bucket is a list of parameter indices. Buckets are ordered from the last parameters to the
+    first, the order in which backward finishes them. For each bucket, `staged` is called once per
+    replica, with the replica's index, in the thread that computed the replica's gradients. After
+    the last of these calls, `ready` is called. Some gradients are never computed (those of unused
+    parameters) or are computed more than once (by reentrant checkpoints); their buckets are left to
+    the end of the step.
     """
 
     def __init__(
@@ -135,7 +166,12 @@ class Overlap:
         ready: Callable[[Sequence[int]], None],
         staged: Callable[[int, Sequence[int]], None],
     ) -> None:
-        self._buckets, self._ready, self._staged, self._lock = buckets, ready, staged, threading.Lock()
+        self._buckets, self._ready, self._staged, self._lock = (
+            buckets,
+            ready,
+            staged,
+            threading.Lock(),
+        )
         self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket}
         self._replicas = len(replicas.parameters)
         self.begin(0)
@@ -153,14 +189,18 @@ class Overlap:
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop further calls of `ready`; return the parameter indices of all buckets for which `ready` was not called.
+        """Stop further calls of `ready`.
 
-        If a gradient was computed more than once, return the indices of all buckets, because `ready` may have been
-        called too early.
+        Return the parameter indices of all buckets for which `ready` was not called.
+
+        If a gradient was computed more than once, return the indices of all buckets, because
+        `ready` may have been called too early.
         """
         self._expected = 0
         done = () if self._again else self._done
-        return [number for b, bucket in enumerate(self._buckets) if b not in done for number in bucket]
+        return [
+            number for b, bucket in enumerate(self._buckets) if b not in done for number in bucket
+        ]
 
     def _hook(self, i: int, b: int) -> Callable[[torch.Tensor], None]:
         bucket = self._buckets[b]

@@ -1,4 +1,6 @@
-"""Persistent replicas in a TrainStep: refresh their weights, reduce their gradients, and update the weights."""
+"""Persistent replicas in a TrainStep: refresh their weights, reduce their gradients, and update the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ from dpbench.records.schedule import Schedule
 
 
 class PersistentReplicas:
-    """Replicas whose weights stay on their devices between steps, and whose gradients are reduced explicitly.
+    """Replicas whose weights stay on their devices between steps, and whose gradients are reduced
+    explicitly.
 
-    The gradients are summed into the `.grad` of the module's own parameters before the optimizer steps if the step uses
-    gradient accumulation, clipping or a scaler, if a parameter or the optimizer has hooks, or if the optimizer does not
-    step all trained parameters.
+    The gradients are summed into the `.grad` of the module's own parameters before the optimizer
+    steps if the step uses gradient accumulation, clipping or a scaler, if a parameter or the
+    optimizer has hooks, or if the optimizer does not step all trained parameters.
     """
 
     def __init__(
@@ -50,7 +53,9 @@ class PersistentReplicas:
         self._update = Update(optimizer, self._weights, flat, devices, schedule, mark)
         self._watched = self._identity.watched and not self._update.natural
         self._stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        self._whole = whole_gradient or self._hooked or self._identity.watched or self._has_unstepped()
+        self._whole = (
+            whole_gradient or self._hooked or self._identity.watched or self._has_unstepped()
+        )
         self._before: list[torch.Tensor | None] = []
         self._muted = Muted([])
         self._used = len(devices)
@@ -64,12 +69,17 @@ class PersistentReplicas:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
 
     def _has_unstepped(self) -> bool:
-        """Return whether some trained parameters are not in the optimizer; their gradients accumulate over steps."""
+        """Return whether some trained parameters are not in the optimizer.
+
+        Their gradients accumulate over steps.
+        """
         stepped = set(map(id, self._stepped))
         return any(p.requires_grad and id(p) not in stepped for p in self._weights.originals)
 
     def changed(self) -> bool:
-        """Return whether the module's parameters or the optimizer have changed since the replicas were built."""
+        """Return whether the module's parameters or the optimizer have changed since the replicas
+        were built.
+        """
         return (
             not self._weights.notice()
             or self._identity.changed()
@@ -78,19 +88,28 @@ class PersistentReplicas:
         )
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters whose values in the replicas differ from those in the module.
+        """Return the indices of the parameters whose values in the replicas differ from those in
+        the module.
 
         Return an empty list if the next step copies the weights to the replicas anyway.
         """
-        return [] if self._root_only or self._weights.versions() != self._seen else self._weights.stale()
+        return (
+            []
+            if self._root_only or self._weights.versions() != self._seen
+            else self._weights.stale()
+        )
 
-    def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
+    def modules(
+        self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None
+    ) -> list[nn.Module]:
         """Return the first `count` replicas, with current weights and buffers."""
         self._used = count
         self._update.begin()
         if self._root_only or self._weights.versions() != self._seen:
             self._refresh(workers)
-        if self._whole:  # gradients of earlier calls are added after this call's gradients have been summed
+        if (
+            self._whole
+        ):  # gradients of earlier calls are added after this call's gradients have been summed
             self._before = [p.grad for p in self._weights.originals]
             _set_gradients(self._weights.originals, [None] * len(self._before))
             self._muted = Muted(self._hooks.dicts())
@@ -112,13 +131,17 @@ class PersistentReplicas:
             self._before = []
 
     def _refresh(self, workers: Workers) -> None:
-        """Copy replica 0's weights to the replicas in use, or to all replicas if every device runs an optimizer."""
+        """Copy replica 0's weights to the replicas in use, or to all replicas if every device runs
+        an optimizer.
+        """
         devices = self._devices[: self._used] if self._root_only else self._devices
         together = self._update.exchange is not None and self._flat is not None
         if together:
             assert self._update.exchange is not None
             self._update.exchange.broadcast(self._weights.flats)
-        run_on_devices(lambda i: self._weights.refresh(i, flats=not together) if i else None, devices, workers)
+        run_on_devices(
+            lambda i: self._weights.refresh(i, flats=not together) if i else None, devices, workers
+        )
         if not self._root_only:
             self._seen = self._weights.versions()
 
@@ -138,18 +161,25 @@ class PersistentReplicas:
         if self._update.exchange:
             return [bucket.numbers for bucket in self._update.exchange.buckets]
         wanted = [n for n, p in enumerate(self._weights.parameters[0]) if p.requires_grad][::-1]
-        return [[wanted[i] for i in run] for run in buckets_of([self._weights.parameters[0][n] for n in wanted])]
+        return [
+            [wanted[i] for i in run]
+            for run in buckets_of([self._weights.parameters[0][n] for n in wanted])
+        ]
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
-        """Copy replica i's gradients of one bucket to the buffers of the `Exchange`, if there is one.
+        """Copy replica i's gradients of one bucket to the buffers of the `Exchange`, if there is
+        one.
 
-        The replica's backward continues while the bucket is reduced. `numbers` are the parameter indices of the bucket.
+        The replica's backward continues while the bucket is reduced. `numbers` are the parameter
+        indices of the bucket.
         """
         if self._update.exchange and self._used > 1 and not self._has_sparse(numbers):
             self._update.exchange.stage(i, [p.grad for p in self._weights.parameters[i]], numbers)
 
     def _ready(self, numbers: Sequence[int]) -> None:
-        """Reduce one bucket during backward; a bucket with sparse gradients is left to the end of the step.
+        """Reduce one bucket during backward.
+
+        A bucket with sparse gradients is left to the end of the step.
 
         `numbers` are the parameter indices of the bucket.
         """
@@ -183,7 +213,8 @@ class PersistentReplicas:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """Add this call's gradients to the `.grad` of the module's parameters, if the optimizer step needs them there.
+        """Add this call's gradients to the `.grad` of the module's parameters, if the optimizer
+        step needs them there.
 
         The order of additions is that of torch.
         """
@@ -197,12 +228,21 @@ class PersistentReplicas:
             self._before = []
 
     def _bring(self) -> None:
-        """Sum the replicas' gradients into the `.grad` of the module's parameters, and drop the replicas' gradients."""
+        """Sum the replicas' gradients into the `.grad` of the module's parameters, and drop the
+        replicas' gradients.
+        """
         root, each = self._devices[0], self._weights.gradients(self._used)
         with torch.no_grad():
-            found = [n for n, column in enumerate(zip(*each, strict=True)) if any(g is not None for g in column)]
+            found = [
+                n
+                for n, column in enumerate(zip(*each, strict=True))
+                if any(g is not None for g in column)
+            ]
             # a replica that did not use a parameter adds zeros, as in the backward of Broadcast
-            filled = [[self._zeros(i, n) if (g := one[n]) is None else g for n in found] for i, one in enumerate(each)]
+            filled = [
+                [self._zeros(i, n) if (g := one[n]) is None else g for n in found]
+                for i, one in enumerate(each)
+            ]
             sums = reduce(filled, self._devices[: self._used], mark=self._mark)
             with self._mark(Phase.REDUCE, root.index), root.guard():
                 self._deliver(dict(zip(found, sums, strict=True)))
@@ -213,7 +253,9 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add each sum to the gradient of its parameter, as autograd would; `sums` maps parameter indices to sums.
+        """Add each sum to the gradient of its parameter, as autograd would.
+
+        `sums` maps parameter indices to sums.
 
         A parameter that no replica used gets zeros, unless there is only one device.
         """
@@ -231,13 +273,22 @@ class PersistentReplicas:
                 hooked.append((parameter, gradient))
             else:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if hooked:  # in one backward, because a hook on several parameters waits for all of their gradients
-            torch.autograd.backward([parameter for parameter, _ in hooked], [gradient for _, gradient in hooked])
+        if (
+            hooked
+        ):  # in one backward, because a hook on several parameters waits for all of their gradients
+            torch.autograd.backward(
+                [parameter for parameter, _ in hooked], [gradient for _, gradient in hooked]
+            )
 
-    def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """On each device with an optimizer, reduce the gradients and step the weights; then exchange the weights.
+    def update(
+        self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """On each device with an optimizer, reduce the gradients and step the weights.
 
-        If some gradients cannot be represented in shards, the user's optimizer steps the module's own parameters.
+        Then exchange the weights.
+
+        If some gradients cannot be represented in shards, the user's optimizer steps the module's
+        own parameters.
         """
         if not self._whole and self._is_unusual():
             self._bring()
@@ -252,13 +303,14 @@ class PersistentReplicas:
         self._update.end()
 
     def _is_unusual(self) -> bool:
-        """Return whether only the user's optimizer, on the module's own parameters, can take this step.
+        """Return whether only the user's optimizer, on the module's own parameters, can take this
+        step.
 
-        It must if a forward has written weights, because each device then has weights of its own, and if there are
-        gradients that shards cannot represent.
-        These are: a sparse gradient; a gradient that did not come through the replicas, for example that of a penalty
-        on `module.parameters()` in the loss; and, in a run with one device, a missing gradient, because the optimizer
-        must leave its parameter unchanged.
+        It must if a forward has written weights, because each device then has weights of its own,
+        and if there are gradients that shards cannot represent. These are: a sparse gradient; a
+        gradient that did not come through the replicas, for example that of a penalty on
+        `module.parameters()` in the loss; and, in a run with one device, a missing gradient,
+        because the optimizer must leave its parameter unchanged.
         """
         (first,) = self._weights.gradients(1)
         return (
@@ -269,7 +321,9 @@ class PersistentReplicas:
         )
 
     def _step_plainly(self) -> None:
-        """Run the user's optimizer on the module's own parameters, with the gradients in their `.grad`."""
+        """Run the user's optimizer on the module's own parameters, with the gradients in their
+        `.grad`.
+        """
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
         if not self._written_in_forward:
@@ -280,9 +334,11 @@ class PersistentReplicas:
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce the gradients, run the optimizers and exchange the updated weights, on all stepping devices at once.
+        """Reduce the gradients, run the optimizers and exchange the updated weights, on all
+        stepping devices at once.
 
-        `numbers` are the indices of the parameters whose gradients were not reduced during backward; None means all.
+        `numbers` are the indices of the parameters whose gradients were not reduced during
+        backward; None means all.
         """
         update, owners = self._update, [self._devices[i] for i in self._update.owners]
         together = update.exchange is not None and len(sources) > 1
@@ -301,7 +357,9 @@ class PersistentReplicas:
             if update.shared:
                 update.spread(workers)
         if update.shared and not update.collective:
-            for device in self._devices[1:]:  # later writes of weights wait for device 0, so it waits here for all
+            for device in self._devices[
+                1:
+            ]:  # later writes of weights wait for device 0, so it waits here for all
                 self._devices[0].wait(device)
         self._weights.clear()
         update.show()
@@ -324,7 +382,9 @@ class PersistentReplicas:
         if self._overlap:
             self._overlap.close()
             self._overlap = None
-        if exchange := self._update.exchange:  # after a failed step, queued work may still use the memory freed here
+        if (
+            exchange := self._update.exchange
+        ):  # after a failed step, queued work may still use the memory freed here
             exchange.lead()
         for device in self._devices[1:]:
             self._devices[0].wait(device)
@@ -354,7 +414,10 @@ class _Everywhere:
             replicas._step_plainly()
             return
         gradients = [p.grad for p in replicas._weights.originals]
-        stored = [_in_strides_of(p, g) for p, g in zip(replicas._weights.originals, gradients, strict=True)]
+        stored = [
+            _in_strides_of(p, g)
+            for p, g in zip(replicas._weights.originals, gradients, strict=True)
+        ]
         replicas._step(self._workers, [(replicas._devices[0], stored)], None)
         _set_gradients(replicas._weights.originals, gradients)
 
@@ -370,12 +433,17 @@ def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
 
 
 def _in_strides_of(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the gradient in the parameter's strides, in which shards read it; the user's code may have set others."""
+    """Return the gradient in the parameter's strides, in which shards read it.
+
+    The user's code may have set others.
+    """
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
 
-def _set_gradients(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+def _set_gradients(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient

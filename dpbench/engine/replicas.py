@@ -1,4 +1,6 @@
-"""Replicas of a TrainStep: copied through autograd in every step, or persistent with their own weights."""
+"""Replicas of a TrainStep: copied through autograd in every step, or persistent with their own
+weights.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,17 @@ from dpbench.records.schedule import Schedule
 
 @torch.inference_mode(mode=False)  # training and in-place writes need ordinary tensors
 def flat_weights(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, schedule: Schedule, root: Device, shares: int = 1
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    schedule: Schedule,
+    root: Device,
+    shares: int = 1,
 ) -> FlatWeights | None:
     """Move the module's trainable parameters into flat buffers and return the buffers.
 
-    Return None unless the schedule has storage=flat. There is one buffer per optimizer group and dtype. Parameters that
-    the optimizer does not step form a further group. Each buffer can be cut into `shares` equal parts.
+    Return None unless the schedule has storage=flat. There is one buffer per optimizer group and
+    dtype. Parameters that the optimizer does not step form a further group. Each buffer can be cut
+    into `shares` equal parts.
     """
     if schedule.storage != "flat":
         return None
@@ -40,16 +47,22 @@ def flat_weights(
 
 
 def flat_copier(flat: FlatWeights) -> Copier:
-    """Return a copier that copies each flat buffer in one transfer, and all other tensors separately."""
+    """Return a copier that copies each flat buffer in one transfer, and all other tensors
+    separately.
+    """
     number = {id(parameter): n for n, parameter in enumerate(flat.parameters)}
 
-    def copier(tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark) -> list[list[torch.Tensor]]:
+    def copier(
+        tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark
+    ) -> list[list[torch.Tensor]]:
         copies = [list(tensors)]
         held = [number.get(id(tensor), -1) in flat.views for tensor in tensors]
         for device in devices[1:]:
             with mark(Phase.REPLICATE, device.index):
                 views = flat.copies(device)
-                others = iter(device.clone([t for t, inside in zip(tensors, held, strict=True) if not inside]))
+                others = iter(
+                    device.clone([t for t, inside in zip(tensors, held, strict=True) if not inside])
+                )
                 copies.append(
                     [
                         views[number[id(t)]].data if inside else next(others)
@@ -62,7 +75,9 @@ def flat_copier(flat: FlatWeights) -> Copier:
 
 
 class CachePerThread(threading.local):
-    """A cache of replicas for each calling thread, so that threads do not share what a forward stores in a replica."""
+    """A cache of replicas for each calling thread, so that threads do not share what a forward
+    stores in a replica.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.cache = ReplicaCache(module)
@@ -72,15 +87,19 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 
 
 def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
-    """Return a function that replicates the module through autograd, according to the schedule's switches.
+    """Return a function that replicates the module through autograd, according to the schedule's
+    switches.
 
-    `flat` are the flat buffers that hold the module's parameters; None means that each parameter has separate storage.
+    `flat` are the flat buffers that hold the module's parameters; None means that each parameter
+    has separate storage.
     """
     caches = CachePerThread(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
     overlap = schedule.reduce == "overlap"
 
-    def make(devices: Sequence[Device], detach: bool, mark: Mark, on_reduce: Callable[[], None]) -> list[nn.Module]:
+    def make(
+        devices: Sequence[Device], detach: bool, mark: Mark, on_reduce: Callable[[], None]
+    ) -> list[nn.Module]:
         return replicate(
             module,
             list(devices),
@@ -97,7 +116,10 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
 
 class Autograd:
-    """Replicas that autograd joins to the module; backward adds their gradients to those of the module's parameters."""
+    """Replicas that autograd joins to the module.
+
+    Backward adds their gradients to those of the module's parameters.
+    """
 
     unusual = ""
 
@@ -115,7 +137,10 @@ class Autograd:
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:
-        """Return whether a parameter's memory or hooks, or the optimizer, have changed; False without flat buffers."""
+        """Return whether a parameter's memory or hooks, or the optimizer, have changed.
+
+        False without flat buffers.
+        """
         return self._identity is not None and self._identity.changed()
 
     def stale(self) -> list[int]:
@@ -123,10 +148,17 @@ class Autograd:
         return []
 
     def abandon(self) -> None:
-        """Do nothing: a failed backward leaves the `.grad` of the module's parameters as in an ordinary loop."""
+        """Do nothing: a failed backward leaves the `.grad` of the module's parameters as in an
+        ordinary loop.
+        """
 
-    def modules(self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
-        """Return the first `count` replicas; with a single device, the module itself is the only replica."""
+    def modules(
+        self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None
+    ) -> list[nn.Module]:
+        """Return the first `count` replicas.
+
+        With a single device, the module itself is the only replica.
+        """
         if len(self._devices) == 1:
             check_placement(self._module, self._devices[0])
             return [self._module]
@@ -139,8 +171,12 @@ class Autograd:
     def reduce(self, workers: Workers) -> None:
         """Do nothing, because autograd has reduced the gradients during backward."""
 
-    def update(self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None) -> None:
-        """Run the optimizer on the first device, after clipping and unscaling if `clip_norm` and `scaler` are given."""
+    def update(
+        self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None
+    ) -> None:
+        """Run the optimizer on the first device, after clipping and unscaling if `clip_norm` and
+        `scaler` are given.
+        """
         with self._mark(Phase.OPTIMIZER, self._devices[0].index):
             finish(self._optimizer, self._module, clip_norm, scaler, self._optimizer)
 
@@ -165,12 +201,14 @@ def replicas_of(
 ) -> Autograd | PersistentReplicas:
     """Return the replicas for a schedule that `legal.check` has accepted.
 
-    With `whole_gradient`, the `.grad` of the module's parameters is the sum over all replicas before the optimizer
-    steps.
+    With `whole_gradient`, the `.grad` of the module's parameters is the sum over all replicas
+    before the optimizer steps.
     """
     if len(devices) == 1:  # the module itself runs
         return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":
-        return PersistentReplicas(module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark)
+        return PersistentReplicas(
+            module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark
+        )
     return Autograd(module, optimizer, devices, maker(module, schedule, flat), flat, mark)

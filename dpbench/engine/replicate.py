@@ -1,9 +1,11 @@
-"""Replicate: copy the module to each device; autograd joins the copies to the original; a cache can keep the copies.
+"""Replicate: copy the module to each device.
 
-Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies need preparation
-override that method; RNNs do so for their flat weights. Building the copies is most of the host time of replicate.
-Cached replicas keep the copies of the module tree. Each step only binds new tensors to these copies; this takes tens of
-nanoseconds per tensor.
+Autograd joins the copies to the original. A cache can keep the copies.
+
+Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies
+need preparation override that method; RNNs do so for their flat weights. Building the copies is
+most of the host time of replicate. Cached replicas keep the copies of the module tree. Each step
+only binds new tensors to these copies; this takes tens of nanoseconds per tensor.
 """
 
 from __future__ import annotations
@@ -45,18 +47,21 @@ def replicate(
 ) -> list[nn.Module]:
     """Return one replica of `module` per device; replica 0 shares storage with the original.
 
-    The replicas' weights are non-leaf tensors; backward sums their gradients into the gradients of the original's
-    weights. With `detach` the weights are plain copies without gradients. `copier` copies the tensors to the devices.
-    `cache` keeps the copied modules between calls. With `overlap`, gradients are reduced bucket by bucket while
-    backward still runs. `on_reduce` is called in backward when the reduction begins. Raises RuntimeError for
-    parameters or buffers that are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has
+    The replicas' weights are non-leaf tensors; backward sums their gradients into the gradients of
+    the original's weights. With `detach` the weights are plain copies without gradients. `copier`
+    copies the tensors to the devices. `cache` keeps the copied modules between calls. With
+    `overlap`, gradients are reduced bucket by bucket while backward still runs. `on_reduce` is
+    called in backward when the reduction begins. Raises RuntimeError for parameters or buffers that
+    are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has
     wrapped.
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
         if cache is None:
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            check_placed((*parameters, *buffers), devices[0])  # reuse the lists: walking the module again is slow
+            check_placed(
+                (*parameters, *buffers), devices[0]
+            )  # reuse the lists: walking the module again is slow
         else:
             cache.refresh()
             cache.check_placed(devices[0])
@@ -64,12 +69,18 @@ def replicate(
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
-        with torch.no_grad():  # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
+        with (
+            torch.no_grad()
+        ):  # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
             copies = copier(sources, devices, mark)
     else:
-        copies = broadcast(sources, devices, copier=copier, overlap=overlap, mark=mark, on_reduce=on_reduce)
+        copies = broadcast(
+            sources, devices, copier=copier, overlap=overlap, mark=mark, on_reduce=on_reduce
+        )
     shared = copies_of(plain, devices, mark)
-    for device in devices[1:]:  # replica 0 must not write its buffers in place while other devices still copy them
+    for device in devices[
+        1:
+    ]:  # replica 0 must not write its buffers in place while other devices still copy them
         devices[0].wait(device)
     order = [*sources, *plain]
     each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
@@ -79,12 +90,16 @@ def replicate(
     replicas = []
     for device, tensors in zip(devices, each, strict=True):
         with mark(Phase.REPLICATE, device.index):
-            replicas.append(rebuild(module, {id(s): t for s, t in zip(order, tensors, strict=True)}))
+            replicas.append(
+                rebuild(module, {id(s): t for s, t in zip(order, tensors, strict=True)})
+            )
     return replicas
 
 
 def check_placement(module: nn.Module, root: Device) -> None:
-    """Raise RuntimeError unless every parameter and buffer of `module` is on `root` and initialized."""
+    """Raise RuntimeError unless every parameter and buffer of `module` is on `root` and
+    initialized.
+    """
     check_placed((*module.parameters(), *module.buffers()), root)
 
 
@@ -94,8 +109,8 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
     for tensor in tensors:
         if is_lazy(tensor):
             raise RuntimeError(
-                "Modules with uninitialized parameters can't be used with `DataParallel`. Run a dummy forward pass "
-                "to correctly initialize the modules"
+                "Modules with uninitialized parameters can't be used with `DataParallel`. Run a"
+                " dummy forward pass to correctly initialize the modules"
             )
         if tensor.device != home:
             raise RuntimeError(
@@ -105,7 +120,9 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
 
 
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
-    """Return a copy of the module tree, with `table[id(tensor)]` in place of each parameter and buffer."""
+    """Return a copy of the module tree, with `table[id(tensor)]` in place of each parameter and
+    buffer.
+    """
     modules = list(module.modules())
     _check_compiled(modules)
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
@@ -114,7 +131,8 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
             copies[id(original)]._parameters = {}
     for original in modules:
         copy = copies[id(original)]
-        # module.compile() stores a compiled call of the original; a copy that kept it would use the original's weights
+        # module.compile() stores a compiled call of the original; a copy that kept it would use the
+        # original's weights
         copy.__dict__.pop("_compiled_call_impl", None)
         for name, child in original._modules.items():
             copy._modules[name] = None if child is None else copies[id(child)]
@@ -137,10 +155,12 @@ def _check_compiled(modules: Sequence[nn.Module]) -> None:
     Such a module cannot be copied, because an attribute set on the copy would change the original.
     """
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is not None and any(isinstance(part, eval_frame.OptimizedModule) for part in modules):
+    if eval_frame is not None and any(
+        isinstance(part, eval_frame.OptimizedModule) for part in modules
+    ):
         raise Refused(
-            "a module that torch.compile has wrapped cannot be replicated; compile the original module in place with "
-            "module.compile(), and pass that module"
+            "a module that torch.compile has wrapped cannot be replicated; compile the original"
+            " module in place with module.compile(), and pass that module"
         )
 
 
@@ -150,15 +170,16 @@ def unique(tensors: Any) -> list[torch.Tensor]:
 
 
 class ReplicaCache:
-    """Copies of a module's tree, one per replica, in two sets: one for training, one for calls without gradients.
+    """Copies of a module's tree, one per replica, in two sets: one for training, one for calls
+    without gradients.
 
-    Training needs a separate set, because activation checkpointing repeats the forward during backward, and calls
-    without gradients may happen between forward and backward.
+    Training needs a separate set, because activation checkpointing repeats the forward during
+    backward, and calls without gradients may happen between forward and backward.
 
-    Before every use the module is compared with a record of its state when the copies were made. If its parameters,
-    submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the copies are made again. The copies are
-    also made again if a forward has written attributes of a replica, because torch's replicas lose these attributes
-    after each forward.
+    Before every use the module is compared with a record of its state when the copies were made. If
+    its parameters, submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the
+    copies are made again. The copies are also made again if a forward has written attributes of a
+    replica, because torch's replicas lose these attributes after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -173,7 +194,9 @@ class ReplicaCache:
         self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
         self._names = list(chain.from_iterable(self._watched))
         self._seen = list(chain.from_iterable(map(dict.values, self._watched)))
-        self._holders: list[dict[str, Any]] = [d for m in modules for d in (m._parameters, m._buffers)]
+        self._holders: list[dict[str, Any]] = [
+            d for m in modules for d in (m._parameters, m._buffers)
+        ]
         self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
         self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
         self._library = all(_is_library(m) for m in modules)
@@ -183,7 +206,10 @@ class ReplicaCache:
         self._orders: dict[bool, list[int]] = {}
 
     def refresh(self) -> bool:
-        """If the module has changed, record its state again and discard all copies; return whether it had changed."""
+        """If the module has changed, record its state again and discard all copies.
+
+        Return whether it had changed.
+        """
         changed = self._changed()
         if changed:
             self._read()
@@ -191,7 +217,9 @@ class ReplicaCache:
         return changed
 
     def check_placed(self, root: Device) -> None:
-        """Raise RuntimeError unless all of the module's parameters and buffers are on `root` and initialized."""
+        """Raise RuntimeError unless all of the module's parameters and buffers are on `root` and
+        initialized.
+        """
         home = root.torch_device
         if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
             check_placed(chain(self.parameters, self.buffers), root)
@@ -203,15 +231,23 @@ class ReplicaCache:
             return True
         names = list(chain.from_iterable(self._watched))
         values = list(chain.from_iterable(map(dict.values, self._watched)))
-        return names != self._names or not _same(values, self._seen) or list(map(type, self._modules)) != self._types
+        return (
+            names != self._names
+            or not _same(values, self._seen)
+            or list(map(type, self._modules)) != self._types
+        )
 
     def bind(
-        self, sources: Sequence[torch.Tensor], copies: Sequence[Sequence[torch.Tensor]], *, detached: bool = False
+        self,
+        sources: Sequence[torch.Tensor],
+        copies: Sequence[Sequence[torch.Tensor]],
+        *,
+        detached: bool = False,
     ) -> list[nn.Module]:
         """Return one replica per list in `copies`.
 
-        In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects the set of copies for
-        calls without gradients.
+        In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects
+        the set of copies for calls without gradients.
         """
         order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
         watching = not self._library or any(self._hooks)
@@ -231,16 +267,23 @@ class ReplicaCache:
 
 
 def _is_library(module: nn.Module) -> bool:
-    """Return whether a module's forward is torch's own code, which sets no attributes; hooks are not checked."""
-    return type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
+    """Return whether a module's forward is torch's own code, which sets no attributes.
+
+    Hooks are not checked.
+    """
+    return (
+        type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
+    )
 
 
 class _CachedReplica:
-    """One replica: its root module, and every place in the module tree that refers to a tensor of the replica.
+    """One replica: its root module, and every place in the module tree that refers to a tensor of
+    the replica.
 
-    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica keeps a record of its
-    attributes, in which `written` finds changes. A record is needed only for modules with hooks and for modules from
-    outside torch, because all other modules set no attributes in forward.
+    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica
+    keeps a record of its attributes, in which `written` finds changes. A record is needed only for
+    modules with hooks and for modules from outside torch, because all other modules set no
+    attributes in forward.
     """
 
     def __init__(
@@ -287,7 +330,8 @@ class _CachedReplica:
             deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
 
     def written(self) -> bool:
-        """Return whether a forward has set attributes of the replica since it was built or last bound.
+        """Return whether a forward has set attributes of the replica since it was built or last
+        bound.
 
         Always False without `watching`.
         """
@@ -298,13 +342,18 @@ class _CachedReplica:
     def _values(self) -> list[Any]:
         """Return all values of the replica's dicts and lists, in order.
 
-        The list keeps a reference to each value, so that the id of a deleted value cannot be reused.
+        The list keeps a reference to each value, so that the id of a deleted value cannot be
+        reused.
         """
-        return [*chain.from_iterable(map(dict.values, self._dicts)), *chain.from_iterable(self._lists)]
+        return [
+            *chain.from_iterable(map(dict.values, self._dicts)),
+            *chain.from_iterable(self._lists),
+        ]
 
 
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists have the same objects, or equal integers and strings, in the same order.
+    """Return whether two lists have the same objects, or equal integers and strings, in the same
+    order.
 
     Other equal objects may differ: 0.0 from -0.0, a tensor from one of another dtype, a list from
     another list that the user's code changes later.
@@ -312,15 +361,18 @@ def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
     if len(values) != len(others):
         return False
     return all(map(is_, values, others)) or all(
-        value is other or (type(value) is type(other) and type(value) in (int, str) and value == other)
+        value is other
+        or (type(value) is type(other) and type(value) in (int, str) and value == other)
         for value, other in zip(values, others, strict=True)
     )
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
-    """Yield, for each module of a tree, its attribute dict, and the lists and dicts in it that may contain tensors.
+    """Yield, for each module of a tree, its attribute dict, and the lists and dicts in it that may
+    contain tensors.
 
-    `_HOLDERS` has the names of these dicts. All lists are included, such as the `_flat_weights` of RNNs.
+    `_HOLDERS` has the names of these dicts. All lists are included, such as the `_flat_weights` of
+    RNNs.
     """
     for module in root.modules():
         yield module.__dict__
@@ -330,7 +382,8 @@ def _containers(root: nn.Module) -> Iterable[Any]:
 
 
 def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function that returns the items of a sequence at the indices `numbers`, as a tuple or list.
+    """Return a function that returns the items of a sequence at the indices `numbers`, as a tuple
+    or list.
 
     For two or more indices this function is implemented in C.
     """

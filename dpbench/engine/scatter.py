@@ -1,6 +1,8 @@
-"""Scatter: split every tensor of a structure over the devices, and pass all other values to every device.
+"""Scatter: split every tensor of a structure over the devices, and pass all other values to every
+device.
 
-The devices may get different numbers of rows: a device that also does other work can get fewer rows.
+The devices may get different numbers of rows: a device that also does other work can get fewer
+rows.
 """
 
 from __future__ import annotations
@@ -18,8 +20,12 @@ from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.words import count
 
 
-def weights_of(chunk_sizes: Sequence[float] | None, devices: Sequence[Device]) -> tuple[float, ...] | None:
-    """Return the weights by which a batch's rows are divided between devices; None means torch's equal chunks.
+def weights_of(
+    chunk_sizes: Sequence[float] | None, devices: Sequence[Device]
+) -> tuple[float, ...] | None:
+    """Return the weights by which a batch's rows are divided between devices.
+
+    None means torch's equal chunks.
 
     Raises ValueError unless there is one weight above 0 per device.
     """
@@ -28,16 +34,18 @@ def weights_of(chunk_sizes: Sequence[float] | None, devices: Sequence[Device]) -
     weights = tuple(chunk_sizes)
     if len(weights) != len(devices) or min(weights, default=0) <= 0:
         raise ValueError(
-            f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')}; got {chunk_sizes}"
+            f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')};"
+            f" got {chunk_sizes}"
         )
     return weights
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of rows of each device: one row each, and all further rows in proportion to the weights.
+    """Return the number of rows of each device: one row each, and all further rows in proportion to
+    the weights.
 
-    Fractions are rounded by the method of largest remainders. If there are fewer rows than devices, only the first
-    devices get a row, and the list is shorter.
+    Fractions are rounded by the method of largest remainders. If there are fewer rows than devices,
+    only the first devices get a row, and the list is shorter.
     """
     whole = sum(weights)
     if rows < len(weights):
@@ -51,11 +59,19 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 class Scatter(Function):
-    """An autograd function that copies one tensor's chunks to the devices; backward concatenates chunk gradients."""
+    """An autograd function that copies one tensor's chunks to the devices.
+
+    Backward concatenates chunk gradients.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, devices: Sequence[Device], sizes: Sequence[int] | None, dim: int, mark: Mark, tensor: torch.Tensor
+        ctx: Any,
+        devices: Sequence[Device],
+        sizes: Sequence[int] | None,
+        dim: int,
+        mark: Mark,
+        tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return one new chunk per device, or fewer chunks than devices if the tensor is short."""
         ctx.dim, ctx.home = dim, tensor.device
@@ -68,7 +84,9 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the whole tensor, on its device, and None for each other argument of `forward`."""
+        """Return the gradient of the whole tensor, on its device, and None for each other argument
+        of `forward`.
+        """
         whole = torch.cat([gradient.to(ctx.home) for gradient in gradients], ctx.dim)
         return None, None, None, None, whole
 
@@ -83,12 +101,13 @@ def scatter(
 ) -> list[Any]:
     """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
 
-    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the devices. Each piece gets
-    its own copy of every tuple, list and dict, and of every dataclass instance that contains tensors. All other values
-    are shared by all pieces. Without `chunk_sizes`, a tensor with exactly one row per piece is accepted together with
-    tensors of another length. In all other cases, tensors of different lengths raise ValueError, because torch would
-    silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors. Raises TypeError for
-    PackedSequences, sparse tensors, and nested tensors that require gradients.
+    Tensors are cut along `dim` by `torch.chunk`, or into `chunk_sizes` rows, and copied to the
+    devices. Each piece gets its own copy of every tuple, list and dict, and of every dataclass
+    instance that contains tensors. All other values are shared by all pieces. Without
+    `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of
+    another length. In all other cases, tensors of different lengths raise ValueError, because torch
+    would silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors.
+    Raises TypeError for PackedSequences, sparse tensors, and nested tensors that require gradients.
     """
     devices = as_devices(devices)
     if not devices:
@@ -102,51 +121,69 @@ def scatter(
 
 
 def _split(
-    value: Any, devices: Sequence[Device], pieces: int, sizes: Sequence[int] | None, dim: int, mark: Mark
+    value: Any,
+    devices: Sequence[Device],
+    pieces: int,
+    sizes: Sequence[int] | None,
+    dim: int,
+    mark: Mark,
 ) -> list[Any]:
-    """Return `value` split into `pieces` pieces, by `torch.chunk`; if `sizes` is given, piece i has `sizes[i]` rows."""
+    """Return `value` split into `pieces` pieces, by `torch.chunk`.
+
+    If `sizes` is given, piece i has `sizes[i]` rows.
+    """
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     keys = keys_of(value)
     if not keys or not (isinstance(value, tuple | list | dict) or tensors_in(value)):
         return [value] * pieces
-    rows = zip(*(_split(part, devices, pieces, sizes, dim, mark) for part in parts_of(value, keys)), strict=True)
+    rows = zip(
+        *(_split(part, devices, pieces, sizes, dim, mark) for part in parts_of(value, keys)),
+        strict=True,
+    )
     return [rebuilt(value, row) for row in rows]
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
-    """Return the length of a tensor along `dim`. Raises RuntimeError or TypeError if the tensor cannot be scattered."""
+    """Return the length of a tensor along `dim`.
+
+    Raises RuntimeError or TypeError if the tensor cannot be scattered.
+    """
     if tensor.dim() == 0:
         raise RuntimeError(
-            "chunk expects at least a 1-dimensional tensor, but scatter got a 0-dimensional tensor; pass a Python "
-            "number, which all replicas share, or expand the tensor to one element per row of the batch"
+            "chunk expects at least a 1-dimensional tensor, but scatter got a 0-dimensional tensor;"
+            " pass a Python number, which all replicas share, or expand the tensor to one element"
+            " per row of the batch"
         )
     if tensor.layout not in (torch.strided, torch.jagged):
         raise TypeError(
-            f"cannot scatter a tensor of layout {tensor.layout}; pass a dense tensor, or pass the tensor's components "
-            "and build the tensor in forward"
+            f"cannot scatter a tensor of layout {tensor.layout}; pass a dense tensor, or pass the"
+            " tensor's components and build the tensor in forward"
         )
     if tensor.is_nested and tensor.requires_grad:
         raise TypeError(
-            "cannot scatter a nested tensor that requires gradients, because torch cannot join the gradients of its "
-            "pieces; pass a padded tensor and the lengths"
+            "cannot scatter a nested tensor that requires gradients, because torch cannot join the"
+            " gradients of its pieces; pass a padded tensor and the lengths"
         )
     return tensor.size(dim)
 
 
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces into which all tensors are cut; `lengths` are their lengths along `dim`.
+    """Return the number of pieces into which all tensors are cut.
 
-    Raises ValueError if the tensors would give different numbers of pieces, or if their lengths differ. A tensor with
-    exactly one row per piece may differ in length from the others.
+    `lengths` are their lengths along `dim`.
+
+    Raises ValueError if the tensors would give different numbers of pieces, or if their lengths
+    differ. A tensor with exactly one row per piece may differ in length from the others.
     """
     counts = {_chunks(length, devices) for length in lengths}
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
-            f"cannot scatter tensors of different lengths along dim {dim} ({sorted(lengths)}) over "
-            f"{count(devices, 'device')}, because their rows do not correspond; give all tensors the same batch size; "
-            "to share a tensor instead of splitting it, wrap it in an object of a class that you define"
+            f"cannot scatter tensors of different lengths along dim {dim} ({sorted(lengths)}) over"
+            f" {count(devices, 'device')}, because their rows do not correspond; give all tensors"
+            " the same batch size; to share a tensor instead of splitting it, wrap it in an object"
+            " of a class that you define"
         )
     return pieces
 
@@ -154,18 +191,20 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
 def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) -> int:
     """Return the number of pieces, which is the number of `sizes`.
 
-    Raises ValueError if a size is not a positive integer, if there are more sizes than devices, or if the sizes do not
-    sum to the length of every tensor.
+    Raises ValueError if a size is not a positive integer, if there are more sizes than devices, or
+    if the sizes do not sum to the length of every tensor.
     """
-    if not 0 < len(sizes) <= devices or any(not isinstance(size, int) or size < 1 for size in sizes):
+    if not 0 < len(sizes) <= devices or any(
+        not isinstance(size, int) or size < 1 for size in sizes
+    ):
         raise ValueError(
-            f"chunk_sizes must be positive integers, at most one per device, for {count(devices, 'device')}; got "
-            f"{[*sizes]}"
+            "chunk_sizes must be positive integers, at most one per device, for"
+            f" {count(devices, 'device')}; got {[*sizes]}"
         )
     if lengths - {sum(sizes)}:
         raise ValueError(
-            f"chunk_sizes {[*sizes]} sum to {sum(sizes)}, but there are tensors of lengths {sorted(lengths)} along "
-            f"dim {dim}; the sizes must sum to the length of every tensor"
+            f"chunk_sizes {[*sizes]} sum to {sum(sizes)}, but there are tensors of lengths"
+            f" {sorted(lengths)} along dim {dim}; the sizes must sum to the length of every tensor"
         )
     return len(sizes)
 
@@ -173,8 +212,8 @@ def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) ->
 def _chunks(length: int, devices: int) -> int:
     """Return the number of chunks that `torch.chunk` makes of a tensor of the given length.
 
-    Each chunk has ceil(length / devices) rows; the last chunk may have fewer. A tensor of length 0 gives one empty
-    chunk per device.
+    Each chunk has ceil(length / devices) rows; the last chunk may have fewer. A tensor of length 0
+    gives one empty chunk per device.
     """
     if length == 0:
         return devices
@@ -183,14 +222,22 @@ def _chunks(length: int, devices: int) -> int:
 
 
 def same_rows(inputs: Any, target: Any) -> bool:
-    """Return whether every tensor of the target has as many rows as the inputs, so that both can be cut alike."""
+    """Return whether every tensor of the target has as many rows as the inputs, so that both can be
+    cut alike.
+    """
     tensors = [target] if isinstance(target, torch.Tensor) else tensors_in(target)
     rows = max((tensor.size(0) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
-    return all(tensor.dim() and tensor.layout is torch.strided and tensor.size(0) == rows for tensor in tensors)
+    return all(
+        tensor.dim() and tensor.layout is torch.strided and tensor.size(0) == rows
+        for tensor in tensors
+    )
 
 
 def checked_target(target: Any, root: Device) -> Any:
-    """Return the target unchanged. Raises RuntimeError if it is on an accelerator other than `root`."""
+    """Return the target unchanged.
+
+    Raises RuntimeError if it is on an accelerator other than `root`.
+    """
     where = device_of(target)
     if where is not None and where.type != "cpu" and where != root.torch_device:
         raise _wrong_target(where, root.torch_device)
@@ -198,9 +245,12 @@ def checked_target(target: Any, root: Device) -> Any:
 
 
 def place_target(target: Any, device: torch.device | None, root: Device, mark: Mark) -> Any:
-    """Return the target on `device`, the output's device; a target on the host is copied there, in the phase scatter.
+    """Return the target on `device`, the output's device.
 
-    None as `device` leaves the target unchanged. Raises RuntimeError for a target on another accelerator.
+    A target on the host is copied there, in the phase scatter.
+
+    None as `device` leaves the target unchanged. Raises RuntimeError for a target on another
+    accelerator.
     """
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,6 +266,6 @@ def place_target(target: Any, device: torch.device | None, root: Device, mark: M
 
 def _wrong_target(where: torch.device, device: torch.device) -> RuntimeError:
     return RuntimeError(
-        f"the target is on {where} but the output, and therefore the loss, is on {device} (device_ids[0]); "
-        f"move it first: target.to('{device}')"
+        f"the target is on {where} but the output, and therefore the loss, is on {device}"
+        f" (device_ids[0]); move it first: target.to('{device}')"
     )

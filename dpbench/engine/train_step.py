@@ -1,4 +1,6 @@
-"""TrainStep: a callable that runs one whole training step over several devices, under any schedule."""
+"""TrainStep: a callable that runs one whole training step over several devices, under any
+schedule.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,22 @@ from dpbench.engine.losses import LocalLoss, Loss, Summed
 from dpbench.engine.parallel_apply import in_stages, parallel_apply, run_on_devices
 from dpbench.engine.persistent_step import PersistentReplicas
 from dpbench.engine.replicas import replicas_of
-from dpbench.engine.scatter import apportion, checked_target, place_target, same_rows, scatter, weights_of
-from dpbench.engine.workers import IntraOp, Workers, check_uncached, choose, keep_memory, without_cast_cache
+from dpbench.engine.scatter import (
+    apportion,
+    checked_target,
+    place_target,
+    same_rows,
+    scatter,
+    weights_of,
+)
+from dpbench.engine.workers import (
+    IntraOp,
+    Workers,
+    check_uncached,
+    choose,
+    keep_memory,
+    without_cast_cache,
+)
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, Phase, no_mark
@@ -31,35 +47,41 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class TrainStep:
-    """A training step over several devices: `step(inputs, target)` runs one step on a batch and returns its loss.
+    """A training step over several devices: `step(inputs, target)` runs one step on a batch and
+    returns its loss.
 
-    The phases are scatter, replicate, forward, gather, loss, backward, reduce, optimizer. `module` stays unwrapped and
-    has the current weights and buffers after every call. `loss_fn(output, target)` returns a scalar. If it is one of
-    torch's own losses, or a pair of functions `(sum_fn, weight_fn)`, each replica can compute it over its own rows.
-    `optimizer_fn(parameters)` is called once; it returns the optimizer, which is then the attribute `optimizer`.
-    `device_ids` accepts the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
-    device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or "copying" or
-    "fastest". For these two, TrainStep selects a schedule whose results are bitwise equal to those of "reference" (on
-    distinct GPUs: equal within rounding); see `step.schedule`. "copying", the default, copies the first device's
-    weights to the other devices in every step. Under "fastest", each device may update its own weights.
+    The phases are scatter, replicate, forward, gather, loss, backward, reduce, optimizer. `module`
+    stays unwrapped and has the current weights and buffers after every call. `loss_fn(output,
+    target)` returns a scalar. If it is one of torch's own losses, or a pair of functions `(sum_fn,
+    weight_fn)`, each replica can compute it over its own rows. `optimizer_fn(parameters)` is called
+    once; it returns the optimizer, which is then the attribute `optimizer`. `device_ids` accepts
+    the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
+    device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or
+    "copying" or "fastest". For these two, TrainStep selects a schedule whose results are bitwise
+    equal to those of "reference" (on distinct GPUs: equal within rounding); see `step.schedule`.
+    "copying", the default, copies the first device's weights to the other devices in every step.
+    Under "fastest", each device may update its own weights.
 
-    The optimizer steps once in every `accumulate` calls, with the gradient of the average of their losses. `clip_norm`
-    limits the gradient's total norm. `scaler` is a torch.amp.GradScaler. `chunk_sizes` has one weight per device; the
-    rows of a batch are divided in proportion to the weights; None means torch's equal chunks.
+    The optimizer steps once in every `accumulate` calls, with the gradient of the average of their
+    losses. `clip_norm` limits the gradient's total norm. `scaler` is a torch.amp.GradScaler.
+    `chunk_sizes` has one weight per device; the rows of a batch are divided in proportion to the
+    weights; None means torch's equal chunks.
 
-    A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on the host is copied to
-    the output's device; a target on another accelerator raises RuntimeError.
+    A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on
+    the host is copied to the output's device; a target on another accelerator raises RuntimeError.
 
-    Between two steps the training loop may change anything: weights, `requires_grad`, hooks, the loss, the optimizer's
-    options, groups and state. The change takes effect in the next step, under every schedule. If the schedule cannot
-    run, or can no longer run, TrainStep raises `Refused` (a ValueError) with the reason. "copying" and "fastest" switch
-    to another schedule instead, and `note` gives the reason.
+    Between two steps the training loop may change anything: weights, `requires_grad`, hooks, the
+    loss, the optimizer's options, groups and state. The change takes effect in the next step, under
+    every schedule. If the schedule cannot run, or can no longer run, TrainStep raises `Refused` (a
+    ValueError) with the reason. "copying" and "fastest" switch to another schedule instead, and
+    `note` gives the reason.
 
-    Schedules with `update=each` or `update=sharded`, and therefore "fastest", rely on noticing each write to the
-    weights outside the step. Call `sync()` after writes that torch does not track: `p.data.mul_()`, numpy, and fused
-    optimizers other than `step.optimizer`. With `debug`, TrainStep compares all copies of the weights before each step,
-    and raises `Refused` if a call of `sync()` is missing. Call `close()` after the last step, or use TrainStep
-    as a context manager; module and optimizer are then left as an ordinary loop would leave them.
+    Schedules with `update=each` or `update=sharded`, and therefore "fastest", rely on noticing each
+    write to the weights outside the step. Call `sync()` after writes that torch does not track:
+    `p.data.mul_()`, numpy, and fused optimizers other than `step.optimizer`. With `debug`,
+    TrainStep compares all copies of the weights before each step, and raises `Refused` if a call of
+    `sync()` is missing. Call `close()` after the last step, or use TrainStep as a context manager;
+    module and optimizer are then left as an ordinary loop would leave them.
     """
 
     def __init__(
@@ -84,7 +106,12 @@ class TrainStep:
         self.optimizer = optimizer_fn(module.parameters())
         self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
         self.note = ""
-        self._accumulate, self._clip_norm, self._scaler, self._mark = accumulate, clip_norm, scaler, mark
+        self._accumulate, self._clip_norm, self._scaler, self._mark = (
+            accumulate,
+            clip_norm,
+            scaler,
+            mark,
+        )
         self.chunk_sizes = weights_of(chunk_sizes, self.devices)
         self._debug = debug
         self._calls, self._failed, self._closed = 0, False, False
@@ -97,9 +124,13 @@ class TrainStep:
         self._build()
 
     def _build(self) -> None:
-        """Create the objects that persist between steps, for the present module, loss and optimizer."""
+        """Create the objects that persist between steps, for the present module, loss and
+        optimizer.
+        """
         self._loss, self._checked = Loss(self.loss_fn), False
-        setup = TrainingSetup(self.module, self._loss, self.optimizer, self.devices, powers=self._powers())
+        setup = TrainingSetup(
+            self.module, self._loss, self.optimizer, self.devices, powers=self._powers()
+        )
         if self._wanted is not None:
             legal.check(self._wanted, setup)
             schedule, notes = self._wanted, []
@@ -109,7 +140,12 @@ class TrainStep:
             schedule, notes = legal.best_legal(setup, SELECTED[self._selected])
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
         self._replicas = replicas_of(
-            self.module, self.optimizer, self.devices, schedule, whole_gradient=whole, mark=self._mark
+            self.module,
+            self.optimizer,
+            self.devices,
+            schedule,
+            whole_gradient=whole,
+            mark=self._mark,
         )
         self._built = (self.module, self.loss_fn, self.optimizer, self._unfit)
         self._best, self._why = schedule, "; ".join(notes)
@@ -117,7 +153,10 @@ class TrainStep:
 
     @property
     def _workers(self) -> Workers:
-        """Return the workers of the present schedule; `fastest` alternates between two kinds in the first steps."""
+        """Return the workers of the present schedule.
+
+        `fastest` alternates between two kinds in the first steps.
+        """
         name = self._best.workers
         if name not in self._hired:
             self._hired[name] = choose(name)
@@ -140,18 +179,27 @@ class TrainStep:
         self.close()
 
     def close(self) -> None:
-        """End the threads; give the parameters the storage, gradients and optimizer state of an ordinary loop."""
+        """End the threads.
+
+        Give the parameters the storage, gradients and optimizer state of an ordinary loop.
+        """
         if not self._closed:
             self._closed = True
             self._dismiss()
             self._replicas.close()
 
     def sync(self) -> None:
-        """Make the next step copy the weights to all devices; this is needed after writes that torch does not track."""
+        """Make the next step copy the weights to all devices.
+
+        This is needed after writes that torch does not track.
+        """
         self._replicas.sync()
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Run one training step on a global batch; return the loss, detached, on the first device."""
+        """Run one training step on a global batch.
+
+        Return the loss, detached, on the first device.
+        """
         self._prepare()
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         try:
@@ -163,15 +211,22 @@ class TrainStep:
             raise
 
     def _prepare(self) -> None:
-        """Rebuild the persistent state if the last step failed, or if the training loop has changed something.
+        """Rebuild the persistent state if the last step failed, or if the training loop has changed
+        something.
 
-        Raises RuntimeError after `close`. Raises Refused if the schedule can no longer run, or if `debug` finds weights
-        that need `sync()`.
+        Raises RuntimeError after `close`. Raises Refused if the schedule can no longer run, or if
+        `debug` finds weights that need `sync()`.
         """
         if self._closed:
-            raise RuntimeError("this TrainStep is closed; create a new one with the same module to continue training")
+            raise RuntimeError(
+                "this TrainStep is closed; create a new one with the same module to continue"
+                " training"
+            )
         if not torch.is_grad_enabled():
-            raise Refused("a training step needs gradients, but torch.no_grad() or torch.inference_mode() is active")
+            raise Refused(
+                "a training step needs gradients, but torch.no_grad() or torch.inference_mode() is"
+                " active"
+            )
         if len(self.devices) > 1:
             check_uncached(self.module)
         if self._wanted is None:
@@ -185,14 +240,18 @@ class TrainStep:
         if self._debug and (stale := self._replicas.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
-                f"weights differ from their copies on other devices ({len(stale)} of {len(names)} parameters, starting "
-                f"with {names[stale[0]]}), because they were written in ways that torch does not track; call sync() "
-                "after such writes"
+                f"weights differ from their copies on other devices ({len(stale)} of {len(names)}"
+                f" parameters, starting with {names[stale[0]]}), because they were written in ways"
+                " that torch does not track; call sync() after such writes"
             )
 
     def _rebuild(self) -> None:
-        """Discard the persistent state and build it again; if building raises an error, the next step tries again."""
-        if self._failed:  # a failed backward leaves its nodes and graph queued in this thread until the next backward
+        """Discard the persistent state and build it again.
+
+        If building raises an error, the next step tries again.
+        """
+        # a failed backward leaves its nodes and graph queued in this thread until the next backward
+        if self._failed:
             torch.zeros((), requires_grad=True).clone().backward()
             self._dismiss()  # an interrupted thread may still be running
         self._replicas.close()
@@ -207,8 +266,16 @@ class TrainStep:
         if self._calls % self._accumulate == 0:
             with mark(Phase.OPTIMIZER, self.devices[0].index):
                 self._replicas.clear()
-        with without_cast_cache() if isinstance(self._replicas, PersistentReplicas) else nullcontext():
-            loss = self._local(arguments, target, summed, mark) if summed else self._backward(arguments, target, mark)
+        with (
+            without_cast_cache()
+            if isinstance(self._replicas, PersistentReplicas)
+            else nullcontext()
+        ):
+            loss = (
+                self._local(arguments, target, summed, mark)
+                if summed
+                else self._backward(arguments, target, mark)
+            )
         self._calls += 1
         self._replicas.reduce(self._workers)
         if self._calls % self._accumulate == 0:
@@ -216,21 +283,32 @@ class TrainStep:
         return loss
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
-        """Run the replicas, compute the loss over the gathered batch, and run backward; return the loss.
+        """Run the replicas, compute the loss over the gathered batch, and run backward.
 
-        Persistent replicas keep their gradients. Autograd sums those of other replicas in the `.grad` of the module.
+        Return the loss.
+
+        Persistent replicas keep their gradients. Autograd sums those of other replicas in the
+        `.grad` of the module.
         """
         with ExitStack() as running:  # the `backward` phase ends when autograd starts the reduction
             pieces = self._scatter(arguments, mark)
             devices = self.devices[: len(pieces)]
             replicas = self._replicas.modules(len(pieces), self._workers, on_reduce=running.close)
-            outputs = parallel_apply(replicas, pieces, None, devices, workers=self._workers, mark=mark)
+            outputs = parallel_apply(
+                replicas, pieces, None, devices, workers=self._workers, mark=mark
+            )
             return self._joint(outputs, target, devices, running, mark)
 
     def _joint(
-        self, outputs: Sequence[Any], target: Any, devices: Sequence[Device], running: ExitStack, mark: Mark
+        self,
+        outputs: Sequence[Any],
+        target: Any,
+        devices: Sequence[Device],
+        running: ExitStack,
+        mark: Mark,
     ) -> torch.Tensor:
-        """Gather the outputs, compute the loss of the whole batch, and run one backward through all replicas.
+        """Gather the outputs, compute the loss of the whole batch, and run one backward through all
+        replicas.
 
         Return the loss. The backward phase begins here and ends when `running` is closed.
         """
@@ -248,25 +326,34 @@ class TrainStep:
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
         """Return this step's loss in the form that each replica can compute over its own rows.
 
-        If the loss must be computed over the gathered batch, the method returns None under a schedule that TrainStep
-        has selected, and raises Refused under one that the user has named.
+        If the loss must be computed over the gathered batch, the method returns None under a
+        schedule that TrainStep has selected, and raises Refused under one that the user has named.
         """
         summed = self._loss.summed()
         if summed is None:
-            reason = "loss=local: loss_fn now has hooks, another forward or reduction, and thus no known divisor"
+            reason = (
+                "loss=local: loss_fn now has hooks, another forward or reduction, and thus no known"
+                " divisor"
+            )
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
-            reason = f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
+            reason = (
+                f"loss=local: the target must be a tensor, but its type is {type(target).__name__}"
+            )
         elif not same_rows(arguments, target):
-            reason = "loss=local: the target cannot be cut as the inputs are, because it has another number of rows"
+            reason = (
+                "loss=local: the target cannot be cut as the inputs are, because it has another"
+                " number of rows"
+            )
         elif self._has_history(arguments, target):
             reason = (
-                "loss=local: an input or the target has an autograd history (detach it if you need no gradient of it); "
-                "each replica would run its own backward through this history, but autograd allows only one"
+                "loss=local: an input or the target has an autograd history (detach it if you need"
+                " no gradient of it); each replica would run its own backward through this history,"
+                " but autograd allows only one"
             )
         elif self._wanted is None and not summed.keeps_bits(powers=self._powers()):
             reason = (
-                "the loss is computed over the gathered batch, because summing the replicas' losses could change the "
-                "last bit of the gradients"
+                "the loss is computed over the gathered batch, because summing the replicas' losses"
+                " could change the last bit of the gradients"
             )
         else:
             return summed
@@ -274,8 +361,12 @@ class TrainStep:
         return None
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
-        """Return whether the target requires gradients, or an input is the result of a recorded operation."""
-        if isinstance(target, torch.Tensor) and all(isinstance(one, torch.Tensor) for one in arguments):
+        """Return whether the target requires gradients, or an input is the result of a recorded
+        operation.
+        """
+        if isinstance(target, torch.Tensor) and all(
+            isinstance(one, torch.Tensor) for one in arguments
+        ):
             return target.requires_grad or any(one.grad_fn is not None for one in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
             tensor.grad_fn is not None for tensor in tensors_in(arguments)
@@ -287,19 +378,28 @@ class TrainStep:
         Raises Refused if the user has named the schedule.
         """
         if self._wanted is not None:
-            raise Refused(f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered")
+            raise Refused(
+                f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered"
+            )
         self.schedule = replace(self._best, **legal.FALLBACKS["loss"])
         self.note = "; ".join(filter(None, [self._why, reason]))
 
-    def _local(self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark) -> torch.Tensor:
-        """Compute each replica's loss over its own rows, without gathering outputs; return the loss of the batch."""
+    def _local(
+        self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark
+    ) -> torch.Tensor:
+        """Compute each replica's loss over its own rows, without gathering outputs.
+
+        Return the loss of the batch.
+        """
         root = self.devices[0]
         pieces = self._scatter((arguments, checked_target(target, root)), mark)
         devices = self.devices[: len(pieces)]
         replicas = self._replicas.modules(len(pieces), self._workers)
         alone = self.schedule.backward == "local" and root.torch_device.type == "cpu"
         weight = summed.weight_of(target) if alone else None
-        parts = LocalLoss(summed, pieces, replicas, devices, mark, scale=self._scaled, weight=weight)
+        parts = LocalLoss(
+            summed, pieces, replicas, devices, mark, scale=self._scaled, weight=weight
+        )
         if weight is not None:
             run_on_devices(parts.alone, devices, self._workers)
             parts.add()
@@ -308,7 +408,9 @@ class TrainStep:
         def meet() -> None:
             parts.meet()
             if parts.split and summed.rule is None and not self._checked:
-                whole = gather([mapped(output, torch.Tensor.detach) for output in parts.outputs], root, devices)
+                whole = gather(
+                    [mapped(output, torch.Tensor.detach) for output in parts.outputs], root, devices
+                )
                 placed = place_target(target, device_of(whole), root, self._mark)
                 self._checked = losses.check(self._loss, parts.loss, whole, placed)
             if parts.split:
@@ -321,7 +423,10 @@ class TrainStep:
             meet()
         with ExitStack() as running:
             if not parts.split:
-                self._gather_loss("loss=local: the rows of the output and of the target do not correspond one to one")
+                self._gather_loss(
+                    "loss=local: the rows of the output and of the target do not correspond one"
+                    " to one"
+                )
                 return self._joint(parts.outputs, target, devices, running, mark)
             if self.schedule.backward == "joint":
                 scaled = parts.joint()
@@ -331,23 +436,32 @@ class TrainStep:
         return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
-        """Split a structure over the devices, in proportion to their weights, or equally if the devices have none."""
+        """Split a structure over the devices, in proportion to their weights, or equally if the
+        devices have none.
+        """
         sizes: list[int] = []
-        if self.chunk_sizes is not None and (tensor := first_tensor(value)) is not None and tensor.dim():
+        if (
+            self.chunk_sizes is not None
+            and (tensor := first_tensor(value)) is not None
+            and tensor.dim()
+        ):
             sizes = apportion(tensor.size(0), self.chunk_sizes)
         return scatter(value, self.devices, chunk_sizes=sizes or None, mark=mark)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss, divided by `accumulate`, and multiplied by the scale of the grad scaler if there is one."""
+        """Return the loss, divided by `accumulate`, and multiplied by the scale of the grad scaler
+        if there is one.
+        """
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with the state dicts of the module, the optimizer and, if there is one, the grad scaler.
+        """Return a dict with the state dicts of the module, the optimizer and, if there is one, the
+        grad scaler.
 
-        The keys are "module", "optimizer" and "scaler". The result has the same form under every schedule; the names of
-        weights and buffers have no prefix.
+        The keys are "module", "optimizer" and "scaler". The result has the same form under every
+        schedule; the names of weights and buffers have no prefix.
         """
         state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self._scaler is not None:
@@ -355,7 +469,10 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` has returned; gradient accumulation starts again with the next call."""
+        """Restore a state that `state_dict` has returned.
+
+        Gradient accumulation starts again with the next call.
+        """
         self._calls = 0
         check_prefix(list(self.module.state_dict()), list(state["module"]), strict=True)
         self.module.load_state_dict(state["module"])

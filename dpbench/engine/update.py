@@ -1,8 +1,9 @@
-"""Update: step all weights on device 0, all weights on every device, or a share of the weights on each device.
+"""Update: step all weights on device 0, all weights on every device, or a share of the weights on
+each device.
 
-A shard is a tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat buffer. The
-user's optimizer steps device 0's shards, so that its param_groups, schedulers and hooks take effect. The optimizers of
-the other devices copy the options of the user's optimizer.
+A shard is a tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a
+flat buffer. The user's optimizer steps device 0's shards, so that its param_groups, schedulers and
+hooks take effect. The optimizers of the other devices copy the options of the user's optimizer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import torch
 from torch.optim import Optimizer
 
 from dpbench.engine.collectives import Exchange, arrive, choose
-from dpbench.engine.flat_storage import FlatWeights, ParamShard, Segment, Sum, cut, gathered, line, sums
+from dpbench.engine.flat_storage import (
+    FlatWeights,
+    ParamShard,
+    Segment,
+    Sum,
+    cut,
+    gathered,
+    line,
+    sums,
+)
 from dpbench.engine.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
 from dpbench.engine.parallel_apply import run_on_devices
 from dpbench.engine.persistent import ReplicaWeights
@@ -27,11 +37,19 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.work import owners
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
-"""For each replica that has gradients: its device, and its gradients in the order of the parameters."""
+"""For each replica that has gradients: its device, and its gradients in the order of the
+parameters.
+"""
 SMALL_BYTES = 2**16
-"""One call sums all gradients up to this size in bytes. It writes each sum twice, but such sums fit in the cache."""
+"""One call sums all gradients up to this size in bytes.
+
+It writes each sum twice, but such sums fit in the cache.
+"""
 FEW = 8
-"""The minimum number of small gradients to sum in one call; fewer gradients are summed separately."""
+"""The minimum number of small gradients to sum in one call.
+
+Fewer gradients are summed separately.
+"""
 HELD = 2
 """The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
 
@@ -39,8 +57,9 @@ HELD = 2
 class Update:
     """The optimizers of all devices that step weights, and the shards that these optimizers step.
 
-    `owners` are the indices of these devices. With `natural`, the user's optimizer steps the module's own parameters,
-    in its own groups. With `joined`, the shards are flat buffers or slices of them.
+    `owners` are the indices of these devices. With `natural`, the user's optimizer steps the
+    module's own parameters, in its own groups. With `joined`, the shards are flat buffers or slices
+    of them.
     """
 
     def __init__(
@@ -52,25 +71,35 @@ class Update:
         schedule: Schedule,
         mark: Mark,
     ) -> None:
-        self.optimizer, self._replicas, self._devices, self._mark = optimizer, replicas, devices, mark
+        self.optimizer, self._replicas, self._devices, self._mark = (
+            optimizer,
+            replicas,
+            devices,
+            mark,
+        )
         self._groups = groups_of(optimizer, replicas.originals)
         # the optimizer steps the module's own parameters, whose memory replica 0 shares
         self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
         self._sharded = schedule.update == "sharded"
         self.owners = range(1 if schedule.update == "root" else len(devices))
-        self._owner = self._shared_out() if self._sharded and schedule.optimizer == "per_parameter" else {}
+        self._owner = (
+            self._shared_out() if self._sharded and schedule.optimizer == "per_parameter" else {}
+        )
         self.exchange = self._exchange(schedule)
         self._on_host = devices[0].torch_device.type == "cpu" and self.exchange is None
         self._whole_buffers: list[torch.Tensor] = []
         if schedule.optimizer == "flat":
             assert flat is not None
-            if self._on_host:  # logical devices share the host's memory: their slices make up the whole gradient
+            if (
+                self._on_host
+            ):  # logical devices share the host's memory: their slices make up the whole gradient
                 self._whole_buffers = flat.layout.allocate(devices[0])
             self._shards = [self._slices(flat, i) for i in self.owners]
         else:
             self._shards = [self._whole(i) for i in self.owners]
         self._sums = [
-            [one for shard in shards for one in sums(shard, replicas.parameters[0])] for shards in self._shards
+            [one for shard in shards for one in sums(shard, replicas.parameters[0])]
+            for shards in self._shards
         ]
         self._small = [_small(each) for each in self._sums]
         together = {id(one) for small in self._small for one in small}
@@ -99,9 +128,9 @@ class Update:
     def _keep_state(self) -> None:
         """Move the optimizer's state to the shards.
 
-        `optimizer.state` becomes a mapping that gathers the state from the shards at the first access. If it already is
-        a mapping of this kind that the training loop has accessed, it stays in place, because the loop may have
-        references to its entries.
+        `optimizer.state` becomes a mapping that gathers the state from the shards at the first
+        access. If it already is a mapping of this kind that the training loop has accessed, it
+        stays in place, because the loop may have references to its entries.
         """
         state: Any = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
@@ -116,7 +145,9 @@ class Update:
         ]
 
     def _shared_out(self) -> dict[int, int]:
-        """Assign each parameter to the device that steps it; return device indices by parameter index.
+        """Assign each parameter to the device that steps it.
+
+        Return device indices by parameter index.
 
         Every device gets about the same number of elements.
         """
@@ -125,7 +156,8 @@ class Update:
         return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
-        """Return the exchange that sums gradients by collectives, or None if the devices have no usable collectives.
+        """Return the exchange that sums gradients by collectives, or None if the devices have no
+        usable collectives.
 
         With an exchange, the gradients of the shards are views of the exchange's buffers.
         """
@@ -137,15 +169,31 @@ class Update:
         groups = [group.parameters for group in self._groups]
         owners = [None if self._sharded else 0 for _ in self._groups]
         if self._owner:
-            groups = [tuple(n for n in group if self._owner[n] == i) for group in groups for i in range(count)]
+            groups = [
+                tuple(n for n in group if self._owner[n] == i)
+                for group in groups
+                for i in range(count)
+            ]
             owners = [*range(count)] * len(self._groups)
         everyone = schedule.update == "each"
-        return Exchange(collectives, self._devices, parameters, groups, owners, everyone=everyone, mark=self._mark)
+        return Exchange(
+            collectives,
+            self._devices,
+            parameters,
+            groups,
+            owners,
+            everyone=everyone,
+            mark=self._mark,
+        )
 
     def _whole(self, i: int) -> list[ParamShard]:
-        """Return one shard per parameter that device i steps, for a schedule that steps parameters separately."""
+        """Return one shard per parameter that device i steps, for a schedule that steps parameters
+        separately.
+        """
         parameters = self._weights
-        mine = [(g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i]
+        mine = [
+            (g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i
+        ]
         shards = []
         for group, n in mine:
             weight = parameters[i][n]
@@ -155,14 +203,19 @@ class Update:
                 with self._devices[i].guard():
                     gradient = torch.zeros_like(weight, requires_grad=False)
             segment = Segment(n, 0, weight.numel(), 0)
-            shards.append(ParamShard(weight, gradient, group, (segment,), tuple(one[n].data for one in parameters)))
+            shards.append(
+                ParamShard(
+                    weight, gradient, group, (segment,), tuple(one[n].data for one in parameters)
+                )
+            )
         return shards
 
     def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
         """Return device i's shards for a schedule that steps flat buffers.
 
-        If the update is divided among the devices, a shard is device i's slice of a flat buffer; if not, it is the
-        whole buffer. A flat buffer whose parameters are not in the optimizer has no shard.
+        If the update is divided among the devices, a shard is device i's slice of a flat buffer; if
+        not, it is the whole buffer. A flat buffer whose parameters are not in the optimizer has no
+        shard.
         """
         shards = []
         group_of = {n: group.number for group in self._groups for n in group.parameters}
@@ -170,11 +223,16 @@ class Update:
             group = group_of.get(plan.slots[0].parameter)
             if group is None:
                 continue
-            share = plan.size // len(self._devices)  # no remainder: the layout was made for this number of devices
+            share = plan.size // len(
+                self._devices
+            )  # no remainder: the layout was made for this number of devices
             start, stop = (i * share, (i + 1) * share) if self._sharded else (0, plan.size)
             segments = tuple(
                 Segment(
-                    s.parameter, max(s.start, start) - s.start, min(s.stop, stop) - s.start, max(s.start, start) - start
+                    s.parameter,
+                    max(s.start, start) - s.start,
+                    min(s.stop, stop) - s.start,
+                    max(s.start, start) - start,
                 )
                 for s in plan.slots
                 if max(s.start, start) < min(s.stop, stop)
@@ -192,7 +250,8 @@ class Update:
         return shards
 
     def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Sum the gradients of all replicas, in the order of `sources`, into the gradients of device i's shards.
+        """Sum the gradients of all replicas, in the order of `sources`, into the gradients of
+        device i's shards.
 
         `numbers` are the indices of the parameters whose gradients are summed; None means all.
         """
@@ -204,10 +263,14 @@ class Update:
             single = self._sum_small(i, sources) if wanted is None else self._sums[i]
             for one in single:
                 if wanted is None or one.segment.parameter in wanted:
-                    self._sum(device, one, [gradients[one.segment.parameter] for _, gradients in sources])
+                    self._sum(
+                        device, one, [gradients[one.segment.parameter] for _, gradients in sources]
+                    )
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
-        """Sum the small gradients of device i's shards in one call; return the sums that are still to be computed.
+        """Sum the small gradients of device i's shards in one call.
+
+        Return the sums that are still to be computed.
 
         If one call cannot compute the sums of the small gradients, return all sums.
         """
@@ -240,8 +303,8 @@ class Update:
     def show(self) -> None:
         """Set the `.grad` of the module's parameters to the reduced gradients.
 
-        If a parameter's reduced gradient is not complete in one tensor on device 0 (or, for logical CPU devices, on the
-        host), set its `.grad` to None.
+        If a parameter's reduced gradient is not complete in one tensor on device 0 (or, for logical
+        CPU devices, on the host), set its `.grad` to None.
         """
         # `hide` or `module.to()` may have given earlier gradients other memory
         if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
@@ -252,7 +315,9 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Move each gradient that the user's code still references to separate memory, before a step overwrites it."""
+        """Move each gradient that the user's code still references to separate memory, before a
+        step overwrites it.
+        """
         shown = self._shown
         for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
@@ -275,18 +340,26 @@ class Update:
             self._steppers[i].step()
 
     def spread(self, workers: Workers) -> None:
-        """Copy to each device the weights that the other devices have updated, by a collective if there is one."""
+        """Copy to each device the weights that the other devices have updated, by a collective if
+        there is one.
+        """
         if self.collective:
             assert self.exchange is not None
             self.exchange.spread(
-                [flats[: len(one)] for flats, one in zip(self._replicas.flats, self.exchange.buffers, strict=True)]
+                [
+                    flats[: len(one)]
+                    for flats, one in zip(self._replicas.flats, self.exchange.buffers, strict=True)
+                ]
             )
         else:
             run_on_devices(self.copy, self._devices, workers)
 
     @property
     def collective(self) -> bool:
-        """Return whether a collective sends the updated weights to all devices; if not, each device copies them."""
+        """Return whether a collective sends the updated weights to all devices.
+
+        If not, each device copies them.
+        """
         return self.exchange is not None and not self._owner
 
     def copy(self, i: int) -> None:
@@ -297,25 +370,32 @@ class Update:
                 if j != i:
                     device.wait(self._devices[j])
                     copy_all(
-                        [shard.twins[i] for shard in self._shards[j]], [shard.twins[j] for shard in self._shards[j]]
+                        [shard.twins[i] for shard in self._shards[j]],
+                        [shard.twins[j] for shard in self._shards[j]],
                     )
 
     @property
     def shared(self) -> bool:
-        """Return whether each device steps a share of the weights, and gets all other weights from other devices."""
+        """Return whether each device steps a share of the weights, and gets all other weights from
+        other devices.
+        """
         return self._sharded
 
     def gather_gradients(self) -> None:
-        """Gather the reduced gradients from all devices into the `.grad` of the module's parameters.
+        """Gather the reduced gradients from all devices into the `.grad` of the module's
+        parameters.
 
-        If each device has reduced only its share of the gradients, the caller calls this once, when training ends.
+        If each device has reduced only its share of the gradients, the caller calls this once, when
+        training ends.
         """
         found: dict[int, torch.Tensor] = {}
         for shard in (shard for shards in self._shards for shard in shards):
             for segment in shard.segments:
                 n = segment.parameter
                 if n not in found:
-                    found[n] = torch.zeros_like(self._replicas.parameters[0][n], requires_grad=False)
+                    found[n] = torch.zeros_like(
+                        self._replicas.parameters[0][n], requires_grad=False
+                    )
                 line(found[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
         for n, gradient in found.items():
             parameter = self._replicas.originals[n]
@@ -325,25 +405,36 @@ class Update:
 
     @property
     def regrouped(self) -> bool:
-        """Return whether the optimizer's state has been replaced, or changed so that it no longer fits the shards."""
+        """Return whether the optimizer's state has been replaced, or changed so that it no longer
+        fits the shards.
+        """
         if self.natural:
             return False
         if self.optimizer.state is not self._state:
             return True
-        return self._state.fetched and groups_of(self.optimizer, self._replicas.originals) != self._groups
+        return (
+            self._state.fetched
+            and groups_of(self.optimizer, self._replicas.originals) != self._groups
+        )
 
     def begin(self) -> None:
-        """Copy `optimizer.state` to the shards before a step, if the training loop may have changed its entries."""
+        """Copy `optimizer.state` to the shards before a step, if the training loop may have changed
+        its entries.
+        """
         if not self.natural and self._state.fetched:
             self._import(self._state)
 
     def end(self) -> None:
-        """Copy the shards' state to `optimizer.state` after a step, if the training loop has accessed its entries."""
+        """Copy the shards' state to `optimizer.state` after a step, if the training loop has
+        accessed its entries.
+        """
         if not self.natural and self._state.fetched:
             self._state.store(self._gathered())
 
     def step_plainly(self) -> None:
-        """Step the module's own parameters with the user's optimizer and state, as an ordinary loop does."""
+        """Step the module's own parameters with the user's optimizer and state, as an ordinary loop
+        does.
+        """
         if self.natural:
             self.optimizer.step()
             return
@@ -365,12 +456,15 @@ class Update:
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Set the state of each device's shards to its part of `state`, the optimizer state by parameter."""
+        """Set the state of each device's shards to its part of `state`, the optimizer state by
+        parameter.
+        """
         for i in self.owners:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Set `optimizer.state` to the gathered state by parameter, so that torch's own code can use it.
+        """Set `optimizer.state` to the gathered state by parameter, so that torch's own code can
+        use it.
 
         Does nothing if the training loop has replaced or accessed `optimizer.state`.
         """
@@ -379,20 +473,29 @@ class Update:
             self.optimizer.state = self._gathered()
 
     def _shut(self) -> None:
-        """Undo `_open`: set `optimizer.state` back to the mapping that gathers the state at the first access."""
+        """Undo `_open`: set `optimizer.state` back to the mapping that gathers the state at the
+        first access.
+        """
         if self._opened:
             self.optimizer.state = self._state
 
     def close(self) -> None:
-        """Leave the user's optimizer as an ordinary loop would, with the complete state and without hooks."""
+        """Leave the user's optimizer as an ordinary loop would, with the complete state and without
+        hooks.
+        """
         if not self.natural and self.optimizer.state is self._state and not self._state.fetched:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
-        self._state = FetchedState(State)  # break a cycle: the former mapping references this object
+        self._state = FetchedState(
+            State
+        )  # break a cycle: the former mapping references this object
 
 
 def _small(each: Sequence[Sum]) -> list[Sum]:
-    """Return the sums of small gradients that one call can compute; none if there are fewer than `FEW` such sums."""
+    """Return the sums of small gradients that one call can compute.
+
+    None if there are fewer than `FEW` such sums.
+    """
     found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
     return found if len(found) >= FEW else []

@@ -1,7 +1,8 @@
-"""Workers: the threads that run the replicas, with torch's per-thread settings copied from the calling thread.
+"""Workers: the threads that run the replicas, with torch's per-thread settings copied from the
+calling thread.
 
-There are three kinds: a new thread per replica and call (`Spawn`), the threads of a pool (`Pool`), or only the calling
-thread (`Serial`).
+There are three kinds: a new thread per replica and call (`Spawn`), the threads of a pool (`Pool`),
+or only the calling thread (`Serial`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def capture() -> Enter:
-    """Return a factory of context managers that apply the calling thread's torch settings in any thread.
+    """Return a factory of context managers that apply the calling thread's torch settings in any
+    thread.
 
-    The settings are grad and inference mode, every autocast with its dtype and cache setting, default device,
-    saved-tensor hooks, function and dispatch modes, and the multithreading of backward.
+    The settings are grad and inference mode, every autocast with its dtype and cache setting,
+    default device, saved-tensor hooks, function and dispatch modes, and the multithreading of
+    backward.
     """
     settings = [*_autocasts(), *_modes(), *_autograd()]
     grad = partial(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -44,9 +47,9 @@ def capture() -> Enter:
 def without_cast_cache() -> AbstractContextManager[Any]:
     """Return a context manager that disables autocast's cache of cast weights, if autocast is on.
 
-    The cache keeps casts of leaf tensors only. With the cache, a weight that is used twice would be cast once on
-    replicas with leaf parameters, but twice on replicas with non-leaf weights. The weight's gradients would therefore
-    be added in different dtypes.
+    The cache keeps casts of leaf tensors only. With the cache, a weight that is used twice would be
+    cast once on replicas with leaf parameters, but twice on replicas with non-leaf weights. The
+    weight's gradients would therefore be added in different dtypes.
     """
     cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
     return _uncached() if cached else nullcontext()
@@ -73,13 +76,19 @@ def _autocasts() -> list[Enter]:
     """Return a factory of context managers for each autocast that is on in the calling thread."""
     if not torch._C._is_any_autocast_enabled():
         return []
-    kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
+    kinds = [
+        kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)
+    ]
     cache = torch.is_autocast_cache_enabled()
-    return [partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cache) for kind in kinds]
+    return [
+        partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=cache)
+        for kind in kinds
+    ]
 
 
 def _modes() -> list[Enter]:
-    """Return factories of context managers that push the calling thread's function and dispatch modes in any thread.
+    """Return factories of context managers that push the calling thread's function and dispatch
+    modes in any thread.
 
     A default device is one of the function modes.
     """
@@ -92,8 +101,8 @@ def _modes() -> list[Enter]:
     return settings
 
 
-# The modes are pushed, not entered: entering stores state in the mode, which concurrent threads would overwrite.
-# Modes that a thread already has are not pushed again.
+# The modes are pushed, not entered: entering stores state in the mode, which concurrent threads
+# would overwrite. Modes that a thread already has are not pushed again.
 
 
 @contextmanager
@@ -117,15 +126,19 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for mode in reversed(missing):
-            dispatch._pop_mode(getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None))
+            dispatch._pop_mode(
+                getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None)
+            )
 
 
 def _autograd() -> list[Enter]:
-    """Return factories of context managers that apply the calling thread's autograd settings in any thread.
+    """Return factories of context managers that apply the calling thread's autograd settings in any
+    thread.
 
-    There is one factory for each of these settings that is active in the calling thread: inference mode, saved-tensor
-    hooks, and single-threaded backward. If saved-tensor hooks are disabled in the calling thread, there is also a
-    factory that disables them. Only the innermost saved-tensor hooks are included, because torch applies no others.
+    There is one factory for each of these settings that is active in the calling thread: inference
+    mode, saved-tensor hooks, and single-threaded backward. If saved-tensor hooks are disabled in
+    the calling thread, there is also a factory that disables them. Only the innermost saved-tensor
+    hooks are included, because torch applies no others.
     """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():
@@ -140,7 +153,8 @@ def _autograd() -> list[Enter]:
 
 
 def flushes_denormals() -> bool:
-    """Return whether the calling thread rounds denormal numbers to zero: see torch.set_flush_denormal.
+    """Return whether the calling thread rounds denormal numbers to zero: see
+    torch.set_flush_denormal.
 
     torch cannot tell, but half of the smallest normal number is denormal.
     """
@@ -156,21 +170,24 @@ def flush_denormals(wanted: bool) -> None:
 def check_uncached(module: nn.Module) -> None:
     """Raise Refused inside torch.nn.utils.parametrize.cached() if `module` has parametrizations.
 
-    The cache is global, and its keys name the original module: all replicas would use the weight of one of them.
+    The cache is global, and its keys name the original module: all replicas would use the weight of
+    one of them.
     """
     if parametrize._cache_enabled and any(map(parametrize.is_parametrized, module.modules())):
         raise Refused(
-            "torch.nn.utils.parametrize.cached() gives all replicas the same tensor for a parametrized weight, but "
-            "each replica needs its own; call the step outside of cached(), or use one device"
+            "torch.nn.utils.parametrize.cached() gives all replicas the same tensor for a"
+            " parametrized weight, but each replica needs its own; call the step outside of"
+            " cached(), or use one device"
         )
 
 
 class SavedRandomStates:
     """A context in which replicas that save the state of the random number generator are noticed.
 
-    Activation checkpointing saves this state in forward, and restores it in backward to draw the same numbers again.
-    Concurrent replicas share the host's generator, so that numbers that another replica drew in between are missing in
-    the repetition: gradients would be wrong. In the context, torch.get_rng_state, which checkpoints call, is replaced.
+    Activation checkpointing saves this state in forward, and restores it in backward to draw the
+    same numbers again. Concurrent replicas share the host's generator, so that numbers that another
+    replica drew in between are missing in the repetition: gradients would be wrong. In the context,
+    torch.get_rng_state, which checkpoints call, is replaced.
     """
 
     def __init__(self) -> None:
@@ -204,7 +221,9 @@ class SavedRandomStates:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Raise Refused at the end if the calling thread has saved a state and numbers have been drawn since."""
+        """Raise Refused at the end if the calling thread has saved a state and numbers have been
+        drawn since.
+        """
         before = getattr(self._thread, "saved", ...)
         self._thread.saved = None
         try:
@@ -214,10 +233,11 @@ class SavedRandomStates:
             self._thread.saved = before
         if saved is not None and not torch.equal(saved, torch.default_generator.get_state()):
             raise Refused(
-                "activation checkpointing (or other code of forward) saves the state of the random number generator, "
-                "while concurrent replicas draw numbers from the same generator, so that backward would repeat forward "
-                "with other numbers, such as other dropout masks; use a schedule with workers=serial, or, if no "
-                "random numbers are drawn inside the checkpoints, checkpoint(..., preserve_rng_state=False)"
+                "activation checkpointing (or other code of forward) saves the state of the random"
+                " number generator, while concurrent replicas draw numbers from the same generator,"
+                " so that backward would repeat forward with other numbers, such as other dropout"
+                " masks; use a schedule with workers=serial, or, if no random numbers are drawn"
+                " inside the checkpoints, checkpoint(..., preserve_rng_state=False)"
             )
 
 
@@ -230,21 +250,28 @@ KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
-    """Make malloc keep freed memory if there are several logical CPU devices, unless DPBENCH_KEEP_MEMORY is 0.
+    """Make malloc keep freed memory if there are several logical CPU devices, unless
+    DPBENCH_KEEP_MEMORY is 0.
 
-    The setting applies to the whole process and is permanent. It has an effect only on glibc's malloc: see
-    `processes.keep`.
+    The setting applies to the whole process and is permanent. It has an effect only on glibc's
+    malloc: see `processes.keep`.
     """
-    if len(devices) > 1 and devices[0].torch_device.type == "cpu" and os.environ.get(KEEP_MEMORY) != "0":
+    if (
+        len(devices) > 1
+        and devices[0].torch_device.type == "cpu"
+        and os.environ.get(KEEP_MEMORY) != "0"
+    ):
         keep()
 
 
 class IntraOp:
-    """A context that divides the caller's intra-op threads between logical CPU devices that work at the same time.
+    """A context that divides the caller's intra-op threads between logical CPU devices that work at
+    the same time.
 
-    Inside the context an operation runs on max(1, threads // devices) threads, where `threads` is torch's number of
-    intra-op threads before the context. On exit this number is restored. All schedules use the context, because the
-    rounding of some operations depends on the number of threads.
+    Inside the context an operation runs on max(1, threads // devices) threads, where `threads` is
+    torch's number of intra-op threads before the context. On exit this number is restored. All
+    schedules use the context, because the rounding of some operations depends on the number of
+    threads.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -263,7 +290,10 @@ class IntraOp:
 
 
 Job = Callable[[int], None]
-"""The work of one replica, called with the replica's index. A job stores its results and errors and never raises."""
+"""The work of one replica, called with the replica's index.
+
+A job stores its results and errors and never raises.
+"""
 Context = AbstractContextManager[Any]
 NOTHING: Context = nullcontext()
 
@@ -279,11 +309,15 @@ class Workers(Protocol):
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Call `job(i)` for each i below `count`, and wait for all of these calls to end.
 
-        If other threads run jobs, the calling thread passes the jobs to them inside the context `starting`.
+        If other threads run jobs, the calling thread passes the jobs to them inside the context
+        `starting`.
         """
 
     def close(self) -> None:
-        """End the threads that persist between calls, if there are any; a later `run` starts new ones."""
+        """End the threads that persist between calls, if there are any.
+
+        A later `run` starts new ones.
+        """
 
 
 class Spawn:
@@ -292,14 +326,17 @@ class Spawn:
     concurrent = True
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Start one thread for each of `count` jobs inside the context `starting`, and wait for all threads to end.
+        """Start one thread for each of `count` jobs inside the context `starting`, and wait for all
+        threads to end.
 
         If `count` is 1, the job runs in the calling thread, and `starting` is not used.
         """
         if count == 1:
             return job(0)
         with starting:
-            threads = [threading.Thread(target=job, args=(i,), name=f"replica-{i}") for i in range(count)]
+            threads = [
+                threading.Thread(target=job, args=(i,), name=f"replica-{i}") for i in range(count)
+            ]
             for thread in threads:
                 thread.start()
         _all(thread.join for thread in threads)
@@ -310,12 +347,17 @@ class Spawn:
 
 
 class Serial:
-    """Workers that run all replicas in the calling thread, so that threads do not compete for the interpreter lock."""
+    """Workers that run all replicas in the calling thread, so that threads do not compete for the
+    interpreter lock.
+    """
 
     concurrent = False
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Call `job(i)` for each i below `count`, in order, in the calling thread; `starting` is not used."""
+        """Call `job(i)` for each i below `count`, in order, in the calling thread.
+
+        `starting` is not used.
+        """
         for i in range(count):
             job(i)
 
@@ -324,11 +366,13 @@ class Serial:
 
 
 class Pool:
-    """Workers with one persistent thread per replica, except for the first replica, which runs in the calling thread.
+    """Workers with one persistent thread per replica, except for the first replica, which runs in
+    the calling thread.
 
-    Persistent threads avoid the cost of starting threads, and keep the state that libraries hold per thread (cuDNN's
-    plans). The threads start with the first call that needs them, and end with `close` or when the pool is
-    garbage-collected. In a forked child process, the pool starts new threads.
+    Persistent threads avoid the cost of starting threads, and keep the state that libraries hold
+    per thread (cuDNN's plans). The threads start with the first call that needs them, and end with
+    `close` or when the pool is garbage-collected. In a forked child process, the pool starts new
+    threads.
     """
 
     concurrent = True
@@ -338,10 +382,12 @@ class Pool:
         self._owner = os.getpid()
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Run job 0 in the calling thread, and job i in thread i of the pool, for i below `count`; wait for all jobs.
+        """Run job 0 in the calling thread, and job i in thread i of the pool, for i below `count`.
 
-        The jobs are passed to the threads inside the context `starting`. If there are too few threads, more are started
-        before that.
+        Wait for all jobs.
+
+        The jobs are passed to the threads inside the context `starting`. If there are too few
+        threads, more are started before that.
         """
         if os.getpid() != self._owner:
             self._inboxes, self._owner = [], os.getpid()
@@ -378,15 +424,18 @@ class Pool:
         self._inboxes = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make `copy` and `pickle` create a new pool without threads, because threads cannot be copied."""
+        """Make `copy` and `pickle` create a new pool without threads, because threads cannot be
+        copied.
+        """
         return Pool, ()
 
 
 def _all(waits: Iterable[Callable[[], object]]) -> None:
-    """Call all functions in `waits`, each of which waits for one job, even if the calling thread is interrupted.
+    """Call all functions in `waits`, each of which waits for one job, even if the calling thread is
+    interrupted.
 
-    The interrupt is raised after the last call, because a job that is still running in the next step would write into
-    that step's tensors. A second interrupt is raised at once.
+    The interrupt is raised after the last call, because a job that is still running in the next
+    step would write into that step's tensors. A second interrupt is raised at once.
     """
     interrupt: BaseException | None = None
     for wait in waits:
@@ -414,6 +463,8 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 
 def choose(name: str) -> Workers:
-    """Return new workers of the kind `name`, a value of the schedule's switch `workers`: spawn, pool or serial."""
+    """Return new workers of the kind `name`, a value of the schedule's switch `workers`: spawn,
+    pool or serial.
+    """
     kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
     return kinds[name]()

@@ -1,10 +1,12 @@
-"""Foreign load: measure the share of the cores' time that other processes use, and wait until this share is low.
+"""Foreign load: measure the share of the cores' time that other processes use, and wait until this
+share is low.
 
-The kernel counts the CPU time of each core and of each process. The time of a process includes that of the children
-that it has reaped. The foreign load is the busy time of this process's cores minus the CPU time of this process tree,
-as a fraction of the cores' capacity. Steal is the time that a hypervisor gave to other virtual machines. If the counts
-do not exist, or do not describe the capacity of this process (for example in a container with a CPU quota), the load is
-reported as unknown, never as low.
+The kernel counts the CPU time of each core and of each process. The time of a process includes that
+of the children that it has reaped. The foreign load is the busy time of this process's cores minus
+the CPU time of this process tree, as a fraction of the cores' capacity. Steal is the time that a
+hypervisor gave to other virtual machines. If the counts do not exist, or do not describe the
+capacity of this process (for example in a container with a CPU quota), the load is reported as
+unknown, never as low.
 """
 
 from __future__ import annotations
@@ -20,24 +22,33 @@ from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import Case, Trial
 
 LIMIT = 0.10
-"""The fraction of the cores' capacity that other processes and steal may take; above it, a measurement is NOISY.
+"""The fraction of the cores' capacity that other processes and steal may take.
+
+Above it, a measurement is NOISY.
 
 For a trial, `tolerated` may be less.
 """
 SPARE_CORES = 0.25
-"""The number of cores, besides those that a case leaves free, that others may take during a trial of this case.
+"""The number of cores, besides those that a case leaves free, that others may take during a trial
+of this case.
 
-A rank that shares its core delays all ranks. On a machine with many cores, a process that takes half a core from a case
-with a rank on each core takes a small fraction of the capacity, but may double the step.
+A rank that shares its core delays all ranks. On a machine with many cores, a process that takes
+half a core from a case with a rank on each core takes a small fraction of the capacity, but may
+double the step.
 """
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
-"""The minimum duration of a measurement; in a shorter one, the rounding to ticks of 10 ms would dominate."""
+"""The minimum duration of a measurement.
+
+In a shorter one, the rounding to ticks of 10 ms would dominate.
+"""
 PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable that sets the default of --patience, in seconds."""
 COUNTED = 0.5
-"""If the kernel's counts cover at most this fraction of the elapsed core-seconds, the load is unknown."""
+"""If the kernel's counts cover at most this fraction of the elapsed core-seconds, the load is
+unknown.
+"""
 NOISY = "NOISY"
 FACT = "foreign_load"
 """The key of the foreign load in the provenance of a run and of a trial."""
@@ -48,15 +59,17 @@ _QUOTAS = (
 )
 """The files with a container's CPU quota: (file of the quota, file of its period).
 
-The first pair is for version 2 of control groups, where one file has both values; the second is for version 1.
+The first pair is for version 2 of control groups, where one file has both values; the second is for
+version 1.
 """
 
 
 def patience(given_s: float | None = None) -> float:
     """Return the maximum seconds to wait for a low load.
 
-    The value is `given_s` unless it is None, otherwise the value of the environment variable DPBENCH_PATIENCE,
-    otherwise the default. Raises ValueError if the environment variable is not a number of 0 or more.
+    The value is `given_s` unless it is None, otherwise the value of the environment variable
+    DPBENCH_PATIENCE, otherwise the default. Raises ValueError if the environment variable is not a
+    number of 0 or more.
     """
     if given_s is not None:
         return given_s
@@ -64,19 +77,27 @@ def patience(given_s: float | None = None) -> float:
     with suppress(ValueError):
         if 0 <= (seconds := float(text)) < float("inf"):
             return seconds
-    raise ValueError(f"the environment variable {PATIENCE} must be a number of seconds, 0 or more, but is {text!r}")
+    raise ValueError(
+        f"the environment variable {PATIENCE} must be a number of seconds, 0 or more, but is"
+        f" {text!r}"
+    )
 
 
 def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
-    """Measure the foreign load until it is not high or `patience_s` seconds have passed; return the last measurement.
+    """Measure the foreign load until it is not high or `patience_s` seconds have passed.
 
-    If the first measurement is high and `patience_s` is above 0, `say` is called with one line of text before the wait.
-    An unknown load ends the wait.
+    Return the last measurement.
+
+    If the first measurement is high and `patience_s` is above 0, `say` is called with one line of
+    text before the wait. An unknown load ends the wait.
     """
     deadline_s = time.monotonic() + patience_s
     load = measure()
     if busy(load) and patience_s > 0:
-        say(f"busy machine: {load}; dpbench waits up to {patience_s:.0f} s for a low load (set by --patience)")
+        say(
+            f"busy machine: {load}; dpbench waits up to {patience_s:.0f} s for a low load (set by"
+            " --patience)"
+        )
     while busy(load) and time.monotonic() < deadline_s:
         load = measure()
     return load
@@ -90,7 +111,9 @@ def measure(seconds: float = WINDOW_S) -> Measured:
 
 
 def since(before: Snapshot | UnknownLoad, roots: Collection[int] = ()) -> Measured:
-    """Return the foreign load between the snapshot `before` and now; return `before` if it is an unknown load.
+    """Return the foreign load between the snapshot `before` and now.
+
+    Return `before` if it is an unknown load.
 
     For `roots`, see `snapshot`.
     """
@@ -103,22 +126,29 @@ def busy(load: Measured) -> bool:
 
 
 def during(trial: Trial) -> Measured:
-    """Return the foreign load that is stored with a trial; if the trial has no such record, return an unknown load."""
+    """Return the foreign load that is stored with a trial.
+
+    If the trial has no such record, return an unknown load.
+    """
     facts = trial.provenance.get(FACT)
     return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 
 
 def noisy(trial: Trial) -> bool:
-    """Return whether the load during a trial is known, and others took more cores than `tolerated`."""
+    """Return whether the load during a trial is known, and others took more cores than
+    `tolerated`.
+    """
     load = during(trial)
     return isinstance(load, Load) and load.taken * load.cores > tolerated(trial.case, load.cores)
 
 
 def tolerated(case: Case, cores: int) -> float:
-    """Return the number of cores that other processes and steal may take during a trial of a case; above it: NOISY.
+    """Return the number of cores that other processes and steal may take during a trial of a case.
 
-    It is the fraction `LIMIT` of the `cores` of a machine or, if this is less, the number of cores that the devices of
-    a CPU case leave free, plus `SPARE_CORES`.
+    Above it: NOISY.
+
+    It is the fraction `LIMIT` of the `cores` of a machine or, if this is less, the number of cores
+    that the devices of a CPU case leave free, plus `SPARE_CORES`.
     """
     if case.device_kind != "cpu" or case.traits.observed:
         return LIMIT * cores
@@ -131,16 +161,16 @@ def tolerated(case: Case, cores: int) -> float:
 def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
     """Return the CPU time that the cores and this process tree have used until now.
 
-    The processes with the ids `roots`, and their descendants, count as part of this tree. Return an unknown load, with
-    the reason, if the system does not provide these times.
+    The processes with the ids `roots`, and their descendants, count as part of this tree. Return an
+    unknown load, with the reason, if the system does not provide these times.
     """
     if not CORES:
         return UnknownLoad("this system does not provide the list of cores that a process may use")
     quota = _quota()
     if quota is not None and quota < len(CORES):
         return UnknownLoad(
-            f"a quota of {quota:g} CPUs limits this container to less than its {len(CORES)} core(s), and /proc/stat "
-            "ignores quotas"
+            f"a quota of {quota:g} CPUs limits this container to less than its {len(CORES)}"
+            " core(s), and /proc/stat ignores quotas"
         )
     try:
         ticks = parse_ticks(Path("/proc/stat").read_bytes())
@@ -157,33 +187,50 @@ def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
 def between(before: Snapshot, now: Snapshot) -> Measured:
     """Return the foreign load between two snapshots.
 
-    Return an unknown load if the time between them is below `SHORTEST_S` seconds, or if the kernel counted at most the
-    fraction `COUNTED` of the cores' time.
+    Return an unknown load if the time between them is below `SHORTEST_S` seconds, or if the kernel
+    counted at most the fraction `COUNTED` of the cores' time.
     """
     cores = before.ticks.keys() & now.ticks.keys()
     seconds = now.time_s - before.time_s
     capacity_s = len(cores) * seconds
 
     def passed_s(count: Callable[[Ticks], int]) -> float:
-        return sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores) / TICKS_PER_S
+        return (
+            sum(max(0, count(now.ticks[core]) - count(before.ticks[core])) for core in cores)
+            / TICKS_PER_S
+        )
 
     if seconds < SHORTEST_S:
-        return UnknownLoad(f"the measurement took {seconds:.2f} s, which is less than the minimum of {SHORTEST_S} s")
+        return UnknownLoad(
+            f"the measurement took {seconds:.2f} s, which is less than the minimum of"
+            f" {SHORTEST_S} s"
+        )
     counted_s = passed_s(lambda ticks: ticks.total)
     if counted_s <= COUNTED * capacity_s:
-        return UnknownLoad(f"the kernel's counts cover only {counted_s:.2f} of {capacity_s:.2f} core-seconds")
+        return UnknownLoad(
+            f"the kernel's counts cover only {counted_s:.2f} of {capacity_s:.2f} core-seconds"
+        )
     foreign_s = max(0.0, passed_s(lambda ticks: ticks.busy) - (now.own_s - before.own_s))
     steal_s = passed_s(lambda ticks: ticks.steal)
-    return Load(foreign=foreign_s / capacity_s, steal=steal_s / capacity_s, cores=len(cores), seconds=seconds)
+    return Load(
+        foreign=foreign_s / capacity_s,
+        steal=steal_s / capacity_s,
+        cores=len(cores),
+        seconds=seconds,
+    )
 
 
 def _own_s(roots: Collection[int]) -> float:
-    """Return the CPU seconds of these processes and their descendants, including the children that each has reaped."""
+    """Return the CPU seconds of these processes and their descendants, including the children that
+    each has reaped.
+    """
     import psutil
 
     total = 0.0
     for root in roots:
-        with suppress(psutil.Error):  # the process has ended; its parent's count includes it from now on
+        with suppress(
+            psutil.Error
+        ):  # the process has ended; its parent's count includes it from now on
             for process in ((own := psutil.Process(root)), *own.children(recursive=True)):
                 with suppress(psutil.Error):
                     spent = process.cpu_times()
@@ -192,7 +239,10 @@ def _own_s(roots: Collection[int]) -> float:
 
 
 def _quota() -> float | None:
-    """Return the CPU quota of this container as a number of CPUs, such as 1.5; None if there is no quota."""
+    """Return the CPU quota of this container as a number of CPUs, such as 1.5.
+
+    None if there is no quota.
+    """
     for limit, period in _QUOTAS:
         with suppress(OSError, ValueError):
             words = Path(limit).read_text(encoding="utf-8").split() + (
@@ -207,8 +257,8 @@ def _quota() -> float | None:
 class Snapshot:
     """The cumulative CPU times at the moment `time_s` of the monotonic clock.
 
-    `ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `own_s` is the CPU time of this
-    process tree in seconds.
+    `ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `own_s` is the
+    CPU time of this process tree in seconds.
     """
 
     time_s: float
@@ -218,10 +268,12 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The fractions, from 0 to 1, of the cores' time that others took from this process tree during a period.
+    """The fractions, from 0 to 1, of the cores' time that others took from this process tree during
+    a period.
 
-    `foreign` is the fraction that other processes used, and `steal` is the fraction that a hypervisor gave to other
-    virtual machines. `cores` is the number of cores, and `seconds` the duration of the period.
+    `foreign` is the fraction that other processes used, and `steal` is the fraction that a
+    hypervisor gave to other virtual machines. `cores` is the number of cores, and `seconds` the
+    duration of the period.
     """
 
     foreign: float
@@ -236,8 +288,9 @@ class Load:
 
     def __str__(self) -> str:
         return (
-            f"other processes took {self.foreign:.0%}, and other virtual machines took {self.steal:.0%}, of the time "
-            f"of {self.cores} core(s) during {self.seconds:.1f} s; the limit for the sum is {LIMIT:.0%}"
+            f"other processes took {self.foreign:.0%}, and other virtual machines took"
+            f" {self.steal:.0%}, of the time of {self.cores} core(s) during {self.seconds:.1f} s;"
+            f" the limit for the sum is {LIMIT:.0%}"
         )
 
 
@@ -255,5 +308,8 @@ Measured = Load | UnknownLoad
 
 
 def plain(load: Measured) -> dict[str, float | str]:
-    """Return a foreign load as a dictionary to store; an unknown load gives one key, `unknown`, with the reason."""
+    """Return a foreign load as a dictionary to store.
+
+    An unknown load gives one key, `unknown`, with the reason.
+    """
     return {"unknown": load.reason} if isinstance(load, UnknownLoad) else asdict(load)

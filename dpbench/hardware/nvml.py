@@ -1,9 +1,11 @@
 """NVML: counters and facts of the GPUs that are visible to CUDA, from NVIDIA's management library.
 
-1. Only this module imports pynvml, and only when a function needs it. It never imports torch or creates a CUDA context.
-2. If the library, the driver, the GPU or a counter is missing, the value is None or left out. A missing value is never
-   reported as zero, and it raises no error.
-3. All calls use one object, the module pynvml or a substitute with the same functions, so that tests can replace it.
+1. Only this module imports pynvml, and only when a function needs it. It never imports torch or
+   creates a CUDA context.
+2. If the library, the driver, the GPU or a counter is missing, the value is None or left out. A
+   missing value is never reported as zero, and it raises no error.
+3. All calls use one object, the module pynvml or a substitute with the same functions, so that
+   tests can replace it.
 """
 
 from __future__ import annotations
@@ -18,26 +20,32 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-Library = Any  # pynvml has no type information, and a protocol of its forty functions would only repeat their names
+# pynvml has no type information, and a protocol of its forty functions would only repeat their
+# names
+Library = Any
 Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
 
 ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FIRST"
-"""The environment variable for the order of CUDA's GPU numbers, its value for NVML's order, and its default value."""
+"""The environment variable for the order of CUDA's GPU numbers, its value for NVML's order, and its
+default value.
+"""
 
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
-# Errors after which a call is not repeated: invalid argument, not supported, no permission, function not found, version
-# mismatch, deprecated
+# Errors after which a call is not repeated: invalid argument, not supported, no permission,
+# function not found, version mismatch, deprecated
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
 
 # The calls for each metric: first the name that every driver has, then the name that replaces it.
 _FAST: dict[str, tuple[Reader, ...]] = {
     # the driver averages over 1/6 s to 1 s
     "utilization_ratio": (lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,),
-    # the first version of the call, which every driver has; includes the memory that the driver reserves
+    # the first version of the call, which every driver has; includes the memory that the driver
+    # reserves
     "memory_used_bytes": (lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,),
-    # Ampere (except GA100) and newer report the average of the last second: prefer energy_j for short windows
+    # Ampere (except GA100) and newer report the average of the last second: prefer energy_j for
+    # short windows
     "power_w": (lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,),
     "energy_j": (lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,),
     "sm_clock_hz": (lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, _CLOCK_SM) * 1e6,),
@@ -53,19 +61,26 @@ _FAST: dict[str, tuple[Reader, ...]] = {
 }
 # NVML reports KB/s over the 20 ms for which each call blocks; a KB is taken as 1000 bytes
 _SLOW: dict[str, tuple[Reader, ...]] = {
-    "pcie_rx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) * 1e3,),
-    "pcie_tx_bytes_per_s": (lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,),
+    "pcie_rx_bytes_per_s": (
+        lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) * 1e3,
+    ),
+    "pcie_tx_bytes_per_s": (
+        lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,
+    ),
 }
 # Counters that only the probe reads: a field in KiB, which counts all links of the GPU
 _NVLINK_SENT, _ALL_LINKS = 138, 2**32 - 1
 _TOTALS: dict[str, tuple[Reader, ...]] = {
     "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
 }
-# Facts that do not change during a run; for the PCIe link, the maximum that GPU and slot support, not the present state
+# Facts that do not change during a run; for the PCIe link, the maximum that GPU and slot support,
+# not the present state
 _FACTS: dict[str, Reader] = {
     "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
     "max_sm_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
-    "max_memory_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_MEMORY) * 1e6,
+    "max_memory_clock_hz": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_MEMORY) * 1e6
+    ),
     "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
     "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
 }
@@ -78,8 +93,8 @@ SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
 class NvmlGpu:
     """A GPU that is visible to CUDA; `index` is its CUDA ordinal.
 
-    `memory_bytes` is the size of its memory, None if unknown. `answers` records for each call whether the GPU supports
-    it.
+    `memory_bytes` is the size of its memory, None if unknown. `answers` records for each call
+    whether the GPU supports it.
     """
 
     index: int
@@ -91,7 +106,10 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return the present value of the counter `metric`; None if NVML does not support it, or cannot read it now."""
+        """Return the present value of the counter `metric`.
+
+        None if NVML does not support it, or cannot read it now.
+        """
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
@@ -101,8 +119,8 @@ class NvmlGpu:
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the memory of this GPU that the processes `pids` use, in bytes.
 
-        Return None if NVML lists none of these processes. This happens in a container, where NVML lists the host's
-        process ids.
+        Return None if NVML lists none of these processes. This happens in a container, where NVML
+        lists the host's process ids.
         """
         used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
@@ -110,7 +128,8 @@ class NvmlGpu:
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the memory of this GPU that processes other than `pids` use, in bytes.
 
-        Return None if NVML lists none of `pids`, because NVML's process ids then belong to another namespace.
+        Return None if NVML lists none of `pids`, because NVML's process ids then belong to another
+        namespace.
         """
         held = self._held()
         known = any(pid in pids for pid, _ in held)
@@ -118,16 +137,28 @@ class NvmlGpu:
 
     def _held(self) -> list[tuple[int, int]]:
         """Return (process id, bytes of GPU memory) of each compute process on this GPU."""
-        return [(p.pid, p.usedGpuMemory) for p in self._ask(_processes) or () if p.usedGpuMemory is not None]
+        return [
+            (p.pid, p.usedGpuMemory)
+            for p in self._ask(_processes) or ()
+            if p.usedGpuMemory is not None
+        ]
 
     def describe(self) -> dict[str, Any]:
         """Return the known facts about this GPU by name, for the provenance of a measurement."""
-        facts = {"index": self.index, "name": self.name, "uuid": self.uuid, "memory_bytes": self.memory_bytes}
+        facts = {
+            "index": self.index,
+            "name": self.name,
+            "uuid": self.uuid,
+            "memory_bytes": self.memory_bytes,
+        }
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
         return _known(facts)
 
     def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
-        """Return the result of `reader`, or None after an error. Unsupported calls are not repeated."""
+        """Return the result of `reader`, or None after an error.
+
+        Unsupported calls are not repeated.
+        """
         if self.answers.get(reader) is False:
             return None
         try:
@@ -146,7 +177,9 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML session: `gpus` are the GPUs that are visible to CUDA, `physical_gpus` is the number of all GPUs."""
+    """An open NVML session: `gpus` are the GPUs that are visible to CUDA, `physical_gpus` is the
+    number of all GPUs.
+    """
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
@@ -154,12 +187,15 @@ class Nvml:
 
 
 @contextmanager
-def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) -> Iterator[Nvml | None]:
+def open_nvml(
+    library: Library = None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Nvml | None]:
     """Open NVML until the `with` block ends.
 
-    Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ` provides
-    CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. If the latter is not set, it counts as PCI_BUS_ID, as in the processes
-    that measure. Raises LookupError if it is unknown which number CUDA gives each GPU (see `_visible_handles`).
+    Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ`
+    provides CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. If the latter is not set, it counts as
+    PCI_BUS_ID, as in the processes that measure. Raises LookupError if it is unknown which number
+    CUDA gives each GPU (see `_visible_handles`).
     """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
@@ -175,7 +211,8 @@ def open_nvml(library: Library = None, environ: Mapping[str, str] = os.environ) 
 
 
 def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return facts for provenance: driver versions, the number of physical GPUs, and the GPUs that are visible to CUDA.
+    """Return facts for provenance: driver versions, the number of physical GPUs, and the GPUs that
+    are visible to CUDA.
 
     `physical_gpus` is 0 if NVML reports no GPU. For `environ` and errors, see `open_nvml`.
     """
@@ -194,24 +231,27 @@ def describe_for(
 ) -> dict[str, Any]:
     """Return the facts of `describe` for a process in which dpbench did not set CUDA_DEVICE_ORDER.
 
-    If the variable is not set, CUDA uses the order FASTEST_FIRST. NVML does not know this order if the GPUs are of
-    different models. The result then has only the GPUs with the UUIDs `uuids`, in the order of `uuids`. CUDA reports
-    these UUIDs in this process.
+    If the variable is not set, CUDA uses the order FASTEST_FIRST. NVML does not know this order if
+    the GPUs are of different models. The result then has only the GPUs with the UUIDs `uuids`, in
+    the order of `uuids`. CUDA reports these UUIDs in this process.
     """
     try:
         return describe(library, {ORDER: FASTEST_FIRST, **environ})
     except LookupError:
         facts = describe(library, {})
         places = replicas_of((), uuids, facts["gpus"]) if uuids else {}
-        found = sorted((places[gpu["index"]], gpu) for gpu in facts["gpus"] if gpu["index"] in places)
+        found = sorted(
+            (places[gpu["index"]], gpu) for gpu in facts["gpus"] if gpu["index"] in places
+        )
         return {**facts, "gpus": [{**gpu, "index": index} for index, gpu in found]}
 
 
 def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
-    """Return (GPU, bytes held) for each GPU on which the process `pid` holds memory, including GPUs hidden from CUDA.
+    """Return (GPU, bytes held) for each GPU on which the process `pid` holds memory, including GPUs
+    hidden from CUDA.
 
-    The GPUs have the indices of nvidia-smi. The list is empty if NVML is missing or does not list the process, as in a
-    container, where NVML lists the host's process ids.
+    The GPUs have the indices of nvidia-smi. The list is empty if NVML is missing or does not list
+    the process, as in a container, where NVML lists the host's process ids.
     """
     with open_nvml(library, {}) as nvml:
         found = [(gpu, gpu.process_memory_bytes((pid,))) for gpu in nvml.gpus] if nvml else []
@@ -219,18 +259,24 @@ def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
 
 
 def same_gpu(uuid: str, other: str) -> bool:
-    """Return whether two UUIDs denote the same GPU; each may lack the prefix "GPU-" or "MIG-", as torch's UUIDs do."""
+    """Return whether two UUIDs denote the same GPU.
+
+    Each may lack the prefix "GPU-" or "MIG-", as torch's UUIDs do.
+    """
     return _bare(uuid) == _bare(other)
 
 
 def cuda_device_count(library: Library = None) -> int:
-    """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 if NVML is not available."""
+    """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 if NVML is not
+    available.
+    """
     with open_nvml(library) as nvml:
         return 0 if nvml is None else len(nvml.gpus)
 
 
 def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
-    """Return the CUDA ordinals of the GPUs with these UUIDs, which may be abbreviated, without loading CUDA.
+    """Return the CUDA ordinals of the GPUs with these UUIDs, which may be abbreviated, without
+    loading CUDA.
 
     Raises LookupError for a UUID that does not belong to exactly one GPU that is visible to CUDA.
     """
@@ -241,8 +287,8 @@ def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
         matches = [ordinal for ordinal, one in enumerate(visible) if one.startswith(uuid)]
         if len(matches) != 1:
             raise LookupError(
-                f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one of the GPUs that are "
-                f"visible to CUDA: {', '.join(visible) or 'none'}"
+                f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one of"
+                f" the GPUs that are visible to CUDA: {', '.join(visible) or 'none'}"
             )
         ordinals += matches
     return ordinals
@@ -251,10 +297,10 @@ def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Return the positions in `uuids` of the GPUs that CUDA would show, in CUDA's order.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES, or None if it is not set. The rules are those of CUDA and torch. The
-    first entry decides whether the list has numbers or UUIDs. Text after the digits of a number is ignored. A UUID may
-    be abbreviated if the abbreviation is unique. An unknown entry ends the list; with a repeated entry, no GPU is
-    visible.
+    `visible` is the value of CUDA_VISIBLE_DEVICES, or None if it is not set. The rules are those of
+    CUDA and torch. The first entry decides whether the list has numbers or UUIDs. Text after the
+    digits of a number is ignored. A UUID may be abbreviated if the abbreviation is unique. An
+    unknown entry ends the list; with a repeated entry, no GPU is visible.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -263,7 +309,9 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     chosen: list[int] = []
     for entry in entries:
         if by_uuid:
-            matches = [i for i, uuid in enumerate(uuids) if entry[:4] == "GPU-" and uuid.startswith(entry)]
+            matches = [
+                i for i, uuid in enumerate(uuids) if entry[:4] == "GPU-" and uuid.startswith(entry)
+            ]
         else:
             digits = re.match(r"\+?([0-9]+)", entry)
             matches = [int(digits[1])] if digits and int(digits[1]) < len(uuids) else []
@@ -275,54 +323,74 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def replicas_of(ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return a dict from the CUDA ordinal of each GPU, as samplers report it, to the index of the replica on this GPU.
+def replicas_of(
+    ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence[Mapping[str, Any]]
+) -> dict[int, int]:
+    """Return a dict from the CUDA ordinal of each GPU, as samplers report it, to the index of the
+    replica on this GPU.
 
-    `visible` are the facts about the visible GPUs from `describe`. Item i of `ordinals` is the CUDA ordinal of replica
-    i's GPU, and item i of `uuids` is the UUID that CUDA reports for this GPU; both may be empty. Replicas are matched
-    to GPUs by UUID. A replica whose UUID is not in `visible` is left out: its GPU may be a MIG instance, for which NVML
-    has only the counters of the whole GPU. If `uuids` is empty, or only a MIG instance is visible, replicas are matched
-    by `ordinals`. If `ordinals` is empty too, replica i is on visible GPU i.
+    `visible` are the facts about the visible GPUs from `describe`. Item i of `ordinals` is the CUDA
+    ordinal of replica i's GPU, and item i of `uuids` is the UUID that CUDA reports for this GPU;
+    both may be empty. Replicas are matched to GPUs by UUID. A replica whose UUID is not in
+    `visible` is left out: its GPU may be a MIG instance, for which NVML has only the counters of
+    the whole GPU. If `uuids` is empty, or only a MIG instance is visible, replicas are matched by
+    `ordinals`. If `ordinals` is empty too, replica i is on visible GPU i.
     """
     if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):
         known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
-        return {known[_bare(uuid)]: index for index, uuid in enumerate(uuids) if _bare(uuid) in known}
+        return {
+            known[_bare(uuid)]: index for index, uuid in enumerate(uuids) if _bare(uuid) in known
+        }
     return {ordinal: index for index, ordinal in enumerate(ordinals or range(len(visible)))}
 
 
 def _bare(uuid: str) -> str:
-    """Return a UUID without its prefix "GPU-" or "MIG-"; NVML writes this prefix, and torch does not."""
+    """Return a UUID without its prefix "GPU-" or "MIG-".
+
+    NVML writes this prefix, and torch does not.
+    """
     return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
-def _visible_handles(library: Library, physical: dict[str, Handle], environ: Mapping[str, str]) -> list[Handle]:
+def _visible_handles(
+    library: Library, physical: dict[str, Handle], environ: Mapping[str, str]
+) -> list[Handle]:
     """Return the NVML handles of the GPUs that are visible to CUDA, in the order of CUDA's numbers.
 
-    `physical` maps UUIDs to handles. NVML numbers GPUs in PCI order. CUDA's order FASTEST_FIRST cannot be determined
-    without CUDA, but GPUs of the same model have the same numbers in both orders. Raises LookupError if the GPUs are of
-    different models and CUDA's order is not PCI_BUS_ID, unless CUDA_VISIBLE_DEVICES contains UUIDs or shows no GPU.
+    `physical` maps UUIDs to handles. NVML numbers GPUs in PCI order. CUDA's order FASTEST_FIRST
+    cannot be determined without CUDA, but GPUs of the same model have the same numbers in both
+    orders. Raises LookupError if the GPUs are of different models and CUDA's order is not
+    PCI_BUS_ID, unless CUDA_VISIBLE_DEVICES contains UUIDs or shows no GPU.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip().startswith("MIG-"):
-        # CUDA shows a process only one MIG instance, the first in the list; NVML may not accept the older names
+        # CUDA shows a process only one MIG instance, the first in the list; NVML may not accept the
+        # older names
         instance = _tell(library, library.nvmlDeviceGetHandleByUUID, visible.split(",")[0].strip())
         return [] if instance is None else [instance]
     handles = list(physical.values())
     chosen = [handles[position] for position in cuda_visible(visible, list(physical))]
     order = environ.get(ORDER, PCI_ORDER)
     numbered = visible is None or not visible.strip().startswith("GPU-")
-    names = {_tell(library, library.nvmlDeviceGetName, handle) for handle in handles} if order != PCI_ORDER else set()
+    names = (
+        {_tell(library, library.nvmlDeviceGetName, handle) for handle in handles}
+        if order != PCI_ORDER
+        else set()
+    )
     if chosen and numbered and len(names) > 1:
         raise LookupError(
-            f"with {ORDER}={order}, dpbench does not know which number CUDA gives each GPU, because the GPUs are of "
-            f"different models ({', '.join(sorted(map(str, names)))}): set {ORDER}={PCI_ORDER}, or list UUIDs in "
-            "CUDA_VISIBLE_DEVICES"
+            f"with {ORDER}={order}, dpbench does not know which number CUDA gives each GPU, because"
+            f" the GPUs are of different models ({', '.join(sorted(map(str, names)))}): set"
+            f" {ORDER}={PCI_ORDER}, or list UUIDs in CUDA_VISIBLE_DEVICES"
         )
     return chosen
 
 
 def _physical(library: Library) -> dict[str, Handle]:
-    """Return the handles of all GPUs by UUID, in PCI order; GPUs that do not respond are left out."""
+    """Return the handles of all GPUs by UUID, in PCI order.
+
+    GPUs that do not respond are left out.
+    """
     handles = {}
     for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
         handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
@@ -336,11 +404,16 @@ def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
     uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
     name = _tell(library, library.nvmlDeviceGetName, handle) or ""
     memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
-    return NvmlGpu(index=index, uuid=uuid, name=name, memory_bytes=memory, library=library, handle=handle)
+    return NvmlGpu(
+        index=index, uuid=uuid, name=name, memory_bytes=memory, library=library, handle=handle
+    )
 
 
 def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
-    """Return the value of a field that is a 64-bit counter. Raises NVMLError if the GPU does not have the field."""
+    """Return the value of a field that is a 64-bit counter.
+
+    Raises NVMLError if the GPU does not have the field.
+    """
     (found,) = library.nvmlDeviceGetFieldValues(handle, [(field, scope)])
     if found.nvmlReturn:
         raise library.NVMLError(found.nvmlReturn)
@@ -350,7 +423,9 @@ def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
-    except library.NVMLError as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver
+    except (
+        library.NVMLError
+    ) as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver
         log.info("an NVML call failed: %s", error)
         return None
 
@@ -360,21 +435,30 @@ def _known(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _processes(library: Library, handle: Handle) -> Any:
-    # with the version suffix, because on older drivers the bare name raises an exception other than NVMLError
+    # with the version suffix, because on older drivers the bare name raises an exception other than
+    # NVMLError
     return library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
 
 
 def _import_library() -> Library | None:
-    """Return the module pynvml; None, after a warning, if the module is missing or is not NVIDIA's."""
+    """Return the module pynvml.
+
+    None, after a warning, if the module is missing or is not NVIDIA's.
+    """
     try:
         import pynvml
     except ImportError:
-        log.warning("no GPU counters are recorded, because the package nvidia-ml-py is not installed; install it")
-        return None
-    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):  # missing from the older package of that name
         log.warning(
-            "no GPU counters are recorded, because %s is not NVIDIA's; uninstall the package pynvml, and install the "
-            "package nvidia-ml-py",
+            "no GPU counters are recorded, because the package nvidia-ml-py is not installed;"
+            " install it"
+        )
+        return None
+    if not hasattr(
+        pynvml, "_nvmlGetFunctionPointer"
+    ):  # missing from the older package of that name
+        log.warning(
+            "no GPU counters are recorded, because %s is not NVIDIA's; uninstall the package"
+            " pynvml, and install the package nvidia-ml-py",
             pynvml,
         )
         return None

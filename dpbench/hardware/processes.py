@@ -1,4 +1,6 @@
-"""Processes: bind threads to cores, make malloc keep freed memory, and end a process when its parent ends."""
+"""Processes: bind threads to cores, make malloc keep freed memory, and end a process when its
+parent ends.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ _here = threading.local()
 
 
 def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Return `cores`, which are logical cores, in an order that uses each physical core once before any is used again.
+    """Return `cores`, which are logical cores, in an order that uses each physical core once before
+    any is used again.
 
     `topology` is the folder in which the kernel lists the logical cores of each physical core.
     """
@@ -33,22 +36,30 @@ def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
     for core in sorted(cores):
         whole = str(core)
         with suppress(OSError):  # not every system provides the topology
-            whole = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text(encoding="utf-8")
+            whole = (topology / f"cpu{core}" / "topology" / "thread_siblings_list").read_text(
+                encoding="utf-8"
+            )
         turn[core] = seen[whole]
         seen[whole] += 1
     return tuple(sorted(turn, key=lambda core: (turn[core], core)))
 
 
-CORES: tuple[int, ...] = spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
-"""The cores available to this process at import, in the order of `spread`; empty if the system cannot bind threads."""
+CORES: tuple[int, ...] = (
+    spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
+)
+"""The cores available to this process at import, in the order of `spread`.
+
+Empty if the system cannot bind threads.
+"""
 
 
 def stay(number: int) -> None:
-    """Bind the calling thread, and the threads that it starts, to the core at position `number` of `CORES`.
+    """Bind the calling thread, and the threads that it starts, to the core at position `number` of
+    `CORES`.
 
-    Positions beyond the last core start again at the first. Without this binding, schedulers that pack threads on few
-    cores leave two threads on one core for milliseconds after they wake. Does nothing on systems that cannot bind
-    threads.
+    Positions beyond the last core start again at the first. Without this binding, schedulers that
+    pack threads on few cores leave two threads on one core for milliseconds after they wake. Does
+    nothing on systems that cannot bind threads.
     """
     core = CORES[number % len(CORES)] if CORES else None
     if core is None or getattr(_here, "core", None) == core:
@@ -61,7 +72,9 @@ def stay(number: int) -> None:
 
 
 def roam() -> None:
-    """Undo `stay`: allow the calling thread to use all cores that it could use before `stay` bound it."""
+    """Undo `stay`: allow the calling thread to use all cores that it could use before `stay` bound
+    it.
+    """
     if (before := getattr(_here, "before", None)) is not None:
         with suppress(OSError):
             os.sched_setaffinity(0, before)
@@ -70,7 +83,9 @@ def roam() -> None:
 
 @contextmanager
 def staying(number: int) -> Iterator[None]:
-    """Bind the calling thread to the core at position `number` of `CORES` inside the context, as `stay` does."""
+    """Bind the calling thread to the core at position `number` of `CORES` inside the context, as
+    `stay` does.
+    """
     stay(number)
     try:
         yield
@@ -79,7 +94,9 @@ def staying(number: int) -> Iterator[None]:
 
 
 def parse_ticks(stat: bytes) -> dict[int, Ticks]:
-    """Return the times of each core in kernel ticks, by core number, from the content of /proc/stat."""
+    """Return the times of each core in kernel ticks, by core number, from the content of
+    /proc/stat.
+    """
     cores: dict[int, Ticks] = {}
     for line in stat.splitlines()[1:]:  # the first line is the sum
         if not line.startswith(b"cpu"):
@@ -95,8 +112,8 @@ def parse_ticks(stat: bytes) -> dict[int, Ticks]:
 class Ticks(NamedTuple):
     """The cumulative times of a core in kernel ticks of 1/`TICKS_PER_S` seconds.
 
-    `busy` excludes idle time, `steal` is the time in which a hypervisor ran other virtual machines, and `total` is the
-    sum of busy, idle and steal time.
+    `busy` excludes idle time, `steal` is the time in which a hypervisor ran other virtual machines,
+    and `total` is the sum of busy, idle and steal time.
     """
 
     busy: int
@@ -106,9 +123,13 @@ class Ticks(NamedTuple):
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # M_... of glibc's malloc.h
 _OPTIONS = {
-    _MMAP_THRESHOLD: 2**25,  # the largest value glibc accepts; it maps and unmaps larger blocks each time
+    _MMAP_THRESHOLD: (
+        2**25
+    ),  # the largest value glibc accepts; it maps and unmaps larger blocks each time
     _TRIM_THRESHOLD: 2**31 - 1,
-    _TOP_PAD: 2**26,  # the maximum size of a thread's heap, so that no heap is returned to the system
+    _TOP_PAD: (
+        2**26
+    ),  # the maximum size of a thread's heap, so that no heap is returned to the system
 }
 
 
@@ -121,9 +142,9 @@ def _libc() -> ctypes.CDLL | None:
 def keep() -> None:
     """Make malloc keep freed memory, in this process and in processes forked from it.
 
-    By default, malloc returns large freed blocks to the system, and every page of the blocks that a step allocates next
-    causes a page fault. The page faults take a tenth of the time of a small transformer's step on two threads. Does
-    nothing unless malloc is glibc's.
+    By default, malloc returns large freed blocks to the system, and every page of the blocks that a
+    step allocates next causes a page fault. The page faults take a tenth of the time of a small
+    transformer's step on two threads. Does nothing unless malloc is glibc's.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():
@@ -131,7 +152,10 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Return all unused memory that malloc keeps to the system; memory that is freed later is kept again."""
+    """Return all unused memory that malloc keeps to the system.
+
+    Memory that is freed later is kept again.
+    """
     if libc := _libc():
         libc.malloc_trim(ctypes.c_size_t(0))
 
@@ -142,12 +166,15 @@ CHILD_POLL_S = 0.002
 
 
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
-    """Make the kernel send the signal `by` to this process when its parent ends; exit if the parent has ended already.
+    """Make the kernel send the signal `by` to this process when its parent ends.
 
-    `parent` is the parent's process id. The kernel already sends the signal when the parent's *thread* that started
-    this process ends. That thread must live as long as the child is needed.
+    Exit if the parent has ended already.
 
-    Only Linux sends this signal. On other systems, children end when their stdin is closed or their work is done.
+    `parent` is the parent's process id. The kernel already sends the signal when the parent's
+    *thread* that started this process ends. That thread must live as long as the child is needed.
+
+    Only Linux sends this signal. On other systems, children end when their stdin is closed or their
+    work is done.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
@@ -156,13 +183,18 @@ def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
 
 
 def adopt() -> None:
-    """Make this process the parent of its descendants whose own parents end, on Linux; see `end_children`."""
+    """Make this process the parent of its descendants whose own parents end, on Linux.
+
+    See `end_children`.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_children() -> None:
-    """Kill all children of this process, also descendants that become its children, and wait until all have ended."""
+    """Kill all children of this process, also descendants that become its children, and wait until
+    all have ended.
+    """
     import psutil
 
     while True:
@@ -190,7 +222,10 @@ def end_tree(pid: int) -> None:
 
 
 def ending(exit_status: int | None) -> str:
-    """Return text that describes how a process ended; a negative status is a signal, None an unknown status."""
+    """Return text that describes how a process ended.
+
+    A negative status is a signal, None an unknown status.
+    """
     if exit_status is None or exit_status >= 0:
         return f"exit status {'unknown' if exit_status is None else exit_status}"
     known = {each.value: each.name for each in signal.Signals}
@@ -198,10 +233,12 @@ def ending(exit_status: int | None) -> str:
 
 
 def killed_for_memory(root: Path = Path("/")) -> int | None:
-    """Return the number of processes that the kernel has killed because memory ran out; None if unknown.
+    """Return the number of processes that the kernel has killed because memory ran out.
 
-    The number is that of this process's cgroup or, if no counter of a cgroup can be read, of the whole system. `root`
-    is the folder with the kernel's file systems `proc` and `sys`.
+    None if unknown.
+
+    The number is that of this process's cgroup or, if no counter of a cgroup can be read, of the
+    whole system. `root` is the folder with the kernel's file systems `proc` and `sys`.
     """
     for file in (*_of_cgroup(root, "memory.events", "memory.oom_control"), root / "proc/vmstat"):
         with suppress(OSError, ValueError):
@@ -213,7 +250,10 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process's cgroup may use, at most the machine's memory; None if unknown."""
+    """Return the bytes of memory that this process's cgroup may use, at most the machine's memory.
+
+    None if unknown.
+    """
     limits = []
     for file in _of_cgroup(root, "memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # the word "max" means no limit
@@ -224,7 +264,8 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
-    """Return the paths of the file `second` in this process's cgroup of version 2, and of `first` in that of version 1.
+    """Return the paths of the file `second` in this process's cgroup of version 2, and of `first`
+    in that of version 1.
 
     `root` is the folder with the kernel's file systems `proc` and `sys`.
     """
@@ -234,19 +275,27 @@ def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
             _, controllers, path = line.split(":", 2)
             cgroups |= {one: path.lstrip("/") for one in controllers.split(",")}
     folder = root / "sys/fs/cgroup"
-    return [folder / cgroups.get("", "") / second, folder / "memory" / cgroups.get("memory", "") / first]
+    return [
+        folder / cgroups.get("", "") / second,
+        folder / "memory" / cgroups.get("memory", "") / first,
+    ]
 
 
 NEARLY_ALL = 0.8
-"""If the resident set of a killed process reached this fraction of the memory limit, memory probably ran out."""
+"""If the resident set of a killed process reached this fraction of the memory limit, memory
+probably ran out.
+"""
 
 
-def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> str:
+def advice(
+    exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None
+) -> str:
     """Return the likely cause of a process's end and the remedy, as a clause to append to `ending`.
 
-    The clause is empty if SIGKILL did not end the process. `killed_before` is the result of `killed_for_memory` before
-    the process began, and `peak_bytes` is the peak of the process's resident set. Lack of memory is named only if
-    `killed_for_memory` has increased, or if the resident set reached the fraction `NEARLY_ALL` of the memory limit.
+    The clause is empty if SIGKILL did not end the process. `killed_before` is the result of
+    `killed_for_memory` before the process began, and `peak_bytes` is the peak of the process's
+    resident set. Lack of memory is named only if `killed_for_memory` has increased, or if the
+    resident set reached the fraction `NEARLY_ALL` of the memory limit.
     """
     if exit_status != -signal.SIGKILL:
         return ""
@@ -260,16 +309,25 @@ def advice(exit_status: int | None, killed_before: int | None, peak_bytes: int |
         if peak_bytes >= NEARLY_ALL * limit:
             return f"{resident}, so memory probably ran out; use a smaller batch"
     if now is None or killed_before is None:
-        return f"{resident}; the kernel does not report whether memory ran out; if it did, use a smaller batch"
-    return f"{resident}; another process sent the signal: the kernel has not killed any process for lack of memory"
+        return (
+            f"{resident}; the kernel does not report whether memory ran out; if it did, use a"
+            " smaller batch"
+        )
+    return (
+        f"{resident}; another process sent the signal: the kernel has not killed any process for"
+        " lack of memory"
+    )
 
 
-def killed_from_outside(exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None) -> bool:
-    """Return whether a signal of another process ended a process, and no sign shows that memory had run out.
+def killed_from_outside(
+    exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None
+) -> bool:
+    """Return whether a signal of another process ended a process, and no sign shows that memory had
+    run out.
 
-    The signal is SIGKILL, or one of those that ask a process to end. It tells nothing about the case that was measured.
-    Signals of a crash, such as SIGSEGV and SIGABRT, do not count. The arguments are those of `advice`. This process
-    must not have sent the signal.
+    The signal is SIGKILL, or one of those that ask a process to end. It tells nothing about the
+    case that was measured. Signals of a crash, such as SIGSEGV and SIGABRT, do not count. The
+    arguments are those of `advice`. This process must not have sent the signal.
     """
     if exit_status != -signal.SIGKILL:
         return exit_status in [-number for number in signals.ENDING]
@@ -281,7 +339,9 @@ def killed_from_outside(exit_status: int | None, killed_before: int | None, peak
 
 
 def peak_of_children() -> int:
-    """Return the largest peak of the resident sets of the children that have ended and were waited for, in bytes."""
+    """Return the largest peak of the resident sets of the children that have ended and were waited
+    for, in bytes.
+    """
     import resource  # not on every system
 
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

@@ -22,17 +22,24 @@ from dpbench.records import Case
 
 PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_P2P_DISABLE",
-    "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG", "ASV_COMMIT",
-)  # fmt: skip
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "NCCL_P2P_DISABLE",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "ASV_COMMIT",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The resources of a run's machine: the number of cores that the run may use, and the bytes of memory of each GPU.
+    """The resources of a run's machine: the number of cores that the run may use, and the bytes of
+    memory of each GPU.
 
-    A number is 0 if it is unknown. `described` is the name or the file of the machine for which a run is predicted; it
-    is empty for a machine that is measured.
+    A number is 0 if it is unknown. `described` is the name or the file of the machine for which a
+    run is predicted; it is empty for a machine that is measured.
     """
 
     described: str = ""
@@ -45,21 +52,28 @@ class Resources:
         return "cuda" if self.gpu_memory_bytes else "cpu"
 
     def memory_of(self, case: Case, device: int) -> int:
-        """Return the bytes of memory of the GPU that `case` uses as device `device`; 0 if it is unknown."""
+        """Return the bytes of memory of the GPU that `case` uses as device `device`; 0 if it is
+        unknown.
+        """
         gpu = case.device_ids[device] if device < len(case.device_ids) else device
         known = case.device_kind == "cuda" and case.hosts == 1 and gpu < len(self.gpu_memory_bytes)
         return self.gpu_memory_bytes[gpu] if known else 0
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the resources in `facts`, which are the result of `collect` or a run's stored provenance."""
+        """Return the resources in `facts`, which are the result of `collect` or a run's stored
+        provenance.
+        """
         gpus = (facts.get("gpus") or {}).get("gpus") or ()
         sizes = tuple(gpu.get("memory_bytes") or 0 for gpu in gpus)
         return cls(cores=(facts.get("host") or {}).get("cores", 0), gpu_memory_bytes=sizes)
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return facts about host, software and version control as plain data; `gpus` are the facts of `nvml.describe`."""
+    """Return facts about host, software and version control as plain data.
+
+    `gpus` are the facts of `nvml.describe`.
+    """
     return {
         "host": host_facts(),
         "gpus": gpus or {},
@@ -73,7 +87,9 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the facts about this machine that are the same in every run, such as its CPU, cores and memory."""
+    """Return the facts about this machine that are the same in every run, such as its CPU, cores
+    and memory.
+    """
     import psutil
 
     return {
@@ -94,19 +110,28 @@ def usable_cores() -> int:
 def host_key(facts: dict[str, Any]) -> str:
     """Return a hash that identifies a machine by its CPU, its cores and its GPUs.
 
-    `facts` are the result of `collect`. The host name is not used, because it differs between containers. For a launch,
-    the hash identifies each of its machines, with its ranks and software.
+    `facts` are the result of `collect`. The host name is not used, because it differs between
+    containers. For a launch, the hash identifies each of its machines, with its ranks and software.
     """
     others = facts.get("hosts", {}).get("machines", ())
-    same = [one["machine"] for one in others]  # ids that change with each boot: only their equality counts below
+    same = [
+        one["machine"] for one in others
+    ]  # ids that change with each boot: only their equality counts below
     stable = [
         _stable(facts),
         *(
-            (_stable(one["facts"]), one["ranks"], one["facts"]["software"], same.index(one["machine"]))
+            (
+                _stable(one["facts"]),
+                one["ranks"],
+                one["facts"]["software"],
+                same.index(one["machine"]),
+            )
             for one in others
         ),
-    ]  # fmt: skip
-    return hashlib.sha256(json.dumps(stable if others else stable[0], sort_keys=True).encode()).hexdigest()[:16]
+    ]
+    return hashlib.sha256(
+        json.dumps(stable if others else stable[0], sort_keys=True).encode()
+    ).hexdigest()[:16]
 
 
 def _stable(facts: dict[str, Any]) -> list[Any]:
@@ -119,12 +144,18 @@ def code_key(facts: dict[str, Any]) -> str:
 
     The key consists of dpbench's version and commit, the project's commit, and torch's version.
     """
-    parts = [facts["dpbench"]["version"], facts["dpbench"].get("commit", ""), facts["project"].get("commit", "")]
+    parts = [
+        facts["dpbench"]["version"],
+        facts["dpbench"].get("commit", ""),
+        facts["project"].get("commit", ""),
+    ]
     return " ".join([*parts, facts["packages"].get("torch", "")])
 
 
 def torch_has_cuda() -> bool:
-    """Return False if the version of the installed torch ends in "+cpu", as in builds without CUDA, else True."""
+    """Return False if the version of the installed torch ends in "+cpu", as in builds without CUDA,
+    else True.
+    """
     return not version("torch").endswith("+cpu")
 
 
@@ -152,17 +183,25 @@ def _cpu_name() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return the `commit` of the checkout that contains `folder`, and whether tracked files have changed (`dirty`).
+    """Return the `commit` of the checkout that contains `folder`, and whether tracked files have
+    changed (`dirty`).
 
     The dict is empty if `folder` is not in a checkout.
     """
 
     def git(*arguments: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         ).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "dirty": bool(git("status", "--porcelain", "-uno")),
+        }
     except (OSError, subprocess.SubprocessError):
         return {}

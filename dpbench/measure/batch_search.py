@@ -1,8 +1,9 @@
-"""Batch search: find the largest batch size that fits into the devices' memory, by doubling and then bisection.
+"""Batch search: find the largest batch size that fits into the devices' memory, by doubling and
+then bisection.
 
-Every try runs one case with one batch size in a fresh worker process. Running out of memory is an expected result of a
-try; it does not end the search or the run. Every try is stored as an ordinary trial, and an interrupted search
-continues from the stored tries.
+Every try runs one case with one batch size in a fresh worker process. Running out of memory is an
+expected result of a try; it does not end the search or the run. Every try is stored as an ordinary
+trial, and an interrupted search continues from the stored tries.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""The effort of each try: one warm-up step, which creates the optimizer's state, then two steps with that state."""
+"""The effort of each try: one warm-up step, which creates the optimizer's state, then two steps
+with that state.
+"""
 MOST = 2**20
 """The default for the largest batch size that a search tries."""
 
@@ -30,11 +33,12 @@ MOST = 2**20
 class Found:
     """The result of the search for one case.
 
-    `largest` is the largest batch size that fitted, and `failed` is the smallest batch size that ran out of memory;
-    each is None if no try had this result. `device` is the index of the device that ran out of memory first at the
-    batch size `failed`, or None if it is not known. `tries` is the number of batch sizes that were tried. `reason` says
-    why the search ended without finding the limit; it is empty if the search found the limit. `case` is the searched
-    case with the batch size `largest`, or with its initial batch size if no batch size fitted.
+    `largest` is the largest batch size that fitted, and `failed` is the smallest batch size that
+    ran out of memory; each is None if no try had this result. `device` is the index of the device
+    that ran out of memory first at the batch size `failed`, or None if it is not known. `tries` is
+    the number of batch sizes that were tried. `reason` says why the search ended without finding
+    the limit; it is empty if the search found the limit. `case` is the searched case with the batch
+    size `largest`, or with its initial batch size if no batch size fitted.
     """
 
     case: Case
@@ -49,7 +53,8 @@ class Found:
 class SearchOutcome:
     """The results of the batch searches of one run.
 
-    `found` has one result per case. `resumed` is True if the searches continued an earlier run that was interrupted.
+    `found` has one result per case. `resumed` is True if the searches continued an earlier run that
+    was interrupted.
     """
 
     run_id: str
@@ -58,20 +63,26 @@ class SearchOutcome:
 
 
 class _Ended(Exception):
-    """A try neither fitted nor ran out of memory (for example, it timed out), so the search cannot continue."""
+    """A try neither fitted nor ran out of memory (for example, it timed out), so the search cannot
+    continue.
+    """
 
 
 def check(cases: Iterable[Case]) -> None:
-    """Raise ValueError if the devices of a case do not have separate memory of a known size, which a search needs."""
+    """Raise ValueError if the devices of a case do not have separate memory of a known size, which
+    a search needs.
+    """
     for case in cases:
         if case.device_kind == "cpu":
             raise ValueError(
-                "--find-max-batch needs devices with separate memory, but logical CPU devices share the host's memory; "
-                "use emulated devices, whose memory is counted: give --device-kind emulated --device-memory 8GiB"
+                "--find-max-batch needs devices with separate memory, but logical CPU devices share"
+                " the host's memory; use emulated devices, whose memory is counted: give"
+                " --device-kind emulated --device-memory 8GiB"
             )
         if case.device_kind == "emulated" and not case.device_memory_bytes:
             raise ValueError(
-                "--find-max-batch needs the memory size of emulated devices: give --device-memory, such as 8GiB"
+                "--find-max-batch needs the memory size of emulated devices: give --device-memory,"
+                " such as 8GiB"
             )
 
 
@@ -83,11 +94,12 @@ def run(
     most: int = MOST,
     listen: Callable[[Trial], None] = lambda trial: None,
 ) -> SearchOutcome:
-    """Search for the largest batch size of every case, store each try when it ends, and return the results.
+    """Search for the largest batch size of every case, store each try when it ends, and return the
+    results.
 
-    Each search starts at the batch size of its case. `limit_s` is the time limit of one try in seconds, and `most` is
-    the largest batch size to try. `listen` is called with the trial of every new try, but not with tries that were
-    stored before this call.
+    Each search starts at the batch size of its case. `limit_s` is the time limit of one try in
+    seconds, and `most` is the largest batch size to try. `listen` is called with the trial of every
+    new try, but not with tries that were stored before this call.
     """
     check(cases)
     facts = provenance.collect(describe())
@@ -106,7 +118,8 @@ def run(
 
 
 def axes(options: Options) -> Options:
-    """Return `options` with one value in `batch_sizes`, the batch size at which the search starts (default 1).
+    """Return `options` with one value in `batch_sizes`, the batch size at which the search starts
+    (default 1).
 
     Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
@@ -115,7 +128,10 @@ def axes(options: Options) -> Options:
             option = f"--{axis.replace('_', '-')}"
             raise ValueError(f"--find-max-batch does not support {option}: leave out {option}")
     if len(options.batch_sizes) > 1:
-        raise ValueError("--find-max-batch starts at a single batch size: give only one number with --batch-sizes")
+        raise ValueError(
+            "--find-max-batch starts at a single batch size: give only one number with"
+            " --batch-sizes"
+        )
     return replace(options, batch_sizes=options.batch_sizes or (1,))
 
 
@@ -123,20 +139,34 @@ class _Tries:
     """The tries of one run, including the tries that earlier sessions of the run have stored."""
 
     def __init__(
-        self, server: Server, store: Store, run_id: str, limit_s: float, listen: Callable[[Trial], None]
+        self,
+        server: Server,
+        store: Store,
+        run_id: str,
+        limit_s: float,
+        listen: Callable[[Trial], None],
     ) -> None:
-        self._server, self._store, self._run_id, self._limit_s, self._listen = server, store, run_id, limit_s, listen
+        self._server, self._store, self._run_id, self._limit_s, self._listen = (
+            server,
+            store,
+            run_id,
+            limit_s,
+            listen,
+        )
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     @property
     def killed(self) -> bool:
-        """Return whether a signal from outside has ended a try, which the same search must then repeat."""
+        """Return whether a signal from outside has ended a try, which the same search must then
+        repeat.
+        """
         return any(trial.status is Status.KILLED for trial in self._known.values())
 
     def of(self, case: Case) -> Trial:
         """Return the run's trial of a case.
 
-        If no trial of the case with a final status is stored, run one in a fresh worker and store it.
+        If no trial of the case with a final status is stored, run one in a fresh worker and store
+        it.
         """
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
@@ -148,13 +178,17 @@ class _Tries:
 
 
 def _search(case: Case, tries: _Tries, most: int) -> Found:
-    """Search for the largest batch size of one case, up to the batch size `most`, and return the result."""
+    """Search for the largest batch size of one case, up to the batch size `most`, and return the
+    result.
+    """
     made: dict[int, Trial] = {}
 
     def fits(batch: int) -> bool:
         trial = made[batch] = tries.of(replace(case, batch_size=batch))
         if trial.status not in (Status.OK, Status.OOM):
-            raise _Ended(f"{trial.status} at batch {batch}: {trial.reason.strip().rpartition(chr(10))[2]}")
+            raise _Ended(
+                f"{trial.status} at batch {batch}: {trial.reason.strip().rpartition(chr(10))[2]}"
+            )
         return trial.status is Status.OK
 
     reason = ""
@@ -168,18 +202,25 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
     if not reason and smallest is None:
         reason = f"no try ran out of memory; the largest batch size tried was {largest}"
     return Found(
-        case=replace(case, batch_size=largest or case.batch_size), largest=largest, failed=smallest,
-        device=made[smallest].failed_device if smallest else None, tries=len(made), reason=reason,
-    )  # fmt: skip
+        case=replace(case, batch_size=largest or case.batch_size),
+        largest=largest,
+        failed=smallest,
+        device=made[smallest].failed_device if smallest else None,
+        tries=len(made),
+        reason=reason,
+    )
 
 
-def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) -> tuple[int, int | None]:
-    """Return two neighbouring multiples of `unit`: a batch size that fits (0 if none fits), and the next, which fails.
+def bracket(
+    fits: Callable[[int], bool], *, start: int, unit: int, most: int
+) -> tuple[int, int | None]:
+    """Return two neighbouring multiples of `unit`: a batch size that fits (0 if none fits), and the
+    next, which fails.
 
-    `fits` returns whether a batch size fits. The second value is None if every tried batch size fits. The search starts
-    at `start`, rounded up to a multiple of `unit`. Only the batch size that is tried first can be above `most`.
-    If memory is fragmented, a batch size can fail although a larger one fits; the first value is then not always the
-    largest that fits.
+    `fits` returns whether a batch size fits. The second value is None if every tried batch size
+    fits. The search starts at `start`, rounded up to a multiple of `unit`. Only the batch size that
+    is tried first can be above `most`. If memory is fragmented, a batch size can fail although a
+    larger one fits; the first value is then not always the largest that fits.
     """
     good, bad, at = 0, None, -(-start // unit)
     last = max(at, most // unit)
@@ -197,7 +238,16 @@ def bracket(fits: Callable[[int], bool], *, start: int, unit: int, most: int) ->
     return good * unit, None if bad is None else bad * unit
 
 
-COLUMNS = ("model", "strategy", "devices", "largest batch", "per device", "smallest failed", "failed first", "tries")
+COLUMNS = (
+    "model",
+    "strategy",
+    "devices",
+    "largest batch",
+    "per device",
+    "smallest failed",
+    "failed first",
+    "tries",
+)
 
 
 def table(found: Sequence[Found]) -> str:
@@ -206,7 +256,10 @@ def table(found: Sequence[Found]) -> str:
     If a search did not find the limit, its line ends with the reason.
     """
     head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
-    rows = [f"{line}  {one.reason}" if one.reason else line for line, one in zip(lines, found, strict=True)]
+    rows = [
+        f"{line}  {one.reason}" if one.reason else line
+        for line, one in zip(lines, found, strict=True)
+    ]
     return "\n".join([head, rule, *rows])
 
 
@@ -214,8 +267,16 @@ def _cells(one: Found) -> tuple[str, ...]:
     case = one.case
     name = case.strategy + (f"[{case.schedule}]" if case.schedule not in ("", "reference") else "")
     per_device = "" if one.largest is None else words.exact(one.largest / case.devices)
-    failed_first = "" if one.failed is None else "unknown" if one.device is None else f"device {one.device}"
+    failed_first = (
+        "" if one.failed is None else "unknown" if one.device is None else f"device {one.device}"
+    )
     return (
-        case.model, name, str(case.devices), "none" if one.largest is None else str(one.largest), per_device,
-        "" if one.failed is None else str(one.failed), failed_first, str(one.tries),
-    )  # fmt: skip
+        case.model,
+        name,
+        str(case.devices),
+        "none" if one.largest is None else str(one.largest),
+        per_device,
+        "" if one.failed is None else str(one.failed),
+        failed_first,
+        str(one.tries),
+    )

@@ -1,6 +1,7 @@
 """Clocks: time the steps of a training loop and the phases of each step, on one time base.
 
-A mark is a context manager around one phase on one device. It records a span, which has the times of both ends:
+A mark is a context manager around one phase on one device. It records a span, which has the times
+of both ends:
 
     with clock.block():                      back-to-back steps
         for ...:
@@ -8,7 +9,8 @@ A mark is a context manager around one phase on one device. It records a span, w
                 ... engine code calls clock.mark(phase, device) ...
     clock.steps(), clock.spans(), clock.samples()
 
-The time base is `time.perf_counter`, which on Linux is the monotonic clock that all processes share.
+The time base is `time.perf_counter`, which on Linux is the monotonic clock that all processes
+share.
 """
 
 from __future__ import annotations
@@ -27,17 +29,24 @@ from dpbench.records import HOST, Phase, Sample, Span, Step
 from dpbench.records.series import JOINT
 
 BUSY, OUTLASTING = "busy_s", "outlasting_ratio"
-"""The names of the metrics for a device's busy seconds in one step, and for work that outlasts the steps."""
+"""The names of the metrics for a device's busy seconds in one step, and for work that outlasts the
+steps.
+"""
 
 READ_EACH_S, READ_EACH = 0.1, 32
-"""The longest interval between two readings of CPU time, in seconds and in steps; the shorter of the two applies."""
+"""The longest interval between two readings of CPU time, in seconds and in steps.
+
+The shorter of the two applies.
+"""
 
 
 class Clock(Protocol):
     """The interface of a clock, which the measuring loop uses to time steps and phases."""
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Return a context manager that times a phase on the device with the index `device` within the current step."""
+        """Return a context manager that times a phase on the device with the index `device` within
+        the current step.
+        """
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
         """Add a span to the last step, for a phase that only a library's internal timer records.
@@ -46,7 +55,10 @@ class Clock(Protocol):
         """
 
     def block(self) -> AbstractContextManager[None]:
-        """Return a context manager for a block of back-to-back steps; between blocks, the host may do other work."""
+        """Return a context manager for a block of back-to-back steps.
+
+        Between blocks, the host may do other work.
+        """
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
         """Return a context manager that times one step; `warmup` is stored with the step."""
@@ -58,11 +70,14 @@ class Clock(Protocol):
         """Return the spans that have been recorded so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return this clock's samples: each device's busy seconds by step, or work that outlasts a block's steps."""
+        """Return this clock's samples: each device's busy seconds by step, or work that outlasts a
+        block's steps.
+        """
 
 
 Opened = tuple[int, Phase, int, int, float, float]
-"""The step, the phase and the device of a mark, the id of its thread, and when the mark began and ended.
+"""The step, the phase and the device of a mark, the id of its thread, and when the mark began and
+ended.
 
 Begin and end are times, or numbers in the order in which marks began and ended.
 """
@@ -71,8 +86,8 @@ Begin and end are times, or numbers in the order in which marks began and ended.
 def _joint(marks: Sequence[Opened]) -> set[int]:
     """Return the indices of the marks that belong to a joint phase.
 
-    A thread has opened the phase on one device while it had opened it on another one. Marks without a thread (0) and
-    marks of the host are never joint.
+    A thread has opened the phase on one device while it had opened it on another one. Marks without
+    a thread (0) and marks of the host are never joint.
     """
     groups: dict[tuple[int, Phase, int], list[tuple[float, float, int, int]]] = {}
     for index, (step, phase, device, thread, begin, end) in enumerate(marks):
@@ -91,13 +106,15 @@ def _joint(marks: Sequence[Opened]) -> set[int]:
 
 
 class HostClock:
-    """A clock that reads the host's time, for devices whose work is complete when the call of an operator returns.
+    """A clock that reads the host's time, for devices whose work is complete when the call of an
+    operator returns.
 
-    The clock also measures the CPU time of the thread during each span; the sum over a device's spans is the device's
-    busy time. If a thread has several open spans (as in a joint backward, which computes for all replicas), the
-    thread's CPU time is divided equally among these spans, and they are stored as joint. Reading CPU time is a system
-    call, which raises the cost of a mark from 0.3 µs to 2.1 µs. CPU time is therefore read in only about one step per
-    `read_each_s` seconds. The number of steps from one reading to the next is a power of two, so that ranks with
+    The clock also measures the CPU time of the thread during each span; the sum over a device's
+    spans is the device's busy time. If a thread has several open spans (as in a joint backward,
+    which computes for all replicas), the thread's CPU time is divided equally among these spans,
+    and they are stored as joint. Reading CPU time is a system call, which raises the cost of a mark
+    from 0.3 µs to 2.1 µs. CPU time is therefore read in only about one step per `read_each_s`
+    seconds. The number of steps from one reading to the next is a power of two, so that ranks with
     similar step times read CPU time in the same steps.
     """
 
@@ -114,7 +131,10 @@ class HostClock:
         self._reads, self._apart = True, 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span; in some steps, it also records the thread's CPU time."""
+        """Return a context manager that records a span.
+
+        In some steps, it also records the thread's CPU time.
+        """
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
@@ -123,11 +143,16 @@ class HostClock:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Return a context manager without effect, because this clock times each step separately."""
+        """Return a context manager without effect, because this clock times each step
+        separately.
+        """
         yield
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
-        """Return a context manager that times one step from entry to exit; `warmup` is stored with the step."""
+        """Return a context manager that times one step from entry to exit.
+
+        `warmup` is stored with the step.
+        """
         return _HostStep(self, warmup)
 
     def steps(self) -> tuple[Step, ...]:
@@ -143,10 +168,12 @@ class HostClock:
         )
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the busy CPU seconds of each device in each step in which CPU time was read, as samples.
+        """Return the busy CPU seconds of each device in each step in which CPU time was read, as
+        samples.
 
-        CPU time is read at the beginning and the end of each span. The CPU time of a thread between two readings is
-        divided equally among the spans of the thread that were open between these readings.
+        CPU time is read at the beginning and the end of each span. The CPU time of a thread between
+        two readings is divided equally among the spans of the thread that were open between these
+        readings.
         """
         total: dict[tuple[int, int], float] = {}
         threads: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -163,13 +190,19 @@ class HostClock:
 
 
 def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """Return a copy of `spans` without one occurrence of `device`; `spans` has the device index of each open span."""
+    """Return a copy of `spans` without one occurrence of `device`.
+
+    `spans` has the device index of each open span.
+    """
     at = spans.index(device)
     return spans[:at] + spans[at + 1 :]
 
 
 class _HostStep:
-    """The context manager that times one step. It is a class, because a generator-based context manager is slower."""
+    """The context manager that times one step.
+
+    It is a class, because a generator-based context manager is slower.
+    """
 
     __slots__ = ("_clock", "_start", "_warmup")
 
@@ -190,19 +223,23 @@ class _HostStep:
 
 
 def _apart(each_s: float, step_s: float) -> int:
-    """Return the number of steps from one reading of CPU time to the next: a power of two, at most `READ_EACH`.
+    """Return the number of steps from one reading of CPU time to the next: a power of two, at most
+    `READ_EACH`.
 
-    `each_s` is the wanted time between two readings, and `step_s` is the duration of a step, both in seconds.
+    `each_s` is the wanted time between two readings, and `step_s` is the duration of a step, both
+    in seconds.
     """
     steps = int(each_s / step_s) if step_s > 0 else READ_EACH
     return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
 
 
 class _HostMark:
-    """The context manager that records one span. It is a class, because a generator-based one costs 1.5 times as much.
+    """The context manager that records one span.
 
-    It records each span as a plain tuple. The clock converts the tuples to `Span` objects later, outside the timed
-    steps.
+    It is a class, because a generator-based one costs 1.5 times as much.
+
+    It records each span as a plain tuple. The clock converts the tuples to `Span` objects later,
+    outside the timed steps.
     """
 
     __slots__ = ("_clock", "_device", "_phase", "_reads", "_start", "_step", "_thread")
@@ -227,9 +264,22 @@ class _HostMark:
 
 
 class _CudaMark:
-    """The context manager that records one span with two CUDA events; it reuses unused events of the clock."""
+    """The context manager that records one span with two CUDA events.
 
-    __slots__ = ("_at", "_began", "_clock", "_index", "_phase", "_start", "_step", "_thread", "_unused")
+    It reuses unused events of the clock.
+    """
+
+    __slots__ = (
+        "_at",
+        "_began",
+        "_clock",
+        "_index",
+        "_phase",
+        "_start",
+        "_step",
+        "_thread",
+        "_unused",
+    )
 
     def __init__(self, clock: CudaClock, phase: Phase, index: int) -> None:
         self._clock, self._phase, self._index = clock, phase, index
@@ -247,13 +297,17 @@ class _CudaMark:
     def _event(self) -> Any:
         try:
             return self._at.event(self._unused.pop())
-        except IndexError:  # no event is unused: in the first blocks, or after another thread took the last one
+        except (
+            IndexError
+        ):  # no event is unused: in the first blocks, or after another thread took the last one
             return self._at.event()
 
 
 @dataclass
 class _Block:
-    """The events of one block of steps, in lists with one event per device, and one warm-up flag per step."""
+    """The events of one block of steps, in lists with one event per device, and one warm-up flag
+    per step.
+    """
 
     begin: list[Any]
     idle_s: float = 0.0  # the host's time at which all devices were idle after the block
@@ -264,22 +318,27 @@ class _Block:
 class CudaClock:
     """A clock that uses CUDA events, without a synchronisation inside a block.
 
-    A step begins at the end of the previous step; the first step of a block begins at the beginning of the block. The
-    end of a step is the latest of its end events on all devices. An anchor is an event together with the host's time at
-    the same moment, taken while the device is idle. Two anchors per device, one before the first block and one after
-    the last block, map the device's events to the host's time base. Long times are sums of the differences between
-    neighbouring events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
+    A step begins at the end of the previous step; the first step of a block begins at the beginning
+    of the block. The end of a step is the latest of its end events on all devices. An anchor is an
+    event together with the host's time at the same moment, taken while the device is idle. Two
+    anchors per device, one before the first block and one after the last block, map the device's
+    events to the host's time base. Long times are sums of the differences between neighbouring
+    events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
 
-    The events of marks are read at the end of their block, and later marks reuse them. A later block with as many
-    marks on each device therefore usually creates no events for its marks.
+    The events of marks are read at the end of their block, and later marks reuse them. A later
+    block with as many marks on each device therefore usually creates no events for its marks.
     """
 
-    def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._devices, self._now = list(devices), now
         self._position = {device.index: position for position, device in enumerate(devices)}
         self._added: list[Span] = []
         self._blocks: list[_Block] = []
-        self._own: dict[int, tuple[Device, list[Any]]] = {device.index: (device, []) for device in devices}
+        self._own: dict[int, tuple[Device, list[Any]]] = {
+            device.index: (device, []) for device in devices
+        }
         self._order = itertools.count()
         self._marks: list[tuple[Opened, Any, Any]] = []
         self._read: list[tuple[Opened, float, float]] = []
@@ -287,7 +346,9 @@ class CudaClock:
         self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span: with CUDA events or, for `HOST`, with the host's clock."""
+        """Return a context manager that records a span: with CUDA events or, for `HOST`, with the
+        host's clock.
+        """
         return self._host_mark(phase) if device == HOST else _CudaMark(self, phase, device)
 
     @contextmanager
@@ -304,7 +365,10 @@ class CudaClock:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Take anchors before and after the block of steps; they relate the devices' clocks to the host's clock."""
+        """Take anchors before and after the block of steps.
+
+        They relate the devices' clocks to the host's clock.
+        """
         anchors = self._anchors()
         self._first = self._first or anchors
         self._blocks.append(_Block([device.event() for device in self._devices]))
@@ -316,8 +380,8 @@ class CudaClock:
     def _read_marks(self) -> None:
         """Read the marks of all steps that have ended, and keep their events for later marks.
 
-        For each mark, store the milliseconds from the step's beginning to the mark's start, and from its start to its
-        end. The devices must have finished the steps.
+        For each mark, store the milliseconds from the step's beginning to the mark's start, and
+        from its start to its end. The devices must have finished the steps.
         """
         begins = [events for block in self._blocks for events in (block.begin, *block.ends)[:-1]]
         ended = [one for one in self._marks if one[0][0] < len(begins)]
@@ -330,7 +394,10 @@ class CudaClock:
 
     @contextmanager
     def step(self, *, warmup: bool) -> Iterator[None]:
-        """Record an event on every device at the end of the step; `warmup` is stored with the step."""
+        """Record an event on every device at the end of the step.
+
+        `warmup` is stored with the step.
+        """
         block = self._blocks[-1]
         yield
         block.ends.append([device.event() for device in self._devices])
@@ -338,42 +405,67 @@ class CudaClock:
         self._count += 1
 
     def _anchors(self) -> list[tuple[Any, float]]:
-        """Return one anchor per device: an event and the host's time in seconds when the idle device recorded it."""
-        anchors, created = [], [device.event() for device in self._devices]  # creating takes longer than recording
+        """Return one anchor per device: an event and the host's time in seconds when the idle
+        device recorded it.
+        """
+        anchors, created = (
+            [],
+            [device.event() for device in self._devices],
+        )  # creating takes longer than recording
         for device in self._devices:
             device.synchronize()
         self._idle_s = self._now()
         for device, event in zip(self._devices, created, strict=True):
             before = self._now()
             device.event(event)
-            anchors.append((event, (before + self._now()) / 2))  # the idle device records the event at once
+            anchors.append(
+                (event, (before + self._now()) / 2)
+            )  # the idle device records the event at once
             device.synchronize()
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps in order; a step begins at the end of the previous one, or with its block of steps."""
+        """Return the steps in order.
+
+        A step begins at the end of the previous one, or with its block of steps.
+        """
         found = list[Step]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = pairwise([max(begin), *map(max, ends)])
-            found += [Step(end - start, warm, end) for warm, (start, end) in zip(block.warmup, times, strict=True)]
+            found += [
+                Step(end - start, warm, end)
+                for warm, (start, end) in zip(block.warmup, times, strict=True)
+            ]
         return tuple(found)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, for each block, the host times of its beginning, and those of the end of each step, by device."""
+        """Return, for each block, the host times of its beginning, and those of the end of each
+        step, by device.
+        """
         if not self._blocks:
             return []
         rows = map(list, zip(*(self._chain(i) for i in range(len(self._devices))), strict=True))
         return [(next(rows), [next(rows) for _ in block.ends]) for block in self._blocks]
 
     def _chain(self, i: int) -> list[float]:
-        """Return, in order, the host times in seconds at which blocks began and steps ended on one device.
+        """Return, in order, the host times in seconds at which blocks began and steps ended on one
+        device.
 
-        `i` is the position of the device. CUDA events mark these moments. The times between the events are scaled so
-        that the first and the last anchor, which are events whose host time was measured, get their measured times.
+        `i` is the position of the device. CUDA events mark these moments. The times between the
+        events are scaled so that the first and the last anchor, which are events whose host time
+        was measured, get their measured times.
         """
-        events = [event for block in self._blocks for event in (block.begin[i], *(end[i] for end in block.ends))]
+        events = [
+            event
+            for block in self._blocks
+            for event in (block.begin[i], *(end[i] for end in block.ends))
+        ]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]
-        raw = list(accumulate(one.elapsed_time(other) / 1e3 for one, other in pairwise((first, *events, last))))
+        raw = list(
+            accumulate(
+                one.elapsed_time(other) / 1e3 for one, other in pairwise((first, *events, last))
+            )
+        )
         stretch = (last_s - first_s) / raw[-1] if raw[-1] > 0 else 1.0
         self.drift = (*self.drift[:i], stretch - 1.0)
         return [first_s + seconds * stretch for seconds in raw[:-1]]
@@ -381,8 +473,8 @@ class CudaClock:
     def spans(self) -> tuple[Span, ...]:
         """Return the spans, converted to the host's time base.
 
-        On each device, the start of a span is measured from the end of the previous step, or from the beginning of the
-        block.
+        On each device, the start of a span is measured from the end of the previous step, or from
+        the beginning of the block.
         """
         begins = [seconds for _, seconds in self._begins()]
         host_s_per_ms = [(1 + drift) / 1e3 for drift in self.drift]
@@ -397,13 +489,17 @@ class CudaClock:
         return tuple(spans)
 
     def events(self) -> dict[int, Any]:
-        """Queue a timing event on every device, and return the events by the index of the device."""
+        """Queue a timing event on every device, and return the events by the index of the
+        device.
+        """
         return {device.index: device.event() for device in self._devices}
 
     def placing(self) -> Callable[[int, int, Any], float]:
-        """Return a function that converts a CUDA event to the host's time in seconds at which the device reached it.
+        """Return a function that converts a CUDA event to the host's time in seconds at which the
+        device reached it.
 
-        Its arguments are the index of the step in which the event was recorded, the index of the device, and the event.
+        Its arguments are the index of the step in which the event was recorded, the index of the
+        device, and the event.
         """
         begins = self._begins()
 
@@ -414,7 +510,9 @@ class CudaClock:
         return place
 
     def _begins(self) -> list[tuple[list[Any], list[float]]]:
-        """Return, for each step, two lists by device: the events at its beginning, and their host times in seconds."""
+        """Return, for each step, two lists by device: the events at its beginning, and their host
+        times in seconds.
+        """
         found: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             found.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
@@ -423,19 +521,29 @@ class CudaClock:
     def samples(self) -> tuple[Sample, ...]:
         """Return one sample of `OUTLASTING` per block, stored for the clock's first device.
 
-        To get its value, the duration of the block's last step is subtracted from the time between the end of this step
-        and the moment when all devices were idle; the rest is divided by the block's duration. The value is above 0 if
-        the devices have work for which the steps do not wait.
+        To get its value, the duration of the block's last step is subtracted from the time between
+        the end of this step and the moment when all devices were idle; the rest is divided by the
+        block's duration. The value is above 0 if the devices have work for which the steps do not
+        wait.
         """
         found = list[Sample]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = [max(begin), *map(max, ends)]
             if len(times) > 1 and times[-1] > times[0]:
                 over_s = max(0.0, block.idle_s - times[-1] - (times[-1] - times[-2]))
-                found.append(Sample(block.idle_s, self._devices[0].index, OUTLASTING, over_s / (times[-1] - times[0])))
+                found.append(
+                    Sample(
+                        block.idle_s,
+                        self._devices[0].index,
+                        OUTLASTING,
+                        over_s / (times[-1] - times[0]),
+                    )
+                )
         return tuple(found)
 
 
 def choose(devices: Sequence[Device]) -> Clock:
-    """Return the clock for these devices: a `CudaClock` if the devices have timing events, otherwise a `HostClock`."""
+    """Return the clock for these devices: a `CudaClock` if the devices have timing events,
+    otherwise a `HostClock`.
+    """
     return HostClock() if devices[0].event() is None else CudaClock(devices)

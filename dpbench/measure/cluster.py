@@ -1,8 +1,9 @@
-"""Cluster: rank 0's side of a launch by torchrun or srun: it describes the machines and runs trials over their ranks.
+"""Cluster: rank 0's side of a launch by torchrun or srun: it describes the machines and runs trials
+over their ranks.
 
-Rank 0 plans, stores and reports. It gives each rank its part of a trial, and merges the answers. If the worker of a
-rank fails, the trial fails, and the run goes on. If the process of a rank ends, the trial fails and the run ends; the
-same command resumes it.
+Rank 0 plans, stores and reports. It gives each rank its part of a trial, and merges the answers. If
+the worker of a rank fails, the trial fails, and the run goes on. If the process of a rank ends, the
+trial fails and the run ends; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -27,22 +28,28 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, TrialHost, cause_of, in_order
 
 TIMEOUT_S = 60.0
-"""The longest time in seconds that a rank waits for its peers; a third of the trial's time limit if that is shorter."""
+"""The longest time in seconds that a rank waits for its peers.
+
+A third of the trial's time limit if that is shorter.
+"""
 
 
 @dataclass(frozen=True)
 class Offset:
-    """The offset of a machine's clock from the clock of rank 0's machine, and its largest error, both in seconds."""
+    """The offset of a machine's clock from the clock of rank 0's machine, and its largest error,
+    both in seconds.
+    """
 
     seconds: float = 0.0
     error_s: float = 0.0
 
     @classmethod
     def of(cls, own: Sequence[Crossing], other: Sequence[Crossing]) -> Offset:
-        """Return the offset of the clock with which a rank passed the same barriers as rank 0, whose are `own`.
+        """Return the offset of the clock with which a rank passed the same barriers as rank 0,
+        whose are `own`.
 
-        It is the difference at the barrier with the smallest spread: two ranks leave a barrier at most as far
-        apart as the longer of their waits.
+        It is the difference at the barrier with the smallest spread: two ranks leave a barrier at
+        most as far apart as the longer of their waits.
         """
         found = [
             cls(there.left_s - here.left_s, max(here.waited_s, there.waited_s))
@@ -51,13 +58,21 @@ class Offset:
         return min(found, key=lambda one: one.error_s)
 
     def between(self, later: Offset) -> Offset:
-        """Return the mean of this offset and a later one; half of their difference adds to the error."""
+        """Return the mean of this offset and a later one.
+
+        Half of their difference adds to the error.
+        """
         mean = statistics.mean([self.seconds, later.seconds])
-        return Offset(mean, max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2)
+        return Offset(
+            mean, max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2
+        )
 
 
 class Cluster:
-    """The ranks of a launch, to which rank 0 gives tasks; `group` is their group, which they have joined."""
+    """The ranks of a launch, to which rank 0 gives tasks.
+
+    `group` is their group, which they have joined.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -66,14 +81,20 @@ class Cluster:
     # -- the machines and the ranks
 
     def hosts(self, count: int | None = None) -> list[TrialHost]:
-        """Return the machines of the first `count` ranks (None: of all), in the order of their first ranks."""
+        """Return the machines of the first `count` ranks (None: of all), in the order of their
+        first ranks.
+        """
         members = self._members[:count]
         called = names(members)
         found = []
         for node in dict.fromkeys(member.node for member in members):
             own = [member for member in members if member.node == node]
             cores = {core for member in own for core in member.cores}
-            found.append(TrialHost(called[node], own[0].machine, tuple(member.rank for member in own), len(cores)))
+            found.append(
+                TrialHost(
+                    called[node], own[0].machine, tuple(member.rank for member in own), len(cores)
+                )
+            )
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -84,12 +105,16 @@ class Cluster:
         return {"machines": described}
 
     def placed(self, case: Case) -> Case:
-        """Return the case with its field `hosts` set to the number of machines that its ranks use."""
+        """Return the case with its field `hosts` set to the number of machines that its ranks
+        use.
+        """
         hosts = len(self.hosts(len(case.rows))) if case.traits.ranks else 1
         return replace(case, hosts=max(1, hosts))
 
     def counts(self) -> tuple[int, ...]:
-        """Return default device counts: 1, and the total of ranks on the first 1, 2, 4, ... machines and on all."""
+        """Return default device counts: 1, and the total of ranks on the first 1, 2, 4, ...
+        machines and on all.
+        """
         sizes = [len(host.ranks) for host in self.hosts()]
         machines = [number for number in (1, 2, 4, 8, 16, 32, 64) if number < len(sizes)]
         return tuple(dict.fromkeys([1, *(sum(sizes[:number]) for number in machines), sum(sizes)]))
@@ -98,7 +123,9 @@ class Cluster:
 
     @contextmanager
     def workers(self) -> Iterator[Self]:
-        """Start a new server process at every rank, and yield this object, which runs trials through these servers."""
+        """Start a new server process at every rank, and yield this object, which runs trials
+        through these servers.
+        """
         self._group.ask(Task(renew=True))
         yield self
 
@@ -107,19 +134,21 @@ class Cluster:
         request = Request(cases=(case,), effort=Effort(), round=0, job=WorkKind.CHECK_MODEL)
         return again_if_killed(lambda: self._by_rank_0(request, limit_s))[0]
 
-    def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
+    def run_together(
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float
+    ) -> list[Trial]:
         """Run the cases in round `number`, and return a trial for each of them.
 
-        A single case whose strategy uses ranks runs over its ranks. A single baseline case runs on each machine at the
-        same time, which shows how much the machines differ; its trial is that of rank 0's machine, with the step times
-        of all machines as samples. All other cases run in one worker of rank 0. If a signal from outside ends a worker,
-        the cases are run once more.
+        A single case whose strategy uses ranks runs over its ranks. A single baseline case runs on
+        each machine at the same time, which shows how much the machines differ; its trial is that
+        of rank 0's machine, with the step times of all machines as samples. All other cases run in
+        one worker of rank 0. If a signal from outside ends a worker, the cases are run once more.
         """
         request = Request(cases=tuple(cases), effort=effort, round=number)
         return [*again_if_killed(lambda: self._run(request, limit_s))]
 
     def _run(self, request: Request, limit_s: float) -> list[Trial]:
-        (first, *others) = request.cases
+        first, *others = request.cases
         if not others and first.traits.ranks:
             return [self._over_ranks(request, limit_s)]
         if not others and first.traits.role is Role.BASELINE:
@@ -150,10 +179,14 @@ class Cluster:
     def _peers(self, rank: int) -> list[int]:
         """Return the ranks, in order, that see the same cores and GPUs as a rank."""
         own = self._members[rank]
-        return [one.rank for one in self._members if (one.machine, one.sees) == (own.machine, own.sees)]
+        return [
+            one.rank for one in self._members if (one.machine, one.sees) == (own.machine, own.sees)
+        ]
 
     def _everywhere(self, request: Request, limit_s: float) -> Trial:
-        """Run a case on each machine at the same time; return rank 0's trial with all machines' step times as samples.
+        """Run a case on each machine at the same time.
+
+        Return rank 0's trial with all machines' step times as samples.
 
         Each machine runs the whole case by itself, in a worker of the first of its ranks.
         """
@@ -167,17 +200,36 @@ class Cluster:
             for step in one.steps
             if not step.warmup
         ]
-        failed = {host.name: failure.reason for host in hosts[1:] if (failure := answers[host.ranks[0]].failure)}
-        trial = replace(trial, samples=(*trial.samples, *steps), provenance={**trial.provenance, FAILED_HOSTS: failed})
+        failed = {
+            host.name: failure.reason
+            for host in hosts[1:]
+            if (failure := answers[host.ranks[0]].failure)
+        }
+        trial = replace(
+            trial,
+            samples=(*trial.samples, *steps),
+            provenance={**trial.provenance, FAILED_HOSTS: failed},
+        )
         return _described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
-        """Run a case over its ranks, and return one trial that is merged from the trials of the ranks."""
+        """Run a case over its ranks, and return one trial that is merged from the trials of the
+        ranks.
+        """
         (case,) = request.cases
         size = len(case.rows)
         if size > len(self._members):
-            reason = f"the case needs {size} ranks, and the launch has {len(self._members)}: start more processes"
-            return Trial(case=case, status=Status.FAILED, reason=reason, round=request.round, started_s=time.time())
+            reason = (
+                f"the case needs {size} ranks, and the launch has {len(self._members)}: start more"
+                " processes"
+            )
+            return Trial(
+                case=case,
+                status=Status.FAILED,
+                reason=reason,
+                round=request.round,
+                started_s=time.time(),
+            )
         hosts = self.hosts(size)
         key = secrets.token_hex(8)
         requests = {}
@@ -203,10 +255,13 @@ class Cluster:
         ]
         merged = merge(parts, hosts)
         worst = max(offsets.values(), key=lambda one: one.error_s)
-        return _described(replace(merged, samples=(*merged.samples, *samples)), hosts, answers, worst)
+        return _described(
+            replace(merged, samples=(*merged.samples, *samples)), hosts, answers, worst
+        )
 
     def _devices_of(self, case: Case, rank: int) -> dict[int, int]:
-        """Return a dictionary from the CUDA ordinal of each device to the index of this device in the case.
+        """Return a dictionary from the CUDA ordinal of each device to the index of this device in
+        the case.
 
         It has the devices of all ranks that see the same cores and GPUs as `rank`.
         """
@@ -219,12 +274,15 @@ class Cluster:
                     found[ordinal] = peer * each + position - place * each
         return found
 
-    def _sampled(self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset) -> Iterator[Sample]:
+    def _sampled(
+        self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset
+    ) -> Iterator[Sample]:
         """Yield the samples that a rank has taken of its machine during its timed steps.
 
-        `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs to the case's device
-        indices. Samples of the host's counters on rank 0's machine are left out, because the run itself takes them.
-        Samples of GPUs that the case does not use are left out too.
+        `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs
+        to the case's device indices. Samples of the host's counters on rank 0's machine are left
+        out, because the run itself takes them. Samples of GPUs that the case does not use are left
+        out too.
         """
         timed = [step for step in part.steps if not step.warmup]
         devices = {HOST: host_device(host)} if host else {}
@@ -235,7 +293,10 @@ class Cluster:
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
-        """Return the trial of a case in which ranks failed; its reason begins with the likely cause."""
+        """Return the trial of a case in which ranks failed.
+
+        Its reason begins with the likely cause.
+        """
         (case,) = request.cases
         cause = cause_of(failures, case)
         return Trial(
@@ -256,11 +317,16 @@ def names(members: Sequence[Member]) -> dict[int, str]:
     """
     hosts = {member.node: member.host for member in members}
     called = Counter(hosts.values())
-    return {node: f"{host}#{node}" if called[host] > 1 else host for node, host in sorted(hosts.items())}
+    return {
+        node: f"{host}#{node}" if called[host] > 1 else host for node, host in sorted(hosts.items())
+    }
 
 
 def _offsets(hosts: Sequence[TrialHost], answers: Mapping[int, Answer]) -> dict[int, Offset]:
-    """Return, by rank, the offset of the rank's clock from rank 0's clock; it is 0 on rank 0's machine."""
+    """Return, by rank, the offset of the rank's clock from rank 0's clock.
+
+    It is 0 on rank 0's machine.
+    """
     own = answers[0]
     found: dict[int, Offset] = {}
     for host in hosts:
@@ -273,14 +339,20 @@ def _offsets(hosts: Sequence[TrialHost], answers: Mapping[int, Answer]) -> dict[
     return found
 
 
-def _described(trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Answer], worst: Offset) -> Trial:
+def _described(
+    trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Answer], worst: Offset
+) -> Trial:
     """Add three facts to the trial's provenance, and return the trial.
 
-    They are its machines, the largest error of the offsets between their clocks, and the highest foreign load.
+    They are its machines, the largest error of the offsets between their clocks, and the highest
+    foreign load.
     """
     loads = [answer.load for answer in answers.values() if answer.load]
     load = max(loads, key=lambda one: one.taken, default=None)
-    facts: dict[str, Any] = {HOSTS: [asdict(host) for host in hosts], "clock_error_s": worst.error_s}
+    facts: dict[str, Any] = {
+        HOSTS: [asdict(host) for host in hosts],
+        "clock_error_s": worst.error_s,
+    }
     facts |= {foreign_load.FACT: asdict(load)} if load else {}
     return replace(trial, provenance={**trial.provenance, **facts})
 

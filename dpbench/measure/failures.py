@@ -1,4 +1,6 @@
-"""Failures: convert an exception, or the end of a process without a result, to the record of a failure."""
+"""Failures: convert an exception, or the end of a process without a result, to the record of a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,35 @@ from dpbench.records import Status, Verified
 from dpbench.records.trial import Failure
 
 NO_MEMORY = (
-    "can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED",
-)  # fmt: skip
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 """Texts which show that an error other than an OutOfMemoryError means lack of memory.
 
-Such errors come from the host's allocator, from CUDA contexts and from libraries; torch has no exception type for them.
+Such errors come from the host's allocator, from CUDA contexts and from libraries; torch has no
+exception type for them.
 """
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
-"""The pattern that finds a GPU's ordinal in the message of an OutOfMemoryError, which has no attribute for it."""
+"""The pattern that finds a GPU's ordinal in the message of an OutOfMemoryError, which has no
+attribute for it.
+"""
 
 
 class Unverified(RuntimeError):
-    """The gradients or outputs of a strategy differ from those of the reference, so its steps must not be timed."""
+    """The gradients or outputs of a strategy differ from those of the reference, so its steps must
+    not be timed.
+    """
 
 
 def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure:
     """Return the failure record of an exception: its status, reason, device and traceback.
 
-    The status is `oom` if memory ran out, otherwise `failed`. The reason has the exception's message and, unless memory
-    ran out, the innermost calls. `device_ids` are the ordinals of the case's devices in order; if it is empty, the case
-    uses the devices with the ordinals 0, 1 and so on.
+    The status is `oom` if memory ran out, otherwise `failed`. The reason has the exception's
+    message and, unless memory ran out, the innermost calls. `device_ids` are the ordinals of the
+    case's devices in order; if it is empty, the case uses the devices with the ordinals 0, 1 and so
+    on.
     """
     replica, notes = replica_of(error), getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
@@ -42,38 +53,51 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     ordinal = _ordinal(raised) if no_memory else None
     index = ordinal if ordinal is None or not device_ids else _place(ordinal, device_ids)
     if no_memory:
-        where = notes[-1].removeprefix("in ") if replica is not None and notes else _memory_of(raised, ordinal)
+        where = (
+            notes[-1].removeprefix("in ")
+            if replica is not None and notes
+            else _memory_of(raised, ordinal)
+        )
         reason = f"out of memory on {where}; use a smaller batch, or more devices; error: {text}"
     else:
         reason = f"{text} [{_frames(raised)}]"
     return Failure(
-        status=Status.OOM if no_memory else Status.FAILED, reason=reason,
+        status=Status.OOM if no_memory else Status.FAILED,
+        reason=reason,
         device=(replica if replica is not None else index) if no_memory else None,
         verified=Verified.NO if isinstance(raised, Unverified) else Verified.NOT_APPLICABLE,
-        exception=type(raised).__name__, traceback="".join(traceback.format_exception(error)),
+        exception=type(raised).__name__,
+        traceback="".join(traceback.format_exception(error)),
         perhaps_secondary=isinstance(raised, RuntimeError) and not no_memory,
-    )  # fmt: skip
+    )
 
 
 def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
-    """Return the failure record of an exception that a rank raised at the time `at_s`, in `time.perf_counter` seconds.
+    """Return the failure record of an exception that a rank raised at the time `at_s`, in
+    `time.perf_counter` seconds.
 
-    If memory ran out, the device in the record is `rank`, because each rank uses the device with the index of the rank.
+    If memory ran out, the device in the record is `rank`, because each rank uses the device with
+    the index of the rank.
     """
     found = of_error(error)
     return replace(found, rank=rank, at_s=at_s, device=rank if found.status is Status.OOM else None)
 
 
 def of_end(
-    exit_status: int | None, rank: int, at_s: float, killed_before: int | None = None, peak_bytes: int | None = None
+    exit_status: int | None,
+    rank: int,
+    at_s: float,
+    killed_before: int | None = None,
+    peak_bytes: int | None = None,
 ) -> Failure:
     """Return the failure record of a rank whose process ended without a result.
 
-    The status is `killed` if a signal from outside ended it (see `processes.killed_from_outside`), otherwise `failed`.
-    `exit_status` is negative for a signal and None if it is not known. `at_s` is the time, in `time.perf_counter`
-    seconds, at which the parent detected the end. `killed_before` is the number of processes that the kernel had
-    killed for lack of memory before this process started, and `peak_bytes` is the peak of the process's resident set;
-    both are None if not known.
+    The status is `killed` if a signal from outside ended it (see `processes.killed_from_outside`),
+    otherwise `failed`. `exit_status` is negative for a signal and None if it is not known. `at_s`
+    is the time, in `time.perf_counter` seconds, at which the parent detected the end.
+    `killed_before` is the number of processes that the kernel had killed for lack of memory before
+    this process started, and `peak_bytes` is the peak of the process's resident set; both are None
+    if not known.
     """
     advice = processes.advice(exit_status, killed_before, peak_bytes)
     reason = f"ended without a result ({processes.ending(exit_status)}){advice}"
@@ -83,10 +107,12 @@ def of_end(
 
 
 def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}".format) -> str:
-    """Return the reason of a case whose ranks failed: the reason of the first of `failures`, the likely cause.
+    """Return the reason of a case whose ranks failed: the reason of the first of `failures`, the
+    likely cause.
 
-    If the first rank ended without a result, the text also lists the other ranks that ended without a result. Ranks
-    that raised an error are left out, because the end of a peer may have caused it. `name` returns the name of a rank.
+    If the first rank ended without a result, the text also lists the other ranks that ended without
+    a result. Ranks that raised an error are left out, because the end of a peer may have caused it.
+    `name` returns the name of a rank.
     """
     first, *others = failures
     ends = [
@@ -94,12 +120,19 @@ def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}"
         for one in sorted(others, key=lambda one: one.rank or 0)
         if one.exit_status is not None and one.rank is not None
     ]
-    also = f"; also ended without a result: {', '.join(ends)}" if ends and first.exit_status is not None else ""
+    also = (
+        f"; also ended without a result: {', '.join(ends)}"
+        if ends and first.exit_status is not None
+        else ""
+    )
     return f"{name(first.rank or 0)}: {first.reason}{also}"
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an exception; if its `__str__` raises, return a text with the type of the second error."""
+    """Return the message of an exception.
+
+    If its `__str__` raises, return a text with the type of the second error.
+    """
     try:
         return str(error)
     except Exception as other:
@@ -116,7 +149,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _ordinal(error: BaseException) -> int | None:
-    """Return the ordinal of the device that ran out of memory, or None if the exception does not contain it."""
+    """Return the ordinal of the device that ran out of memory, or None if the exception does not
+    contain it.
+    """
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known

@@ -1,10 +1,10 @@
 """Group: the processes of a launch join one process group and carry out tasks together.
 
-Rank 0 hands out tasks, every rank carries out its part of a task in fresh workers, and rank 0 gathers
-the answers. While workers run, the processes only wait. `measure.cluster` has the tasks.
+Rank 0 hands out tasks, every rank carries out its part of a task in fresh workers, and rank 0
+gathers the answers. While workers run, the processes only wait. `measure.cluster` has the tasks.
 
-The messages are pickled, so whoever can connect to the group can execute code in it. The same is true
-of every program that torchrun starts.
+The messages are pickled, so whoever can connect to the group can execute code in it. The same is
+true of every program that torchrun starts.
 """
 
 from __future__ import annotations
@@ -31,11 +31,16 @@ from dpbench.records import Sample, Status, Trial
 from dpbench.records.trial import Failure
 
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-"""The environment variable with the severity from which on torch logs; torch reads it when it is imported."""
+"""The environment variable with the severity from which on torch logs.
+
+Torch reads it when it is imported.
+"""
 if LOG_LEVEL in os.environ:
     import torch
 else:
-    os.environ[LOG_LEVEL] = "FATAL"  # the errors that torch would log in this process are raised too
+    os.environ[LOG_LEVEL] = (
+        "FATAL"  # the errors that torch would log in this process are raised too
+    )
     import torch
 
     del os.environ[LOG_LEVEL]  # workers log as usual
@@ -51,7 +56,10 @@ It is no limit in practice, because a connection to a process that has ended clo
 LATE_S = 30.0
 """The seconds by which a rank may exceed the time limit of a task before it counts as lost."""
 BARRIERS = 20
-"""The number of barriers before and after a task; the one with the smallest spread relates the clocks."""
+"""The number of barriers before and after a task.
+
+The one with the smallest spread relates the clocks.
+"""
 _MISSING = re.compile(r"Ranks ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -70,9 +78,9 @@ class RanksLost(ConnectionError):
 class Member:
     """The facts about a rank that rank 0 needs.
 
-    `node` is the index of the rank's machine. `machine` identifies the running system: equal values mean
-    one machine. `sees` lists the cores and GPUs that the process may use, as JSON text. `version` is the
-    version of dpbench. `facts` describe the machine and its software.
+    `node` is the index of the rank's machine. `machine` identifies the running system: equal values
+    mean one machine. `sees` lists the cores and GPUs that the process may use, as JSON text.
+    `version` is the version of dpbench. `facts` describe the machine and its software.
     """
 
     rank: int
@@ -107,7 +115,10 @@ class Member:
 
 
 def _machine() -> str:
-    """Return the machine's boot id, which is equal in all of its containers; without one, the host name."""
+    """Return the machine's boot id, which is equal in all of its containers.
+
+    Without one, the host name.
+    """
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
@@ -117,9 +128,9 @@ def _machine() -> str:
 class Part:
     """The part of one rank in a task: a request for a fresh worker.
 
-    `roots` has the process ids of all ranks that see the same cores and GPUs as this rank, if this rank
-    observes them during the task: it then measures the load of all processes outside the process trees of
-    `roots`, and samples the host and the GPUs with the ordinals `gpus`.
+    `roots` has the process ids of all ranks that see the same cores and GPUs as this rank, if this
+    rank observes them during the task: it then measures the load of all processes outside the
+    process trees of `roots`, and samples the host and the GPUs with the ordinals `gpus`.
     """
 
     request: Request
@@ -142,10 +153,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A rank's passage through a barrier, which it left at `left_s` after it had waited for `waited_s` seconds.
+    """A rank's passage through a barrier, which it left at `left_s` after it had waited for
+    `waited_s` seconds.
 
-    Every rank leaves a barrier after the last rank has entered it. A rank thus leaves at most `waited_s`
-    seconds after this moment.
+    Every rank leaves a barrier after the last rank has entered it. A rank thus leaves at most
+    `waited_s` seconds after this moment.
     """
 
     left_s: float
@@ -156,8 +168,8 @@ class Crossing:
 class Answer:
     """A rank's answer to a task: the trials of its worker, or a failure.
 
-    `samples` and `load` (None: not measured) are those of the rank's machine during the task. `before`
-    and `after` are the rank's passages through the barriers before and after the task.
+    `samples` and `load` (None: not measured) are those of the rank's machine during the task.
+    `before` and `after` are the rank's passages through the barriers before and after the task.
     """
 
     trials: tuple[Trial, ...] = ()
@@ -198,10 +210,13 @@ class Group:
             self._join()
             self.members = self._gathered(Member.of(self.launch))
             if others := [
-                f"{one} has {one.version}" for one in self.members if one.version != provenance.own_version()
+                f"{one} has {one.version}"
+                for one in self.members
+                if one.version != provenance.own_version()
             ]:
                 raise ValueError(
-                    f"rank 0 has dpbench {provenance.own_version()}, but {', '.join(others)}: install the same version"
+                    f"rank 0 has dpbench {provenance.own_version()}, but {', '.join(others)}:"
+                    " install the same version"
                 )
             self._stack = opened.pop_all()
         return self
@@ -222,22 +237,27 @@ class Group:
         except RuntimeError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise ConnectionError(
-                f"{self.launch} could not join the {self.launch.size} ranks that meet at {where} "
-                f"({_first_line(error)}): all ranks must run, and every machine must reach this address. The "
-                "variables MASTER_ADDR and MASTER_PORT choose another one, and GLOO_SOCKET_IFNAME the network "
-                "interface of each machine"
+                f"{self.launch} could not join the {self.launch.size} ranks that meet at {where}"
+                f" ({_first_line(error)}): all ranks must run, and every machine must reach this"
+                " address. The variables MASTER_ADDR and MASTER_PORT choose another one, and"
+                " GLOO_SOCKET_IFNAME the network interface of each machine"
             ) from error
 
     def serve(self) -> None:
-        """Carry out the tasks of rank 0 until it ends the run. Raises RanksLost if rank 0 has ended before."""
+        """Carry out the tasks of rank 0 until it ends the run.
+
+        Raises RanksLost if rank 0 has ended before.
+        """
         while (task := self._received(None)) is not None:
             self._carried_out(task)
 
     def ask(self, task: Task) -> dict[int, Answer]:
-        """Let all ranks carry out a task, and return the answers by rank; only rank 0 calls this function.
+        """Let all ranks carry out a task, and return the answers by rank.
 
-        If a rank has ended or does not answer, the answers of all ranks but rank 0 are failures that say
-        so, and further calls raise RanksLost.
+        Only rank 0 calls this function.
+
+        If a rank has ended or does not answer, the answers of all ranks but rank 0 are failures
+        that say so, and further calls raise RanksLost.
         """
         if self.lost:
             raise self.lost
@@ -248,7 +268,10 @@ class Group:
         return dict(enumerate(answers))
 
     def _received(self, task: Task | None) -> Task | None:
-        """Return on every rank the task that rank 0 gives to this function; None at the end of the run."""
+        """Return on every rank the task that rank 0 gives to this function.
+
+        None at the end of the run.
+        """
         self._meet(JOIN.total_seconds())
         box = [task]
         with self._connected():
@@ -256,7 +279,10 @@ class Group:
         return box[0]
 
     def _carried_out(self, task: Task) -> Sequence[Answer]:
-        """Carry out this rank's part of a task; return the answers of all ranks on rank 0, and none on the others."""
+        """Carry out this rank's part of a task.
+
+        Return the answers of all ranks on rank 0, and none on the others.
+        """
         before = self._crossings()
         answer = replace(self._answer(task), before=before)
         try:
@@ -268,7 +294,10 @@ class Group:
             return [answer, *(_unanswered(rank, lost) for rank in range(1, self.launch.size))]
 
     def _answer(self, task: Task) -> Answer:
-        """Carry out this rank's part of a task, and return its answer; an error of this process is a failure."""
+        """Carry out this rank's part of a task, and return its answer.
+
+        An error of this process is a failure.
+        """
         began_s = time.perf_counter()
         try:
             if task.renew:
@@ -276,10 +305,15 @@ class Group:
                 self._server.prepare()
             part = task.parts.get(self.launch.rank)
             answer = self._worked(part, task.limit_s) if part else Answer()
-        except OSError as error:  # such as a full disk, which is no fault of the case: the same command measures it
-            answer = Answer(failure=Failure(status=Status.KILLED, reason=f"its process failed: {error}"))
+        except OSError as error:
+            # such as a full disk, which is no fault of the case: the same command measures it
+            answer = Answer(
+                failure=Failure(status=Status.KILLED, reason=f"its process failed: {error}")
+            )
         except Exception as error:
-            answer = Answer(failure=Failure(status=Status.FAILED, reason=f"its process failed: {error!r}"))
+            answer = Answer(
+                failure=Failure(status=Status.FAILED, reason=f"its process failed: {error!r}")
+            )
         if answer.failure is None:
             return answer
         # ranks on several machines compare the time since the barriers before the task
@@ -287,7 +321,9 @@ class Group:
         return replace(answer, failure=replace(answer.failure, rank=self.launch.rank, at_s=at_s))
 
     def _worked(self, part: Part, limit_s: float) -> Answer:
-        """Run the request of a part in a fresh worker, and observe this machine if the part says so."""
+        """Run the request of a part in a fresh worker, and observe this machine if the part says
+        so.
+        """
         if part.roots and self._series is None:
             output = self._scratch / "samples.jsonl"
             self._series = self._stack.enter_context(samplers.sampling(part.gpus, output))
@@ -295,7 +331,9 @@ class Group:
         before = foreign_load.snapshot(part.roots)
         found = self._server.answer(part.request, limit_s)
         load = foreign_load.since(before, part.roots)
-        answer = Answer(failure=found) if isinstance(found, Failure) else Answer(trials=tuple(found))
+        answer = (
+            Answer(failure=found) if isinstance(found, Failure) else Answer(trials=tuple(found))
+        )
         if not part.roots or self._series is None:
             return answer
         return replace(
@@ -307,8 +345,8 @@ class Group:
     def _meet(self, limit_s: float) -> None:
         """Wait until all ranks have called this function.
 
-        Raises RanksLost, on rank 0 with the ranks that have ended or that have not called it within `limit_s`
-        seconds, and on the other ranks if rank 0 has ended.
+        Raises RanksLost, on rank 0 with the ranks that have ended or that have not called it within
+        `limit_s` seconds, and on the other ranks if rank 0 has ended.
         """
         with self._connected():
             dist.monitored_barrier(self._group, timedelta(seconds=limit_s), wait_all_ranks=True)
@@ -338,21 +376,27 @@ class Group:
             yield
         except RuntimeError as error:
             if self.launch.rank:
-                text = f"{self.launch} has lost the connection to rank 0, whose output may show the cause"
+                text = (
+                    f"{self.launch} has lost the connection to rank 0, whose output may show the"
+                    " cause"
+                )
                 raise RanksLost(text, (0,)) from error
             missing = _MISSING.search(str(error))
             ranks = [int(number) for number in missing[1].split(",")] if missing else self._ended()
             hosts = [str(one) for one in self.members if one.rank in ranks]
             who = ", ".join(hosts) or f"a rank ({_first_line(error)})"
             text = (
-                f"{who} has ended or does not answer, so that the launch cannot go on; to resume the run, give "
-                "the same command again"
+                f"{who} has ended or does not answer, so that the launch cannot go on; to resume"
+                " the run, give the same command again"
             )
             self.lost = RanksLost(text, ranks)
             raise self.lost from error
 
     def _ended(self) -> list[int]:
-        """Return the ranks to which the connection is closed; the group cannot be used afterwards."""
+        """Return the ranks to which the connection is closed.
+
+        The group cannot be used afterwards.
+        """
         found = []
         for rank in range(1, self.launch.size):
             try:
@@ -363,9 +407,13 @@ class Group:
 
 
 def _unanswered(rank: int, lost: RanksLost) -> Answer:
-    """Return the answer of a rank after ranks were lost: a failure that another rank has caused, unless it is one."""
+    """Return the answer of a rank after ranks were lost: a failure that another rank has caused,
+    unless it is one.
+    """
     if rank in lost.ranks:
-        failure = Failure(status=Status.FAILED, reason="its process has ended or does not answer", rank=rank)
+        failure = Failure(
+            status=Status.FAILED, reason="its process has ended or does not answer", rank=rank
+        )
     else:
         failure = Failure(
             status=Status.FAILED,

@@ -1,4 +1,6 @@
-"""Launch: the place of this process among those that torchrun or srun started, from environment variables."""
+"""Launch: the place of this process among those that torchrun or srun started, from environment
+variables.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ FIRST_PORT, PORTS = 20_000, 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The place of this process in a launch: `rank` of `size` processes, on the machine with the index `node`.
+    """The place of this process in a launch: `rank` of `size` processes, on the machine with the
+    index `node`.
 
-    `host` is the host name of this machine. `variables` are torch's environment variables that the program
-    that started the processes has not set.
+    `host` is the host name of this machine. `variables` are torch's environment variables that the
+    program that started the processes has not set.
     """
 
     rank: int
@@ -34,18 +37,22 @@ class Launch:
 def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return the launch that the environment variables of torchrun or srun describe.
 
-    Return None if neither of them started this process, or if it is the only process. Raises ValueError
-    if a variable is missing or wrong.
+    Return None if neither of them started this process, or if it is the only process. Raises
+    ValueError if a variable is missing or wrong.
     """
     try:
         if "TORCHELASTIC_RUN_ID" in environ:
             found = _torchrun(environ)
-        elif "SLURM_STEP_NUM_TASKS" in environ:  # not set in an interactive allocation or in a batch script
+        elif (
+            "SLURM_STEP_NUM_TASKS" in environ
+        ):  # not set in an interactive allocation or in a batch script
             found = _slurm(environ)
         else:
             return None
     except (KeyError, ValueError) as error:
-        raise ValueError(f"an environment variable of torchrun or srun is missing or wrong: {error}") from None
+        raise ValueError(
+            f"an environment variable of torchrun or srun is missing or wrong: {error}"
+        ) from None
     return found if found.size > 1 else None
 
 
@@ -59,7 +66,10 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    """Return the launch of a job step; its ranks meet on the step's first node unless MASTER_ADDR is set."""
+    """Return the launch of a job step.
+
+    Its ranks meet on the step's first node unless MASTER_ADDR is set.
+    """
     rank, size = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     # a list of nodes such as gpu[01-04,07],login becomes gpu01,login
@@ -73,6 +83,8 @@ def _slurm(environ: Mapping[str, str]) -> Launch:
             "RANK": rank,
             "WORLD_SIZE": size,
             "MASTER_ADDR": environ.get("MASTER_ADDR", first),
-            "MASTER_PORT": environ.get("MASTER_PORT", str(FIRST_PORT + zlib.crc32(step.encode()) % PORTS)),
+            "MASTER_PORT": environ.get(
+                "MASTER_PORT", str(FIRST_PORT + zlib.crc32(step.encode()) % PORTS)
+            ),
         },
     )

@@ -3,55 +3,82 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device
-from dpbench.records.activity import EXPOSED_REDUCTION, Activity, Busy, Kind, busy, kind_of, phase_of_collective
+from dpbench.records.activity import (
+    EXPOSED_REDUCTION,
+    Activity,
+    Busy,
+    Kind,
+    busy,
+    kind_of,
+    phase_of_collective,
+)
 from dpbench.records.registry import Reduction
 from dpbench.records.trial import TrialHost, joined
 
 PROFILED = "profiled_step"
-"""The name of the clock of spans whose durations come from profiled steps; these steps have it as their annotation."""
+"""The name of the clock of spans whose durations come from profiled steps.
+
+These steps have it as their annotation.
+"""
 
 
 def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     """Merge the trials of all ranks of a case into one trial and return it.
 
-    `joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the ranks; it is
-    empty if they share one. The memory of a machine is the sum of its ranks' resident sets. The duration of each setup
-    stage is that of the slowest rank, and the verification result is the worst.
+    `joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the
+    ranks; it is empty if they share one. The memory of a machine is the sum of its ranks' resident
+    sets. The duration of each setup stage is that of the slowest rank, and the verification result
+    is the worst.
     """
     if len(parts) == 1:
         return parts[0]
     steps, spans = joined(_without_waits(parts))
     order = list(Verified)
-    slowest: Callable[[str], float] = lambda stage: max(part.setup.get(stage, 0.0) for part in parts)  # noqa: E731
     return replace(
         parts[0],
         verified=max((part.verified for part in parts), key=order.index),
         steps=steps,
         spans=spans,
         samples=tuple(sample for part in parts for sample in part.samples),
-        memory=(*(m for part in parts for m in part.memory if m.device != HOST), *_resident(parts, hosts)),
-        setup={stage: slowest(stage) for stage in parts[0].setup},
+        memory=(
+            *(m for part in parts for m in part.memory if m.device != HOST),
+            *_resident(parts, hosts),
+        ),
+        setup={
+            stage: max(part.setup.get(stage, 0.0) for part in parts) for stage in parts[0].setup
+        },
     )
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
-    """Return the parts without the time that their profiled reductions spend waiting for other ranks.
+    """Return the parts without the time that their profiled reductions spend waiting for other
+    ranks.
 
-    In each profiled step, the rank that arrives last has the shortest reduction, because it does not wait. The median
-    of these shortest durations over all profiled steps serves as the duration of a reduction without waiting. Each
-    longer reduction is shortened to this duration by a later start.
+    In each profiled step, the rank that arrives last has the shortest reduction, because it does
+    not wait. The median of these shortest durations over all profiled steps serves as the duration
+    of a reduction without waiting. Each longer reduction is shortened to this duration by a later
+    start.
     """
-    each = [values for part in parts for values in part.readings(EXPOSED_REDUCTION).values() if any(values)]
+    each = [
+        values
+        for part in parts
+        for values in part.readings(EXPOSED_REDUCTION).values()
+        if any(values)
+    ]
     if not each:
         return list(parts)
     reduction_s = statistics.median(min(step) for step in zip(*each, strict=False))
 
     def cut(span: Span) -> Span:
-        return replace(span, start_s=max(span.start_s, span.end_s - reduction_s)) if span.clock == PROFILED else span
+        return (
+            replace(span, start_s=max(span.start_s, span.end_s - reduction_s))
+            if span.clock == PROFILED
+            else span
+        )
 
     return [replace(part, spans=tuple(map(cut, part.spans))) for part in parts]
 
@@ -64,29 +91,41 @@ def _resident(parts: Sequence[Trial], hosts: Sequence[TrialHost]) -> Iterator[Me
 
 
 def shifted(part: Trial, seconds: float) -> Trial:
-    """Return a part with `seconds` added to all times, which converts them to the clock of another machine."""
+    """Return a part with `seconds` added to all times, which converts them to the clock of another
+    machine.
+    """
     if not seconds:
         return part
     return replace(
         part,
         steps=tuple(replace(step, end_s=step.end_s + seconds) for step in part.steps),
-        spans=tuple(replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds) for span in part.spans),
+        spans=tuple(
+            replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds)
+            for span in part.spans
+        ),
         # readings of a profiled step, which is outside the series, have time 0
-        samples=tuple(replace(one, time_s=one.time_s + seconds) if one.time_s else one for one in part.samples),
+        samples=tuple(
+            replace(one, time_s=one.time_s + seconds) if one.time_s else one for one in part.samples
+        ),
     )
 
 
 def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dict[int, list[float]]:
-    """Return, by device, the seconds per profiled step during which the device only reduces gradients.
+    """Return, by device, the seconds per profiled step during which the device only reduces
+    gradients.
 
-    It runs no compute kernel at that time. `profile` has the activities of each profiled step. The result is empty for
-    strategies that do not reduce gradients during backward.
+    It runs no compute kernel at that time. `profile` has the activities of each profiled step. The
+    result is empty for strategies that do not reduce gradients during backward.
     """
     if not case.traits.ranks or case.traits.reduction is not Reduction.OVERLAPPED:
         return {}
     each = [
         # a broadcast of buffers is not a reduction
-        busy(a for a in step if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE)
+        busy(
+            a
+            for a in step
+            if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE
+        )
         for step in profile
     ]
     return {
@@ -95,21 +134,35 @@ def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dic
     }
 
 
-def reductions(case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]) -> list[Span]:
-    """Return a span of the phase `reduce` for each timed step and device, calculated from the profiled steps of ranks.
+def reductions(
+    case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]
+) -> list[Span]:
+    """Return a span of the phase `reduce` for each timed step and device, calculated from the
+    profiled steps of ranks.
 
-    Its length is the median of the device's `exposed_reductions`. It ends with the last backward of the timed step. The
-    list is empty if `spans` already has the phase, and for strategies that do not reduce gradients during backward.
+    Its length is the median of the device's `exposed_reductions`. It ends with the last backward of
+    the timed step. The list is empty if `spans` already has the phase, and for strategies that do
+    not reduce gradients during backward.
     """
     last = dict[tuple[int, int], Span]()
-    exposed = {device: statistics.median(each) for device, each in exposed_reductions(case, profile).items()}
+    exposed = {
+        device: statistics.median(each)
+        for device, each in exposed_reductions(case, profile).items()
+    }
     for span in spans:
         if span.phase is Phase.REDUCE:
             return []
         if span.phase is Phase.BACKWARD:
-            last[span.step, span.device] = max(span, last.get((span.step, span.device), span), key=lambda s: s.end_s)
+            last[span.step, span.device] = max(
+                span, last.get((span.step, span.device), span), key=lambda s: s.end_s
+            )
     return [
-        replace(one, phase=Phase.REDUCE, clock=PROFILED, start_s=max(one.start_s, one.end_s - exposed[one.device]))
+        replace(
+            one,
+            phase=Phase.REDUCE,
+            clock=PROFILED,
+            start_s=max(one.start_s, one.end_s - exposed[one.device]),
+        )
         for one in last.values()
         if exposed.get(one.device)
     ]

@@ -1,15 +1,17 @@
-"""Ranks: run one forked process per rank, in a process group that uses only the loopback network interface.
-
-The ranks find each other through a `FileStore` in a folder that only this user can enter. torch's rendezvous over TCP
-is not used, because it listens on every network interface without authentication and unpickles the data that it
-receives. Collectives also connect over the loopback interface, even if the user's environment variables name another
+"""Ranks: run one forked process per rank, in a process group that uses only the loopback network
 interface.
 
-The ranks of a launch by torchrun or srun, on one or several machines, meet through the store of the launch, at the
-address in torch's environment variables. The user's variables then choose the network interface.
+The ranks find each other through a `FileStore` in a folder that only this user can enter. torch's
+rendezvous over TCP is not used, because it listens on every network interface without
+authentication and unpickles the data that it receives. Collectives also connect over the loopback
+interface, even if the user's environment variables name another interface.
 
-Each forked rank reports its result, or the record of its failure, as JSON through a separate pipe, to which no other
-rank can write.
+The ranks of a launch by torchrun or srun, on one or several machines, meet through the store of the
+launch, at the address in torch's environment variables. The user's variables then choose the
+network interface.
+
+Each forked rank reports its result, or the record of its failure, as JSON through a separate pipe,
+to which no other rank can write.
 """
 
 from __future__ import annotations
@@ -37,28 +39,35 @@ from dpbench.measure.failures import of_end, of_rank, together
 from dpbench.records.trial import Failure, in_order
 
 TIMEOUT = timedelta(seconds=60)
-"""The longest time that a rank waits for its peers, when it joins the group and in each collective."""
+"""The longest time that a rank waits for its peers, when it joins the group and in each
+collective.
+"""
 POLL_S = 0.1
 """The seconds between two checks of whether the process of a rank has ended.
 
-The closing of the rank's pipe is not a reliable sign of the rank's end, because child processes of the rank may keep
-the pipe open.
+The closing of the rank's pipe is not a reliable sign of the rank's end, because child processes of
+the rank may keep the pipe open.
 """
 SETTLE_S = 0.5
 """The seconds for which the parent waits to detect the deaths of other ranks.
 
-It waits after a failure that the death of another rank may have caused, and after a death, because other ranks may end
-at the same time.
+It waits after a failure that the death of another rank may have caused, and after a death, because
+other ranks may end at the same time.
 """
 GRACE_S = 1.0
 """The seconds that a rank has to end after SIGTERM, before it is sent SIGKILL."""
 _FORK = get_context("fork")
 _OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
-"""Environment variables with addresses for connections over TCP, which ranks of one parent remove."""
+"""Environment variables with addresses for connections over TCP, which ranks of one parent
+remove.
+"""
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank failed. `failures` has the record of each failed rank, with the likely cause first."""
+    """At least one rank failed.
+
+    `failures` has the record of each failed rank, with the likely cause first.
+    """
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         super().__init__(together(failures))
@@ -66,7 +75,10 @@ class RanksFailed(RuntimeError):
 
 
 def loopback() -> str:
-    """Return the name of the network interface with the address 127.0.0.1. Raises OSError if it is missing."""
+    """Return the name of the network interface with the address 127.0.0.1.
+
+    Raises OSError if it is missing.
+    """
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.family == socket.AF_INET and one.address == "127.0.0.1" for one in addresses):
             return name
@@ -77,26 +89,33 @@ def loopback() -> str:
 
 
 def _stay_on(interface: str, size: int) -> None:
-    """Let this process connect to the `size` ranks of its parent over one network interface only."""
+    """Let this process connect to the `size` ranks of its parent over one network interface
+    only.
+    """
     for name in _OVER_TCP:
         os.environ.pop(name, None)
     os.environ |= {
         "LOCAL_WORLD_SIZE": str(size),
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": f"={interface}",  # without "=", NCCL accepts every name with this prefix
+        "NCCL_SOCKET_IFNAME": (
+            f"={interface}"
+        ),  # without "=", NCCL accepts every name with this prefix
     }
 
 
 def _store_in(path: Path, size: int) -> Any:
-    """Return torch's key-value store in a file, through which `size` ranks of one parent find each other."""
+    """Return torch's key-value store in a file, through which `size` ranks of one parent find each
+    other.
+    """
     from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
     return FileStore(str(path), size)
 
 
 def store_of_launch(key: str) -> Any:
-    """Return the part of a launch's key-value store through which the ranks of one trial find each other.
+    """Return the part of a launch's key-value store through which the ranks of one trial find each
+    other.
 
     `key` is different in each trial.
     """
@@ -106,11 +125,14 @@ def store_of_launch(key: str) -> Any:
     return PrefixStore(key, TCPStore(address, port, is_master=False, timeout=TIMEOUT))
 
 
-def join(store: Any, backend: str, rank: int, size: int, *, local_rank: int, timeout: timedelta = TIMEOUT) -> None:
+def join(
+    store: Any, backend: str, rank: int, size: int, *, local_rank: int, timeout: timedelta = TIMEOUT
+) -> None:
     """Join the group of `size` ranks as `rank`, and wait for all others.
 
-    The ranks find each other through `store`, and `backend` is torch's name of the backend. `timeout` is the longest
-    time that this rank waits for its peers, now and in each collective; after it, torch.distributed raises its error.
+    The ranks find each other through `store`, and `backend` is torch's name of the backend.
+    `timeout` is the longest time that this rank waits for its peers, now and in each collective;
+    after it, torch.distributed raises its error.
     """
     import torch.distributed as dist
 
@@ -119,14 +141,18 @@ def join(store: Any, backend: str, rank: int, size: int, *, local_rank: int, tim
 
 
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
-    """Call `entry(rank)` in one forked process per rank, within one process group; return the results in rank order.
+    """Call `entry(rank)` in one forked process per rank, within one process group.
 
-    `count` is the number of ranks, and `backend` is torch's name of the backend. Results must be JSON-serializable.
-    `folder` must exist; the ranks use a temporary folder in it. If a rank fails, the other ranks are terminated. All
-    ranks have ended when this function returns or raises. The calling process must not have run a multi-threaded tensor
-    operation, and must not have initialised CUDA.
+    Return the results in rank order.
 
-    Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback interface is missing.
+    `count` is the number of ranks, and `backend` is torch's name of the backend. Results must be
+    JSON-serializable. `folder` must exist; the ranks use a temporary folder in it. If a rank fails,
+    the other ranks are terminated. All ranks have ended when this function returns or raises. The
+    calling process must not have run a multi-threaded tensor operation, and must not have
+    initialised CUDA.
+
+    Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback
+    interface is missing.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=folder) as private:  # its mode is 0700
         interface = loopback()
@@ -138,7 +164,9 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
         ranks: list[_RankProcess] = []
         try:
             for number in range(count):
-                ranks.append(_RankProcess(number, partial(_be_rank, entry, join_as, number, os.getpid())))
+                ranks.append(
+                    _RankProcess(number, partial(_be_rank, entry, join_as, number, os.getpid()))
+                )
             return _results(ranks)
         finally:
             _end(ranks)
@@ -147,8 +175,8 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
 class _RankProcess:
     """The parent's view of the process of one rank.
 
-    `result` is the JSON text that the rank reported, and `failure` is the record of its failure. While the rank runs,
-    both are None.
+    `result` is the JSON text that the rank reported, and `failure` is the record of its failure.
+    While the rank runs, both are None.
     """
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
@@ -166,8 +194,13 @@ class _RankProcess:
         return self.result is None and self.failure is None
 
     def look(self) -> None:
-        """Receive the rank's report if it has arrived; if the rank has ended without a report, record a failure."""
-        ended = self.process.exitcode is not None  # read before polling, because the last message precedes the end
+        """Receive the rank's report if it has arrived.
+
+        If the rank has ended without a report, record a failure.
+        """
+        ended = (
+            self.process.exitcode is not None
+        )  # read before polling, because the last message precedes the end
         if self.pipe.poll():
             self._receive()
         elif ended:
@@ -188,14 +221,23 @@ class _RankProcess:
         at_s = time.perf_counter()
         self.process.join(GRACE_S)  # the pipe closes shortly before the exit status is available
         peak_bytes = processes.peak_of_children()  # at least the peak of this rank
-        self.failure = of_end(self.process.exitcode, self.number, at_s, self._killed_before, peak_bytes)
+        self.failure = of_end(
+            self.process.exitcode, self.number, at_s, self._killed_before, peak_bytes
+        )
 
 
 def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
-    """Wait for the results of all ranks; return them in rank order. Raises RanksFailed soon after the first failure."""
+    """Wait for the results of all ranks.
+
+    Return them in rank order. Raises RanksFailed soon after the first failure.
+    """
     deadline_s = float("inf")
-    while (pending := [rank for rank in ranks if rank.pending]) and time.perf_counter() < deadline_s:
-        connection.wait([*(rank.pipe for rank in pending), *(rank.process.sentinel for rank in pending)], POLL_S)
+    while (
+        pending := [rank for rank in ranks if rank.pending]
+    ) and time.perf_counter() < deadline_s:
+        connection.wait(
+            [*(rank.pipe for rank in pending), *(rank.process.sentinel for rank in pending)], POLL_S
+        )
         for rank in pending:
             rank.look()
         if failures := [rank.failure for rank in ranks if rank.failure]:
@@ -208,7 +250,9 @@ def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
 
 
 def _end(ranks: Sequence[_RankProcess]) -> None:
-    """Terminate every rank that is still running, with SIGTERM and then SIGKILL, and wait until all have ended."""
+    """Terminate every rank that is still running, with SIGTERM and then SIGKILL, and wait until all
+    have ended.
+    """
     for send in ("terminate", "kill"):
         for rank in ranks:
             getattr(rank.process, send)()
@@ -226,13 +270,17 @@ def _be_rank(
     parent: int,
     pipe: Connection,
 ) -> NoReturn:
-    """Run rank `rank` in this process: join the group, call `entry`, send its result or failure to `pipe`, and exit.
+    """Run rank `rank` in this process: join the group, call `entry`, send its result or failure to
+    `pipe`, and exit.
 
-    `parent` is the parent's process id. After a failure, the rank waits until the parent ends it, because its exit
-    could cause failures in other ranks. The process exits without Python's cleanup, which could hang.
+    `parent` is the parent's process id. After a failure, the rank waits until the parent ends it,
+    because its exit could cause failures in other ranks. The process exits without Python's
+    cleanup, which could hang.
     """
     processes.die_with_parent(parent)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited handlers do not run inside a collective
+    signal.signal(
+        signal.SIGTERM, signal.SIG_DFL
+    )  # inherited handlers do not run inside a collective
     try:
         import torch.distributed as dist
 
@@ -245,7 +293,8 @@ def _be_rank(
         with suppress(OSError):  # the log is on a full disk
             print(failure.traceback, file=sys.stderr, flush=True)
         pipe.send_bytes(f"failure {failure.to_json()}".encode())
-        # stay alive until the parent ends this rank: its exit would break connections and cause failures in its peers
+        # stay alive until the parent ends this rank: its exit would break connections and cause
+        # failures in its peers
         while os.getppid() == parent:
             time.sleep(POLL_S)
     with suppress(OSError):

@@ -1,8 +1,10 @@
-"""Reference: the chunked reference, which computes the gradients and the buffers of a correct step without the engine.
+"""Reference: the chunked reference, which computes the gradients and the buffers of a correct step
+without the engine.
 
-It runs one deep copy of the module per chunk of the batch, one after the other on one device, and adds the gradients of
-the copies in the order of the chunks. Its functions that take outputs apart and join them share no code with the
-engine's gather, because verification compares the results of both.
+It runs one deep copy of the module per chunk of the batch, one after the other on one device, and
+adds the gradients of the copies in the order of the chunks. Its functions that take outputs apart
+and join them share no code with the engine's gather, because verification compares the results of
+both.
 """
 
 from __future__ import annotations
@@ -22,18 +24,25 @@ from dpbench.strategies import Split
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return the parts of a container as pairs (name, part); an empty list for a value without parts."""
+    """Return the parts of a container as pairs (name, part).
+
+    An empty list for a value without parts.
+    """
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in fields(value) if field.init]
-    if isinstance(value, Iterable) and not isinstance(value, torch.Tensor | str | bytes | Set | Iterator):
+    if isinstance(value, Iterable) and not isinstance(
+        value, torch.Tensor | str | bytes | Set | Iterator
+    ):
         return list(enumerate(value))
     return []
 
 
 def _made(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the same type as `value`, with `parts` in place of the parts that `_parts` returns."""
+    """Return a container of the same type as `value`, with `parts` in place of the parts that
+    `_parts` returns.
+    """
     names = [name for name, _ in _parts(value)]
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a subclass of dict may have another constructor
@@ -56,7 +65,9 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_by_name(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """Return the tensors of a structure by their place in it, such as `output['logits']` for the structure `output`."""
+    """Return the tensors of a structure by their place in it, such as `output['logits']` for the
+    structure `output`.
+    """
     if isinstance(value, torch.Tensor):
         return {name: value}
     found: dict[str, torch.Tensor] = {}
@@ -71,10 +82,11 @@ def all_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Return one structure in which each tensor has the rows of all `values`; 0-dim tensors become a vector.
+    """Return one structure in which each tensor has the rows of all `values`; 0-dim tensors become
+    a vector.
 
-    `values` have equal structures. A single value is returned unchanged. Parts that are not tensors come from the first
-    of `values`.
+    `values` have equal structures. A single value is returned unchanged. Parts that are not tensors
+    come from the first of `values`.
     """
     first = values[0]
     if len(values) == 1:
@@ -87,33 +99,54 @@ def joined(values: Sequence[Any]) -> Any:
 
 
 def chunked(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
-    *, scale: float = 1.0,
-) -> nn.Module:  # fmt: skip
-    """Compute the chunked reference: return `module` with the gradients and buffers that a correct step produces.
+    module: nn.Module,
+    loss: Callable[..., torch.Tensor],
+    inputs: Any,
+    target: Any,
+    split: Split,
+    device: torch.device,
+    *,
+    scale: float = 1.0,
+) -> nn.Module:
+    """Compute the chunked reference: return `module` with the gradients and buffers that a correct
+    step produces.
 
-    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one chunk for each number of
-    samples in `split.rows`. The loss is multiplied by `scale` for backward, and the gradients are divided by it.
+    `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one
+    chunk for each number of samples in `split.rows`. The loss is multiplied by `scale` for
+    backward, and the gradients are divided by it.
     """
     module = module.to(device)
     columns = in_chunks(positional(inputs), split.rows, device)
     copies = [copy.deepcopy(module) for _ in columns]
     outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
     ends: list[list[torch.Tensor]] = [[] for _ in columns]
-    cut = [mapped(output, partial(_cut, into=into)) for output, into in zip(outputs, ends, strict=True)]
+    cut = [
+        mapped(output, partial(_cut, into=into)) for output, into in zip(outputs, ends, strict=True)
+    ]
     (loss(joined(cut), mapped(target, lambda tensor: tensor.to(device))) * scale).backward()
     for output, into in zip(outputs, ends, strict=True):
-        used = [(t, end.grad.clone()) for t, end in zip(all_tensors(output), into, strict=True) if end.grad is not None]
+        used = [
+            (t, end.grad.clone())
+            for t, end in zip(all_tensors(output), into, strict=True)
+            if end.grad is not None
+        ]
         torch.autograd.backward([tensor for tensor, _ in used], [gradient for _, gradient in used])
     _collect(module, copies, scale)
     return module
 
 
 def averaged(
-    module: nn.Module, loss: Callable[..., torch.Tensor], inputs: Any, target: Any, split: Split, device: torch.device,
-    *, scale: float = 1.0,
-) -> nn.Module:  # fmt: skip
-    """Return `module` with the mean of the gradients of each chunk's own loss, weighted by the chunks' rows.
+    module: nn.Module,
+    loss: Callable[..., torch.Tensor],
+    inputs: Any,
+    target: Any,
+    split: Split,
+    device: torch.device,
+    *,
+    scale: float = 1.0,
+) -> nn.Module:
+    """Return `module` with the mean of the gradients of each chunk's own loss, weighted by the
+    chunks' rows.
 
     This is what DistributedDataParallel computes, whose ranks each have a loss. It differs from the
     gradient of the whole batch if the loss is not a mean over samples, for example if it averages
@@ -121,7 +154,12 @@ def averaged(
     """
     module = module.to(device)
     rows = split.rows
-    columns = zip(rows, in_chunks(positional(inputs), rows, device), in_chunks(target, rows, device), strict=True)
+    columns = zip(
+        rows,
+        in_chunks(positional(inputs), rows, device),
+        in_chunks(target, rows, device),
+        strict=True,
+    )
     copies = []
     for count, arguments, wanted in columns:
         copies.append(copy.deepcopy(module))
@@ -131,7 +169,9 @@ def averaged(
 
 
 def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
-    """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the first copy."""
+    """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the
+    first copy.
+    """
     for name, parameter in module.named_parameters():
         parts = [one.get_parameter(name).grad for one in copies]
         total = _ordered_sum([p for p in parts if p is not None])
@@ -141,7 +181,8 @@ def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0)
 
 
 def in_chunks(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
-    """Split the tensors of the structure `value` into consecutive chunks, and return one structure for each chunk.
+    """Split the tensors of the structure `value` into consecutive chunks, and return one structure
+    for each chunk.
 
     `rows` has the number of rows of each chunk. The tensors of the result are copies on `device`.
     """
@@ -156,8 +197,8 @@ def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Ten
 def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
     """Return the tensor without its autograd history, and append the returned tensor to `into`.
 
-    The returned tensor requires gradients if `tensor` does. The caller reads it from `into`, because the container
-    into which it is put, such as a cache, may store a copy of it.
+    The returned tensor requires gradients if `tensor` does. The caller reads it from `into`,
+    because the container into which it is put, such as a cache, may store a copy of it.
     """
     end = tensor.detach().requires_grad_(tensor.requires_grad)
     into.append(end)

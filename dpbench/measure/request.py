@@ -1,4 +1,6 @@
-"""Requests: the messages with which the parent process assigns work to workers, each one line of JSON."""
+"""Requests: the messages with which the parent process assigns work to workers, each one line of
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ class WorkKind(StrEnum):
 class RemoteRank:
     """One rank of a trial whose ranks have different parents, on one or several machines.
 
-    `key` identifies the trial in the store of the launch, in which the ranks meet. `place` is the position of the rank
-    among the ranks that see the same cores and GPUs: it selects the rank's core or GPU. `timeout_s` is the longest time
-    in seconds that the rank waits for its peers.
+    `key` identifies the trial in the store of the launch, in which the ranks meet. `place` is the
+    position of the rank among the ranks that see the same cores and GPUs: it selects the rank's
+    core or GPU. `timeout_s` is the longest time in seconds that the rank waits for its peers.
     """
 
     rank: int
@@ -56,7 +58,13 @@ class Request:
 
     def to_json(self) -> str:
         """Return the request as one line of JSON."""
-        return json.dumps(asdict(self) | {"cases": [case.to_dict() for case in self.cases], "folder": str(self.folder)})
+        return json.dumps(
+            asdict(self)
+            | {
+                "cases": [case.to_dict() for case in self.cases],
+                "folder": str(self.folder),
+            }
+        )
 
     @classmethod
     def from_json(cls, line: str) -> Self:
@@ -64,8 +72,11 @@ class Request:
         data = json.loads(line)
         seat = data["seat"]
         return cls(
-            cases=tuple(Case.from_dict(case) for case in data["cases"]), effort=Effort(**data["effort"]),
-            folder=Path(data["folder"]), round=data["round"], requested_s=data["requested_s"],
+            cases=tuple(Case.from_dict(case) for case in data["cases"]),
+            effort=Effort(**data["effort"]),
+            folder=Path(data["folder"]),
+            round=data["round"],
+            requested_s=data["requested_s"],
             job=WorkKind(data["job"]),
             seat=RemoteRank(**seat) if seat else None,
-        )  # fmt: skip
+        )

@@ -1,8 +1,9 @@
 """Run: measure the cases of a plan in fresh worker processes and store their trials.
 
-A failure of a worker never ends the run. Each round measures its cases once, in random order. Unless cases are paired,
-each round has a new server process, from which its workers are forked. Differences between processes therefore widen
-the confidence intervals instead of biasing the results. This module does not import torch.
+A failure of a worker never ends the run. Each round measures its cases once, in random order.
+Unless cases are paired, each round has a new server process, from which its workers are forked.
+Differences between processes therefore widen the confidence intervals instead of biasing the
+results. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,16 +36,23 @@ if TYPE_CHECKING:
 Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
 SHARED = 0.9
-"""The share of the remaining budget that is divided among the trials; the rest is for trials that take longer."""
+"""The share of the remaining budget that is divided among the trials.
+
+The rest is for trials that take longer.
+"""
 OVERHEAD_S = 1.0
-"""The first estimate of a trial's duration in seconds without its timed steps; each successful trial updates it."""
+"""The first estimate of a trial's duration in seconds without its timed steps.
+
+Each successful trial updates it.
+"""
 
 
 @dataclass(frozen=True)
 class Started:
     """The event that a run or one of its trials has started; for a run, `case` is None.
 
-    `done` is the number of trials that have ended, and `total` is the number of all trials that are planned so far.
+    `done` is the number of trials that have ended, and `total` is the number of all trials that are
+    planned so far.
     """
 
     run_id: str
@@ -56,9 +64,12 @@ class Started:
 
 @dataclass(frozen=True)
 class Ended:
-    """The event that a trial has ended and is stored; `done` of the run's `total` trials have ended.
+    """The event that a trial has ended and is stored.
 
-    `seconds` is the trial's duration, or its equal share of the duration if one worker measured several cases.
+    `done` of the run's `total` trials have ended.
+
+    `seconds` is the trial's duration, or its equal share of the duration if one worker measured
+    several cases.
     """
 
     trial: Trial
@@ -79,9 +90,12 @@ Listener = Callable[[Started | Ended | Note], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run; `resumed` is True if trials were added to an earlier run of the same plan.
+    """The result of a run.
 
-    `counts` has the number of trials by status, including those of earlier sessions; repeated trials count once.
+    `resumed` is True if trials were added to an earlier run of the same plan.
+
+    `counts` has the number of trials by status, including those of earlier sessions; repeated
+    trials count once.
     """
 
     run_id: str
@@ -106,43 +120,57 @@ def run(
 ) -> Outcome:
     """Measure every case, store each trial as soon as it ends, and return the result of the run.
 
-    `rounds` is the number of rounds, or the rule that selects the cases of each round. Without `paired`, each round has
-    a separate server process, from which the workers of the round are forked. With `paired`, all rounds use one server
-    process, and cases that can share a worker are measured in one worker, which runs their blocks of steps in turn.
-    `effort` limits the steps and the time of each trial (None: the defaults).
+    `rounds` is the number of rounds, or the rule that selects the cases of each round. Without
+    `paired`, each round has a separate server process, from which the workers of the round are
+    forked. With `paired`, all rounds use one server process, and cases that can share a worker are
+    measured in one worker, which runs their blocks of steps in turn. `effort` limits the steps and
+    the time of each trial (None: the defaults).
 
-    `budget_s` limits the total duration of the trials in seconds (None: no limit). The timed part of each trial is
-    shortened to fit this budget. Trials that have not started when the budget is spent are stored as skipped. The
-    budget does not include the checks of the models. The foreign load is the share of the cores' time that other
-    processes use. The wait before the first trial until the foreign load is low is not part of the budget;
-    `patience_s` is its longest duration in seconds (None: the environment variable DPBENCH_PATIENCE, or the default).
-    Trials during which the foreign load was too high are measured once more at the end, if the budget permits; if
+    `budget_s` limits the total duration of the trials in seconds (None: no limit). The timed part
+    of each trial is shortened to fit this budget. Trials that have not started when the budget is
+    spent are stored as skipped. The budget does not include the checks of the models. The foreign
+    load is the share of the cores' time that other processes use. The wait before the first trial
+    until the foreign load is low is not part of the budget; `patience_s` is its longest duration in
+    seconds (None: the environment variable DPBENCH_PATIENCE, or the default). Trials during which
+    the foreign load was too high are measured once more at the end, if the budget permits; if
     `patience_s` is 0, they are only labelled as noisy.
 
-    `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials that ended with one of
-    these statuses are measured again, even if the latest run of this plan has finished. `traces` is a folder for
-    profiles (None: no profiles). After the timed steps of each trial, one more step is profiled and written to
-    traces/<run>/<case>-r<round>.json, with one file per rank. `cluster` has the ranks of a launch by torchrun or srun,
-    which then measure the cases. `listen` is called with every event. After a KeyboardInterrupt, or if signals from
-    outside have ended both attempts at a trial, the same call resumes the run. Raises OSError if temporary files cannot
-    be written; the trials that have ended stay stored.
+    `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
+    that ended with one of these statuses are measured again, even if the latest run of this plan
+    has finished. `traces` is a folder for profiles (None: no profiles). After the timed steps of
+    each trial, one more step is profiled and written to traces/<run>/<case>-r<round>.json, with one
+    file per rank. `cluster` has the ranks of a launch by torchrun or srun, which then measure the
+    cases. `listen` is called with every event. After a KeyboardInterrupt, or if signals from
+    outside have ended both attempts at a trial, the same call resumes the run. Raises OSError if
+    temporary files cannot be written; the trials that have ended stay stored.
     """
     facts = collect(cluster)
     again, patience_s = statuses(retry), foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
-        rounds=rounds if isinstance(rounds, int) else 0, provenance=facts, reopen=bool(again),
+        rounds=rounds if isinstance(rounds, int) else 0,
+        provenance=facts,
+        reopen=bool(again),
         **identity(cases, rule, facts, paired=paired),
-    )  # fmt: skip
+    )
     finished = False
     try:
         load = foreign_load.wait(patience_s, lambda words: listen(Note(words)))
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
         store.annotate(run_id, "noisy", _noise(load, ()))
         session = _Session(
-            store, run_id, rule, effort or Effort(), budget_s, limit_s, patience_s, listen, traces, cluster,
+            store,
+            run_id,
+            rule,
+            effort or Effort(),
+            budget_s,
+            limit_s,
+            patience_s,
+            listen,
+            traces,
+            cluster,
             facts["gpus"].get("gpus", ()),
-        )  # fmt: skip
+        )
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         store.annotate(run_id, "noisy", _noise(load, session.noisy))
         finished = session.killed <= store.done(run_id)
@@ -154,34 +182,53 @@ def run(
 
 
 def collect(cluster: Cluster | None) -> dict[str, Any]:
-    """Return the facts about this machine, its software and the ranks of a launch, to store with a run."""
+    """Return the facts about this machine, its software and the ranks of a launch, to store with a
+    run.
+    """
     return provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
 
 
-def identity(cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool) -> dict[str, str]:
-    """Return the hashes of a run's plan, host and code, by which an unfinished run is found and resumed."""
+def identity(
+    cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
+) -> dict[str, str]:
+    """Return the hashes of a run's plan, host and code, by which an unfinished run is found and
+    resumed.
+    """
     how = ["paired"] * paired
     return {
-        "plan": plan.plan_hash(cases, rule.name, *how), "host": provenance.host_key(facts),
+        "plan": plan.plan_hash(cases, rule.name, *how),
+        "host": provenance.host_key(facts),
         "code": provenance.code_key(facts),
-    }  # fmt: skip
+    }
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY; the keys are `before` and `during`, for the time of the load.
+    """Return the reasons for labelling a run NOISY.
 
-    `load` is the foreign load before the run. `trials` has the pairs (case, round) measured under too much load.
+    The keys are `before` and `during`, for the time of the load.
+
+    `load` is the foreign load before the run. `trials` has the pairs (case, round) measured under
+    too much load.
     """
     found = {"before": str(load)} if foreign_load.busy(load) else {}
-    return found | ({"during": f"{count(len(trials), 'trial')} ran under too much foreign load"} if trials else {})
+    return found | (
+        {"during": f"{count(len(trials), 'trial')} ran under too much foreign load"}
+        if trials
+        else {}
+    )
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of statuses as a tuple. Raises ValueError for a name that is not a final status."""
+    """Return the names of statuses as a tuple.
+
+    Raises ValueError for a name that is not a final status.
+    """
     given = tuple(names)
     for name in given:
         if name not in FINAL:
-            raise ValueError(registry.unknown("status to retry", name, sorted(status.value for status in FINAL)))
+            raise ValueError(
+                registry.unknown("status to retry", name, sorted(status.value for status in FINAL))
+            )
     return given
 
 
@@ -191,7 +238,10 @@ def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
 
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
-    """Return the sorted ordinals of all GPUs that the cases use; an empty list if they use no GPU."""
+    """Return the sorted ordinals of all GPUs that the cases use.
+
+    An empty list if they use no GPU.
+    """
     used: set[int] = set()
     for case in cases:
         if case.device_kind == "cuda":
@@ -201,15 +251,38 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 
 class _Session:
-    """The state of one call of `run`: its budget, and the trials so far. Groups of cases run one after the other."""
+    """The state of one call of `run`: its budget, and the trials so far.
+
+    Groups of cases run one after the other.
+    """
 
     def __init__(
-        self, store: Store, run_id: str, rule: RoundsRule, effort: Effort, budget_s: float | None, limit_s: float,
-        patience_s: float, listen: Listener, traces: Path | None, cluster: Cluster | None,
+        self,
+        store: Store,
+        run_id: str,
+        rule: RoundsRule,
+        effort: Effort,
+        budget_s: float | None,
+        limit_s: float,
+        patience_s: float,
+        listen: Listener,
+        traces: Path | None,
+        cluster: Cluster | None,
         visible: Sequence[Mapping[str, Any]],
-    ) -> None:  # fmt: skip
-        self._traces, self._patience_s, self._cluster, self._visible = traces, patience_s, cluster, visible
-        self._store, self._run_id, self._rule, self._effort, self._limit_s = store, run_id, rule, effort, limit_s
+    ) -> None:
+        self._traces, self._patience_s, self._cluster, self._visible = (
+            traces,
+            patience_s,
+            cluster,
+            visible,
+        )
+        self._store, self._run_id, self._rule, self._effort, self._limit_s = (
+            store,
+            run_id,
+            rule,
+            effort,
+            limit_s,
+        )
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
@@ -217,12 +290,18 @@ class _Session:
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
-        """The pairs (case, round) whose last trusted trial (see `Trial.trusted`) ran under too much foreign load."""
+        """The pairs (case, round) whose last trusted trial (see `Trial.trusted`) ran under too much
+        foreign load.
+        """
         self.killed: set[tuple[str, int]] = set()
-        """The pairs (case fingerprint, round) of the trials that a signal from outside has ended."""
+        """The pairs (case fingerprint, round) of the trials that a signal from outside has
+        ended.
+        """
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
-        """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in `done`."""
+        """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in
+        `done`.
+        """
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
@@ -231,20 +310,26 @@ class _Session:
             self._take(trial)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
-            gpus = [] if self._cluster else ordinals(cases)  # the ranks of a cluster sample their GPUs
+            gpus = (
+                [] if self._cluster else ordinals(cases)
+            )  # the ranks of a cluster sample their GPUs
             watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
             while wanted := self._rule.wanted(cases, number):
                 if number and not fixed and self._spent():
-                    break  # rounds beyond the first were not requested: do not store them as skipped
+                    # rounds beyond the first were not requested: do not store them as skipped
+                    break
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                # a new server per round widens the intervals by a server's effect; in paired cases, the effect cancels
+                # a new server per round widens the intervals by a server's effect; in paired cases,
+                # the effect cancels
                 if pending:
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
                         cases = [case for case in cases if case not in refused]
-                        left = {(case.fingerprint, n) for case in cases for n in range(number, fixed)} - done
+                        left = {
+                            (case.fingerprint, n) for case in cases for n in range(number, fixed)
+                        } - done
                         pending = [case for case in pending if case not in refused]
                         self._total = self._done + max(len(left), len(pending))
                         self._round(pending, number, server, watched, paired=paired)
@@ -259,7 +344,10 @@ class _Session:
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
-        """Yield an object that runs trials in new processes; a cluster's start does not count against the budget."""
+        """Yield an object that runs trials in new processes.
+
+        A cluster's start does not count against the budget.
+        """
         entered = time.perf_counter()
         with self._cluster.workers() if self._cluster else Server(scratch) as found:
             if self._deadline is not None:
@@ -267,9 +355,11 @@ class _Session:
             yield found
 
     def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> set[Case]:
-        """Check the models of the cases, store a failed trial for each case whose model fails, and return these cases.
+        """Check the models of the cases, store a failed trial for each case whose model fails, and
+        return these cases.
 
-        The duration of the checks, which includes the start of the server, does not count against the budget.
+        The duration of the checks, which includes the start of the server, does not count against
+        the budget.
         """
         began = time.perf_counter()
         for line in () if self._spent() else self._models.check(cases, server):
@@ -282,7 +372,9 @@ class _Session:
         return {*failed}
 
     def _take(self, trial: Trial) -> None:
-        """Pass an ended trial to the rule, and record whether it was killed or ran under too much foreign load."""
+        """Pass an ended trial to the rule, and record whether it was killed or ran under too much
+        foreign load.
+        """
         self._rule.add(trial)
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
@@ -292,20 +384,32 @@ class _Session:
             self.killed.add((trial.case.fingerprint, trial.round))
 
     def _repeatable(self) -> list[Slot]:
-        """Return the pairs (case, round) in `noisy` that were not repeated yet; empty if the budget is spent."""
+        """Return the pairs (case, round) in `noisy` that were not repeated yet.
+
+        Empty if the budget is spent.
+        """
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
-        """Wait until the foreign load is low, but not longer than the run's patience and the remaining budget."""
-        foreign_load.wait(min(self._patience_s, self._left_s), lambda words: self._listen(Note(words)))
+        """Wait until the foreign load is low, but not longer than the run's patience and the
+        remaining budget.
+        """
+        foreign_load.wait(
+            min(self._patience_s, self._left_s), lambda words: self._listen(Note(words))
+        )
 
     def _repeat(
-        self, cases: Sequence[Case], server: TrialRunner, watched: samplers.SampleFile, *, paired: bool
+        self,
+        cases: Sequence[Case],
+        server: TrialRunner,
+        watched: samplers.SampleFile,
+        *,
+        paired: bool,
     ) -> None:
         """Repeat the trials that ran under too much foreign load, as long as budget is left.
 
-        Trials that shared a worker with one of them are repeated too. Results use the new trials; the old ones stay
-        stored.
+        Trials that shared a worker with one of them are repeated too. Results use the new trials;
+        the old ones stay stored.
         """
         slots = set(self._repeatable())
         for number in sorted({number for _, number in slots}):
@@ -316,15 +420,25 @@ class _Session:
                     self._group(server, group, number, watched)
 
     def _round(
-        self, cases: Sequence[Case], number: int, server: TrialRunner, watched: samplers.SampleFile, *, paired: bool
+        self,
+        cases: Sequence[Case],
+        number: int,
+        server: TrialRunner,
+        watched: samplers.SampleFile,
+        *,
+        paired: bool,
     ) -> None:
-        """Measure each case once in round `number`, in a random order that depends only on the run and the round."""
+        """Measure each case once in round `number`, in a random order that depends only on the run
+        and the round.
+        """
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
         for group in _groups(shuffled, paired=paired):
             self._group(server, group, number, watched)
 
-    def _group(self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile) -> None:
+    def _group(
+        self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile
+    ) -> None:
         """Measure the cases of `group` in one worker and store their trials.
 
         If the budget is spent, store skipped trials instead.
@@ -335,8 +449,14 @@ class _Session:
         began, load = time.perf_counter(), None
         effort = self._affordable()
         if effort is None:
-            reason = "not measured, because the run's budget was spent before this trial; give a larger --budget"
-            trials = [Trial(case=case, status=Status.SKIPPED, reason=reason, round=number) for case in group]
+            reason = (
+                "not measured, because the run's budget was spent before this trial; give a larger"
+                " --budget"
+            )
+            trials = [
+                Trial(case=case, status=Status.SKIPPED, reason=reason, round=number)
+                for case in group
+            ]
         else:
             # memory by phase is deterministic: measure it in the first round only
             by_phase = effort.memory_by_phase and number == 0
@@ -349,7 +469,10 @@ class _Session:
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
             own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
-            facts = {**own, **trial.provenance}  # the load that the ranks of a cluster measured takes precedence
+            facts = {
+                **own,
+                **trial.provenance,
+            }  # the load that the ranks of a cluster measured takes precedence
             seen = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, seen)
             self._take(seen)
@@ -361,7 +484,10 @@ class _Session:
 
     @property
     def _left_s(self) -> float:
-        """Return the rest of the run's time budget in seconds; infinity if the run has no budget."""
+        """Return the rest of the run's time budget in seconds.
+
+        Infinity if the run has no budget.
+        """
         return float("inf") if self._deadline is None else self._deadline - time.perf_counter()
 
     def _spent(self) -> bool:
@@ -369,14 +495,22 @@ class _Session:
         return self._left_s <= 0
 
     def _trace(self, case: Case, number: int) -> str:
-        """Return the path for the profile of a case in round `number`; an empty string if no profiles are requested."""
+        """Return the path for the profile of a case in round `number`.
+
+        An empty string if no profiles are requested.
+        """
         if self._traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
-        return str(self._traces.absolute() / self._run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json")
+        return str(
+            self._traces.absolute()
+            / self._run_id
+            / f"{words}-{case.fingerprint[:8]}-r{number}.json"
+        )
 
     def _affordable(self) -> Effort | None:
-        """Return the effort for the next trial, whose timed steps get at most an equal share of the remaining budget.
+        """Return the effort for the next trial, whose timed steps get at most an equal share of the
+        remaining budget.
 
         Return None if the budget is spent.
         """
@@ -389,15 +523,23 @@ class _Session:
 
 
 def _checked(trial: Trial) -> Trial:
-    """Return the trial with the results of its validity checks in its provenance; unchanged if no check has results."""
+    """Return the trial with the results of its validity checks in its provenance.
+
+    Unchanged if no check has results.
+    """
     found = validity.facts(trial, provenance.usable_cores())
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
 
 def _watched(
-    series: samplers.SampleFile, began: float, ended: float, trial: Trial, visible: Sequence[Mapping[str, Any]]
+    series: samplers.SampleFile,
+    began: float,
+    ended: float,
+    trial: Trial,
+    visible: Sequence[Mapping[str, Any]],
 ) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if no step is timed.
+    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if
+    no step is timed.
 
     `visible` are NVML's facts about the GPUs that CUDA shows.
     """
@@ -405,6 +547,11 @@ def _watched(
     if timed:
         began, ended = timed[0].start_s, timed[-1].end_s
     # samplers identify GPUs by CUDA ordinal, trials by the index of the replica
-    place = {HOST: HOST, **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible)}
+    place = {
+        HOST: HOST,
+        **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible),
+    }
     found = series.cut(began, ended)
-    return tuple(replace(sample, device=place[sample.device]) for sample in found if sample.device in place)
+    return tuple(
+        replace(sample, device=place[sample.device]) for sample in found if sample.device in place
+    )

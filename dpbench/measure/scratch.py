@@ -1,8 +1,10 @@
-"""Scratch: a folder for temporary files; if this process is killed, the next start of dpbench removes the folder.
+"""Scratch: a folder for temporary files.
 
-The folder has a file that its process keeps locked. The system releases the lock when the process ends, so a folder
-with an unlocked lock file belongs to an ended process. A folder without a lock file is never touched, whatever its
-name.
+If this process is killed, the next start of dpbench removes the folder.
+
+The folder has a file that its process keeps locked. The system releases the lock when the process
+ends, so a folder with an unlocked lock file belongs to an ended process. A folder without a lock
+file is never touched, whatever its name.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ _NO_FAULT_OF_THE_FOLDER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Yield a new temporary folder, and remove it at the end; first remove the folders of killed processes.
+    """Yield a new temporary folder, and remove it at the end.
+
+    First remove the folders of killed processes.
 
     Raises OSError, with the remedy, if temporary files cannot be written.
     """
@@ -34,7 +38,8 @@ def folder() -> Iterator[Path]:
     lock = -1
     try:
         with explained():
-            # lock the file before it gets its final name, so that no other process finds it unlocked
+            # lock the file before it gets its final name, so that no other process finds it
+            # unlocked
             lock = os.open(found / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.write(lock, _CONTENT)
@@ -48,9 +53,11 @@ def folder() -> Iterator[Path]:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Add the folder of temporary files and the remedy to the message of an OSError that this context raises.
+    """Add the folder of temporary files and the remedy to the message of an OSError that this
+    context raises.
 
-    The context must only read and write temporary files. Errors that another folder would not avoid stay as they are.
+    The context must only read and write temporary files. Errors that another folder would not avoid
+    stay as they are.
     """
     try:
         yield
@@ -65,7 +72,8 @@ def explained() -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file such that no reader finds a part of it, even if this process is killed or the disk is full.
+    """Write a text file such that no reader finds a part of it, even if this process is killed or
+    the disk is full.
 
     Raises OSError if the file cannot be written.
     """
@@ -82,7 +90,10 @@ def sweep() -> list[Path]:
             lock = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_uid == os.getuid() and os.read(lock, len(_CONTENT)) == _CONTENT:
+                if (
+                    os.fstat(lock).st_uid == os.getuid()
+                    and os.read(lock, len(_CONTENT)) == _CONTENT
+                ):
                     shutil.rmtree(path.parent, ignore_errors=True)
                     swept.append(path.parent)
             finally:

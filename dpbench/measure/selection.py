@@ -1,4 +1,6 @@
-"""Selection: select the cases of a run from its options, forecast how long the run takes, and measure the cases."""
+"""Selection: select the cases of a run from its options, forecast how long the run takes, and
+measure the cases.
+"""
 
 from __future__ import annotations
 
@@ -24,45 +26,68 @@ if TYPE_CHECKING:
     from dpbench.store import Naming, Store
 
 QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
-"""The budget in seconds of a run without options that select cases, by device kind; on two cores it ends within 120 s.
+"""The budget in seconds of a run without options that select cases, by device kind.
+
+On two cores it ends within 120 s.
 
 The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
 """
 AUTO_BUDGET_S = 300.0
 ASSUMED_S = OVERHEAD_S + Effort().budget_s
-"""The assumed seconds of a trial of a case without earlier trials: the overhead plus the default budget for steps."""
-LEFT_OUT = "the check of each model, the start of the workers' server in each round, and the wait for idle cores"
+"""The assumed seconds of a trial of a case without earlier trials: the overhead plus the default
+budget for steps.
+"""
+LEFT_OUT = (
+    "the check of each model, the start of the workers' server in each round, and the wait for idle"
+    " cores"
+)
 """The work of a run that is not part of its trials."""
 
 
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
-    """Return the cases that the options select, and the time budget of the run in seconds, or None for no budget.
+    """Return the cases that the options select, and the time budget of the run in seconds, or None
+    for no budget.
 
-    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch by torchrun or srun,
-    and its `counts` are then the default numbers of devices. Raises ValueError for options that exclude each other, or
-    that this machine cannot run, and LookupError for unknown names.
+    Options that are not given have defaults for this machine. `cluster` has the ranks of a launch
+    by torchrun or srun, and its `counts` are then the default numbers of devices. Raises ValueError
+    for options that exclude each other, or that this machine cannot run, and LookupError for
+    unknown names.
     """
     from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
     from dpbench.hardware.provenance import torch_has_cuda, usable_cores
 
     _check_together(options, cluster)
-    ids = tuple(cuda_ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids)
+    ids = tuple(
+        cuda_ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids
+    )
     gpus = len(ids) or cuda_device_count()
     kind = options.device_kind or ("cuda" if gpus and torch_has_cuda() else "cpu")
     # the default sweep has four devices at most: its time grows with their number
     available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
-    placement = options.placement or ("colocated" if kind == "cuda" and gpus == 1 and not cluster else "spread")
+    placement = options.placement or (
+        "colocated" if kind == "cuda" and gpus == 1 and not cluster else "spread"
+    )
     for name in options.model:
         registry.check_module(name)
-    devices = options.devices or (cluster.counts() if cluster else plan.default_devices(available, placement))
+    devices = options.devices or (
+        cluster.counts() if cluster else plan.default_devices(available, placement)
+    )
     swept: dict[str, Any] = {
-        "models": (*(options.models or (() if options.model else ("mlp", "resnet18"))), *options.model),
-        "devices": devices, "device_ids": ids, "device_kind": kind, "placement": placement,
+        "models": (
+            *(options.models or (() if options.model else ("mlp", "resnet18"))),
+            *options.model,
+        ),
+        "devices": devices,
+        "device_ids": ids,
+        "device_kind": kind,
+        "placement": placement,
         "batch_sizes": options.batch_sizes or (() if options.batch_per_device else (64,)),
-        "batch_per_device": options.batch_per_device, "size": options.size, "precision": options.precision,
+        "batch_per_device": options.batch_per_device,
+        "size": options.size,
+        "precision": options.precision,
         "device_memory_bytes": options.device_memory,
         **{name: getattr(options, name) for name in HABITS if hasattr(options, name)},
-    }  # fmt: skip
+    }
     if options.scenario:
         chosen = {"models": swept["models"] if options.models or options.model else ("mlp",)}
         cases = plan.seeds(kind, **chosen, batch_sizes=swept["batch_sizes"], size=options.size)
@@ -79,13 +104,17 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
     optimizer, unverified = options.optimizer, options.unverified
-    cases = list(dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases))
+    cases = list(
+        dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases)
+    )
     budget_s = options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
     return cases, AUTO_BUDGET_S if options.rounds == AUTO and not budget_s else budget_s
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:
-    """Raise ValueError for options that exclude each other, or that a launch by torchrun or srun does not support."""
+    """Raise ValueError for options that exclude each other, or that a launch by torchrun or srun
+    does not support.
+    """
     from dpbench.measure.run import statuses
 
     statuses(options.retry)
@@ -94,29 +123,55 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
     for name in ("ladder", "paired", "profile", "find_max_batch", "together") if cluster else ():
         if getattr(options, name):
             option = name.replace("_", "-")
-            raise ValueError(f"--{option} does not work in a launch by torchrun or srun: leave out --{option}")
+            raise ValueError(
+                f"--{option} does not work in a launch by torchrun or srun: leave out --{option}"
+            )
     for name in ("strategies", "strategy", "schedules"):
         if options.ladder and getattr(options, name):
-            raise ValueError(f"--ladder selects the strategies and the schedules: leave out --{name}")
-    selecting = ("together", "strategies", "schedules", "ladder", "devices", "device_ids", "batch_per_device")
-    for name in (*selecting, "precision", *filter(partial(hasattr, Options), HABITS)) if options.scenario else ():
+            raise ValueError(
+                f"--ladder selects the strategies and the schedules: leave out --{name}"
+            )
+    selecting = (
+        "together",
+        "strategies",
+        "schedules",
+        "ladder",
+        "devices",
+        "device_ids",
+        "batch_per_device",
+    )
+    for name in (
+        (*selecting, "precision", *filter(partial(hasattr, Options), HABITS))
+        if options.scenario
+        else ()
+    ):
         if getattr(options, name) != getattr(Options, name):
             raise ValueError(f"--scenario selects the cases: leave out --{name.replace('_', '-')}")
     apart = ("models", "model", "strategy", "ladder", "find_max_batch", "paired")
     for name in apart if options.together else ():
         if getattr(options, name):
             raise ValueError(
-                f"--together measures its two models in separate processes: leave out --{name.replace('_', '-')}"
+                "--together measures its two models in separate processes: leave out"
+                f" --{name.replace('_', '-')}"
             )
     for name in ("loader", "compile", "read_loss") if options.together else ():
         if getattr(options, name) != getattr(Options, name):
-            raise ValueError(f"--together measures plain loops: leave out --{name.replace('_', '-')}")
+            raise ValueError(
+                f"--together measures plain loops: leave out --{name.replace('_', '-')}"
+            )
 
 
 def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
-    """Return the cases for --together, which measure two models at the same time; `swept` has the axes by name."""
+    """Return the cases for --together, which measure two models at the same time.
+
+    `swept` has the axes by name.
+    """
     devices = options.devices or (1,)
-    several = [name for name in plan.default_strategies(swept["device_kind"]) if not registry.traits(name).alone]
+    several = [
+        name
+        for name in plan.default_strategies(swept["device_kind"])
+        if not registry.traits(name).alone
+    ]
     usual = several if max(devices) > 1 else [registry.of_role(Role.BASELINE)]
     for name in options.together:
         if ":" in name:
@@ -124,16 +179,17 @@ def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
     schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
     axes = {name: value for name, value in swept.items() if name != "models"}
     return plan.together(
-        options.together, **axes | {"devices": devices, "strategies": options.strategies or usual},
+        options.together,
+        **axes | {"devices": devices, "strategies": options.strategies or usual},
         schedules=schedules or ("reference",),
-    )  # fmt: skip
+    )
 
 
 def naming(options: Options, command: str = "") -> Naming:
     """Return the name and the tags that the options give to the run.
 
-    `command` is the command that repeats the run; if it is empty, the arguments of this process are used. Raises
-    ValueError for a wrong name or tag.
+    `command` is the command that repeats the run; if it is empty, the arguments of this process are
+    used. Raises ValueError for a wrong name or tag.
     """
     from dpbench.store import Naming
 
@@ -148,10 +204,17 @@ def naming(options: Options, command: str = "") -> Naming:
 
 
 def measure(
-    options: Options, cases: Sequence[Case], store: Store, *, budget_s: float | None, listen: Listener,
+    options: Options,
+    cases: Sequence[Case],
+    store: Store,
+    *,
+    budget_s: float | None,
+    listen: Listener,
     cluster: Cluster | None = None,
-) -> Outcome:  # fmt: skip
-    """Measure the cases in processes of this machine, or by the ranks of `cluster`; return the result.
+) -> Outcome:
+    """Measure the cases in processes of this machine, or by the ranks of `cluster`.
+
+    Return the result.
 
     `cases` and `budget_s` are the results of `cases_of`.
     """
@@ -159,19 +222,26 @@ def measure(
     from dpbench.measure.stopping import UntilPrecise
 
     return runner.run(
-        cases, store, rounds=options.rounds if isinstance(options.rounds, int) else UntilPrecise(options.within),
-        paired=options.paired, budget_s=budget_s, limit_s=options.limit, retry=options.retry,
-        patience_s=options.patience, listen=listen, cluster=cluster,
+        cases,
+        store,
+        rounds=options.rounds if isinstance(options.rounds, int) else UntilPrecise(options.within),
+        paired=options.paired,
+        budget_s=budget_s,
+        limit_s=options.limit,
+        retry=options.retry,
+        patience_s=options.patience,
+        listen=listen,
+        cluster=cluster,
         traces=store.traces if options.profile else None,
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCase:
     """A case of the plan, of which `left` trials are to be measured.
 
-    `earlier` is the number of the case's earlier trials, and `trial_s` is their median duration in seconds (None
-    without earlier trials).
+    `earlier` is the number of the case's earlier trials, and `trial_s` is their median duration in
+    seconds (None without earlier trials).
     """
 
     case: Case
@@ -184,9 +254,9 @@ class PlannedCase:
 class RunForecast:
     """The plan of a run: its cases, their rounds and their expected duration.
 
-    `rounds` is the number of rounds; if `auto` is True, a rule adds rounds, and `rounds` is the least number. `resumes`
-    is the id of the run to which the trials would be added; it is empty for a new run. `budget_s` is the time budget of
-    the run in seconds (None: no budget).
+    `rounds` is the number of rounds; if `auto` is True, a rule adds rounds, and `rounds` is the
+    least number. `resumes` is the id of the run to which the trials would be added; it is empty for
+    a new run. `budget_s` is the time budget of the run in seconds (None: no budget).
     """
 
     cases: Sequence[PlannedCase]
@@ -206,17 +276,23 @@ class RunForecast:
 
         A case without earlier trials counts with `ASSUMED_S` per trial.
         """
-        return sum(one.left * (ASSUMED_S if one.trial_s is None else one.trial_s) for one in self.cases)
+        return sum(
+            one.left * (ASSUMED_S if one.trial_s is None else one.trial_s) for one in self.cases
+        )
 
     @property
     def basis(self) -> str:
         """Return a text on the origin of `seconds` and on the work that it leaves out."""
         known = sum(one.trial_s is not None for one in self.cases)
         new = len(self.cases) - known
-        parts = [f"{words.count(known, 'case')} with earlier trials on this machine"] if known else []
+        parts = (
+            [f"{words.count(known, 'case')} with earlier trials on this machine"] if known else []
+        )
         if new:
             assumed = f"the planner assumes {words.time(ASSUMED_S)} per trial"
-            parts.append(f"{words.count(new, 'case')} without an earlier trial, for which {assumed}")
+            parts.append(
+                f"{words.count(new, 'case')} without an earlier trial, for which {assumed}"
+            )
         return f"{'; '.join(parts)}; not included: {LEFT_OUT}"
 
 
@@ -224,9 +300,9 @@ class RunForecast:
 class Known:
     """The facts that a store already has about a plan.
 
-    `durations` has the durations in seconds of earlier trials on this machine, by fingerprint of the case. `resumes` is
-    the id of the run that the plan would resume (empty if there is none), and `done` has the (fingerprint, round) pairs
-    of its final trials.
+    `durations` has the durations in seconds of earlier trials on this machine, by fingerprint of
+    the case. `resumes` is the id of the run that the plan would resume (empty if there is none),
+    and `done` has the (fingerprint, round) pairs of its final trials.
     """
 
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -234,12 +310,26 @@ class Known:
     done: frozenset[tuple[str, int]] = frozenset()
 
     @classmethod
-    def of(cls, path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None) -> Known:
-        """Return the facts about the plan that the store at `path` has; they are empty if the file does not exist."""
+    def of(
+        cls,
+        path: Path,
+        options: Options,
+        cases: Sequence[Case],
+        naming: Naming,
+        cluster: Cluster | None,
+    ) -> Known:
+        """Return the facts about the plan that the store at `path` has.
+
+        They are empty if the file does not exist.
+        """
         if not path.exists():
             return cls()
         facts = run.collect(cluster)
-        rule = Fixed(options.rounds) if isinstance(options.rounds, int) else UntilPrecise(options.within)
+        rule = (
+            Fixed(options.rounds)
+            if isinstance(options.rounds, int)
+            else UntilPrecise(options.within)
+        )
         keys = run.identity(cases, rule, facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
@@ -250,7 +340,12 @@ class Known:
 
 
 def forecast(
-    path: Path, options: Options, cases: Sequence[Case], naming: Naming, cluster: Cluster | None, budget_s: float | None
+    path: Path,
+    options: Options,
+    cases: Sequence[Case],
+    naming: Naming,
+    cluster: Cluster | None,
+    budget_s: float | None,
 ) -> RunForecast:
     """Return the plan of a run whose store is at `path`.
 
@@ -258,7 +353,10 @@ def forecast(
     """
     known = Known.of(path, options, cases, naming, cluster)
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST
-    done, planned = Counter(fingerprint for fingerprint, number in known.done if number < rounds), []
+    done, planned = (
+        Counter(fingerprint for fingerprint, number in known.done if number < rounds),
+        [],
+    )
     for case in cases:
         earlier = known.durations.get(case.fingerprint, ())
         typical = statistics.median(earlier) if earlier else None

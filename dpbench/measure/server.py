@@ -1,7 +1,7 @@
 """Server: start the server process, request trials from it, and kill workers that hang.
 
-The server process forks one worker per request. It runs `python -m dpbench.measure.worker`, which documents the
-protocol.
+The server process forks one worker per request. It runs `python -m dpbench.measure.worker`, which
+documents the protocol.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ PROBE_BYTES = 4096
 _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Environment variables that limit each operation to one thread.
 
-`torch.set_num_threads(1)` alone has no effect on MKL in threads that the engine starts: in each of them, MKL would
-start a team of threads, which has cost 5-10 ms per step. For the strategy that uses all cores, the worker sets the
-number of threads in torch.
+`torch.set_num_threads(1)` alone has no effect on MKL in threads that the engine starts: in each of
+them, MKL would start a team of threads, which has cost 5-10 ms per step. For the strategy that uses
+all cores, the worker sets the number of threads in torch.
 """
 
 
@@ -49,14 +49,24 @@ class TrialRunner(Protocol):
     """An object that runs trials: a `Server` on this machine, or a `Cluster` of ranks."""
 
     def check(self, case: Case, limit_s: float) -> Trial:
-        """Check the model of a case; return a trial without steps, whose status and reason are the result."""
+        """Check the model of a case.
 
-    def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run cases in round `number`, with `limit_s` seconds for each; return one trial per case, even if it fails."""
+        Return a trial without steps, whose status and reason are the result.
+        """
+
+    def run_together(
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float
+    ) -> list[Trial]:
+        """Run cases in round `number`, with `limit_s` seconds for each.
+
+        Return one trial per case, even if it fails.
+        """
 
 
 def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:
-    """Return the results of `attempt()`; if a signal from outside ended it, log a warning and attempt it once more.
+    """Return the results of `attempt()`.
+
+    If a signal from outside ended it, log a warning and attempt it once more.
 
     The status of results that such a signal ended is `killed`.
     """
@@ -69,7 +79,8 @@ def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:
 
 
 class Server:
-    """The parent's view of the server process, which has loaded torch and forks a fresh worker for each request.
+    """The parent's view of the server process, which has loaded torch and forks a fresh worker for
+    each request.
 
     The first request starts the process. When this context manager exits, it kills the process.
     """
@@ -85,7 +96,8 @@ class Server:
         self.stop()
 
     def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
-        """Run one trial of a case in round `number` in a fresh worker, and return the trial, even if the worker fails.
+        """Run one trial of a case in round `number` in a fresh worker, and return the trial, even
+        if the worker fails.
 
         A worker that exceeds `limit_s` seconds is killed.
         """
@@ -94,41 +106,56 @@ class Server:
     def check(self, case: Case, limit_s: float) -> Trial:
         """Check in a fresh worker whether the model of a case can take a step.
 
-        Return a trial without steps, whose status and reason are the result. A check that exceeds `limit_s` seconds
-        fails.
+        Return a trial without steps, whose status and reason are the result. A check that exceeds
+        `limit_s` seconds fails.
         """
         return self._ask([case], Effort(), 0, limit_s, job=WorkKind.CHECK_MODEL)[0]
 
-    def run_together(self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float) -> list[Trial]:
-        """Run blocks of all cases in turn in one fresh worker; return one trial per case, even if the worker fails.
+    def run_together(
+        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float
+    ) -> list[Trial]:
+        """Run blocks of all cases in turn in one fresh worker.
 
-        If the worker exceeds `limit_s` seconds per case, it is killed together with its ranks, and the reason of each
-        trial has the Python stacks of the worker and its ranks.
+        Return one trial per case, even if the worker fails.
+
+        If the worker exceeds `limit_s` seconds per case, it is killed together with its ranks, and
+        the reason of each trial has the Python stacks of the worker and its ranks.
         """
         return self._ask(cases, effort, number, limit_s * len(cases))
 
     def _ask(
-        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float, *, job: WorkKind = WorkKind.MEASURE
+        self,
+        cases: Sequence[Case],
+        effort: Effort,
+        number: int,
+        limit_s: float,
+        *,
+        job: WorkKind = WorkKind.MEASURE,
     ) -> list[Trial]:
         """Run a job in a fresh worker and return one trial per case, even if the worker fails.
 
-        If a signal from outside ends the worker or the server, the job is tried once more. `number` is the round
-        and `limit_s` the time limit of the whole job in seconds.
+        If a signal from outside ends the worker or the server, the job is tried once more. `number`
+        is the round and `limit_s` the time limit of the whole job in seconds.
         """
         request = Request(cases=tuple(cases), effort=effort, round=number, job=job)
         return again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))
 
     def answer(self, request: Request, limit_s: float) -> list[Trial] | Failure:
-        """Run a request in a fresh worker; return its trials, or the record of how the worker or a rank failed.
+        """Run a request in a fresh worker.
+
+        Return its trials, or the record of how the worker or a rank failed.
 
         Raises OSError if temporary files cannot be written.
         """
         with self.folder() as folder:
             end = self.attempt(replace(request, folder=folder), limit_s)
             finished, failed = folder / "trials.json", folder / "failure.json"
-            # a worker past its limit may still finish while its stacks are requested: ignore its trials
+            # a worker past its limit may still finish while its stacks are requested: ignore its
+            # trials
             if not end.late and finished.exists():
-                return [Trial.from_dict(one) for one in json.loads(finished.read_text(encoding="utf-8"))]
+                return [
+                    Trial.from_dict(one) for one in json.loads(finished.read_text(encoding="utf-8"))
+                ]
             if not end.late and failed.exists():
                 return Failure.from_json(failed.read_text(encoding="utf-8"))
             return end.failure(limit_s, folder)
@@ -137,7 +164,9 @@ class Server:
     def folder(self) -> Iterator[Path]:
         """Yield a folder for the files of one worker, and remove it at the end."""
         with explained():
-            made = tempfile.TemporaryDirectory(prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True)
+            made = tempfile.TemporaryDirectory(
+                prefix="trial-", dir=self._scratch, ignore_cleanup_errors=True
+            )
         with made as name:
             yield Path(name)
 
@@ -149,15 +178,17 @@ class Server:
     def attempt(self, request: Request, limit_s: float) -> WorkerEnd:
         """Run a request in a fresh worker, and return how the worker ended.
 
-        `limit_s` limits the whole request. If the server process has ended, the worker has ended too, and the next
-        request starts a new server.
+        `limit_s` limits the whole request. If the server process has ended, the worker has ended
+        too, and the next request starts a new server.
         """
         killed_before = processes.killed_for_memory()
         try:
             answer = self._attempt(request, limit_s)
         except _ServerDied as died:
             self.stop()
-            return WorkerEnd(exit_status=died.exit_status, killed_before=killed_before, server=str(died))
+            return WorkerEnd(
+                exit_status=died.exit_status, killed_before=killed_before, server=str(died)
+            )
         if answer is None:
             return WorkerEnd(late=True)
         return WorkerEnd(
@@ -167,7 +198,10 @@ class Server:
         )
 
     def _attempt(self, request: Request, limit_s: float) -> dict[str, Any] | None:
-        """Run a request in a fresh worker; return the server's answer about its end, or None if it was too late."""
+        """Run a request in a fresh worker.
+
+        Return the server's answer about its end, or None if it was too late.
+        """
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -193,7 +227,10 @@ class Server:
             raise
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the server process; start it first if it is not running. Raises _ServerDied if it does not start."""
+        """Return the server process.
+
+        Start it first if it is not running. Raises _ServerDied if it does not start.
+        """
         if self._process is None or self._process.poll() is not None:
             self.stop()
             with explained():
@@ -201,24 +238,33 @@ class Server:
             with signals.held():
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "dpbench.measure.worker", str(os.getpid())],
-                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, cwd=Path.cwd(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._log,
+                    cwd=Path.cwd(),
                     env=environment() | {"TMPDIR": str(self._scratch)},
-                )  # fmt: skip
+                )
             self._buffer = b""
             self._soon()
         return self._process
 
     def _soon(self) -> dict[str, Any]:
-        """Return the server's next answer, for which it needs no worker. Raises _ServerDied if there is none."""
+        """Return the server's next answer, for which it needs no worker.
+
+        Raises _ServerDied if there is none.
+        """
         try:
             return self._answer(START_LIMIT_S)
         except TimeoutError as error:
-            raise _ServerDied(f"the worker server did not answer within {START_LIMIT_S:.0f} s", None) from error
+            raise _ServerDied(
+                f"the worker server did not answer within {START_LIMIT_S:.0f} s", None
+            ) from error
 
     def _answer(self, limit_s: float) -> dict[str, Any]:
         """Return the server's next answer, decoded from JSON.
 
-        Raises TimeoutError after `limit_s` seconds, and _ServerDied if the server process has ended.
+        Raises TimeoutError after `limit_s` seconds, and _ServerDied if the server process has
+        ended.
         """
         assert self._process is not None
         assert self._process.stdout is not None
@@ -238,16 +284,24 @@ class Server:
         return answer
 
     def _died(self) -> _ServerDied:
-        """Return an exception that says how the server process ended, and quotes the end of its log."""
+        """Return an exception that says how the server process ended, and quotes the end of its
+        log.
+        """
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
         status, last = self._process.returncode, _tail(self._scratch / "server.log")
-        text = f"the worker server ended ({processes.ending(status)}); its last output: {last or 'none'}"
+        text = (
+            f"the worker server ended ({processes.ending(status)}); its last output:"
+            f" {last or 'none'}"
+        )
         return _ServerDied(text, status)
 
     def stop(self) -> None:
-        """Kill the server process if it was started, and wait until it has ended; the next request starts a new one."""
+        """Kill the server process if it was started, and wait until it has ended.
+
+        The next request starts a new one.
+        """
         if self._process is not None:
             processes.end_tree(self._process.pid)
             self._process.wait()
@@ -261,8 +315,8 @@ class Server:
 def environment() -> dict[str, str]:
     """Return the environment variables for a measuring process.
 
-    They limit each operation to one thread, make the process import the same copy of dpbench as this process, and let
-    CUDA number GPUs as NVML does, unless the user chose another order.
+    They limit each operation to one thread, make the process import the same copy of dpbench as
+    this process, and let CUDA number GPUs as NVML does, unless the user chose another order.
     """
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     own = {**_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
@@ -270,7 +324,9 @@ def environment() -> dict[str, str]:
 
 
 class _ServerDied(RuntimeError):
-    """The server process has ended unexpectedly, with `exit_status`, or (None) did not answer in time."""
+    """The server process has ended unexpectedly, with `exit_status`, or (None) did not answer in
+    time.
+    """
 
     def __init__(self, reason: str, exit_status: int | None) -> None:
         super().__init__(reason)
@@ -278,7 +334,10 @@ class _ServerDied(RuntimeError):
 
 
 def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
-    """Return the trials of an answer; a failure becomes one failed trial for each case of the request."""
+    """Return the trials of an answer.
+
+    A failure becomes one failed trial for each case of the request.
+    """
     if not isinstance(answer, Failure):
         return answer
     now, reason = time.time(), visible(answer.reason, lines=True)
@@ -292,10 +351,11 @@ def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
 class WorkerEnd:
     """The end of a worker.
 
-    `late` is True if the worker was killed because it exceeded its time limit. Otherwise, `exit_status` is the exit
-    status of the worker or, if `server` says how the server process has ended, of the server; it is negative for a
-    signal, and None if it is unknown. `peak_bytes` is the peak of the worker's resident set, and `killed_before` is the
-    number of processes that the kernel had killed for lack of memory before the worker started; None if unknown.
+    `late` is True if the worker was killed because it exceeded its time limit. Otherwise,
+    `exit_status` is the exit status of the worker or, if `server` says how the server process has
+    ended, of the server; it is negative for a signal, and None if it is unknown. `peak_bytes` is
+    the peak of the worker's resident set, and `killed_before` is the number of processes that the
+    kernel had killed for lack of memory before the worker started; None if unknown.
     """
 
     late: bool = False
@@ -307,14 +367,18 @@ class WorkerEnd:
     def failure(self, limit_s: float, folder: Path) -> Failure:
         """Return the record of the failure of a worker that has ended without a result.
 
-        Its status is `timeout` if the worker exceeded its limit of `limit_s` seconds; the reason then has the Python
-        stacks. The status is `killed` if a signal from outside ended the worker or the server, or if the worker could
-        for a time not write its files; otherwise it is `failed`. `folder` has the files that the worker wrote. Raises
-        OSError if no files can be written to this folder.
+        Its status is `timeout` if the worker exceeded its limit of `limit_s` seconds; the reason
+        then has the Python stacks. The status is `killed` if a signal from outside ended the worker
+        or the server, or if the worker could for a time not write its files; otherwise it is
+        `failed`. `folder` has the files that the worker wrote. Raises OSError if no files can be
+        written to this folder.
         """
         stacks, output = _stacks(folder), _tail(folder / "log")
         if self.late:
-            limit = f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its cases)"
+            limit = (
+                f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its"
+                " cases)"
+            )
             reason = f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
             return Failure(status=Status.TIMEOUT, reason=reason)
         if self.exit_status == UNWRITTEN and not self.server:
@@ -327,13 +391,16 @@ class WorkerEnd:
             end = f"{end}, which means that it could not write its files"
         how = f"the worker ended without a result ({end}){processes.advice(*known)}"
         return Failure(
-            status=Status.KILLED if killed else Status.FAILED, exit_status=self.exit_status,
+            status=Status.KILLED if killed else Status.FAILED,
+            exit_status=self.exit_status,
             reason=self.server or f"{how}; its last output: {output or stacks or 'none'}",
-        )  # fmt: skip
+        )
 
 
 def _stacks(folder: Path) -> str:
-    """Return the Python stacks that the worker and its ranks wrote to `folder`, each cut to the innermost calls."""
+    """Return the Python stacks that the worker and its ranks wrote to `folder`, each cut to the
+    innermost calls.
+    """
     found = [
         (file.name, file.read_text(errors="replace", encoding="utf-8").strip())
         for file in sorted(folder.glob("stacks*"))
@@ -343,7 +410,9 @@ def _stacks(folder: Path) -> str:
 
 
 def _tail(path: Path) -> str:
-    return path.read_text(errors="replace", encoding="utf-8")[-TAIL:].strip() if path.exists() else ""
+    return (
+        path.read_text(errors="replace", encoding="utf-8")[-TAIL:].strip() if path.exists() else ""
+    )
 
 
 def _kill_group(pid: int) -> None:

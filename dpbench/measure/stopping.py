@@ -1,4 +1,6 @@
-"""Stopping: decide when a series of steps has warmed up and is long enough, and which cases get another round."""
+"""Stopping: decide when a series of steps has warmed up and is long enough, and which cases get
+another round.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +18,32 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count
 
 WINDOW = 64
-"""The number of steps over which the noise of a series must stay nearly constant before the noise counts as known."""
+"""The number of steps over which the noise of a series must stay nearly constant before the noise
+counts as known.
+"""
 STABLE = 0.05
-"""The noise counts as constant if it deviates from its median over the window by at most this fraction."""
+"""The noise counts as constant if it deviates from its median over the window by at most this
+fraction.
+"""
 AUTO = "auto"
 LEAST, MOST = 3, 200
 PRECISION = 0.01
 LEAST_S = 0.05
-"""The least duration in seconds of the timed steps of each trial, as long as the budget is not spent."""
+"""The least duration in seconds of the timed steps of each trial, as long as the budget is not
+spent.
+"""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
-    """Return the number of steps at the beginning of a series of step times that belong to its warm-up.
+    """Return the number of steps at the beginning of a series of step times that belong to its
+    warm-up.
 
-    The usual range of step times extends from the 10th to the 90th percentile of the second half of the series. Groups
-    of three to five steps are dropped from the beginning until the median of the next group is in the usual range; a
-    median is not affected by a single slow step. If all groups of the first half are dropped, the series is too short
-    to show where its warm-up ends, and the result is about half of its length. The result is at least `least`, but
-    never more than the length of the series. For a series of fewer than 12 steps, the result is `least` or the length
+    The usual range of step times extends from the 10th to the 90th percentile of the second half of
+    the series. Groups of three to five steps are dropped from the beginning until the median of the
+    next group is in the usual range; a median is not affected by a single slow step. If all groups
+    of the first half are dropped, the series is too short to show where its warm-up ends, and the
+    result is about half of its length. The result is at least `least`, but never more than the
+    length of the series. For a series of fewer than 12 steps, the result is `least` or the length
     of the series, whichever is smaller.
     """
     n = len(series)
@@ -52,12 +62,13 @@ def warmup(series: Sequence[float], *, least: int = 0) -> int:
 class Stopping:
     """The rule that ends a worker's series of steps.
 
-    A series ends when its median is precise, when its noise is known, or when the timed steps reach the total duration
-    `budget_s` (in seconds) or the number `max_steps`. Before `min_steps` timed steps, only `max_steps` ends the series.
-    The median is precise if half the width of its 95 % interval is at most the fraction `precision` of the median. The
-    noise, which is the relative interquartile range, is known if it stays nearly constant; from then on, further
-    steps add less information than further rounds in other processes. At least `least_warmup` steps count as warm-up.
-    `reason` says why the series ended; it is empty until then.
+    A series ends when its median is precise, when its noise is known, or when the timed steps reach
+    the total duration `budget_s` (in seconds) or the number `max_steps`. Before `min_steps` timed
+    steps, only `max_steps` ends the series. The median is precise if half the width of its 95 %
+    interval is at most the fraction `precision` of the median. The noise, which is the relative
+    interquartile range, is known if it stays nearly constant; from then on, further steps add less
+    information than further rounds in other processes. At least `least_warmup` steps count as
+    warm-up. `reason` says why the series ended; it is empty until then.
     """
 
     budget_s: float
@@ -71,7 +82,9 @@ class Stopping:
 
     @property
     def warmup(self) -> int:
-        """Return the number of steps at the beginning of the series that belong to its warm-up, as far as is known."""
+        """Return the number of steps at the beginning of the series that belong to its warm-up, as
+        far as is known.
+        """
         return warmup(self._series, least=self.least_warmup)
 
     def add(self, seconds: float) -> None:
@@ -84,27 +97,40 @@ class Stopping:
         if len(timed) >= self.min_steps:
             self._noise.append((len(timed), _noise(timed)))
             if half_width(timed) <= self.precision:
-                self.reason = f"precise: the median step time is known to within {self.precision:.1%}"
+                self.reason = (
+                    f"precise: the median step time is known to within {self.precision:.1%}"
+                )
             elif self._is_known(len(timed)):
                 self.reason = (
-                    f"noise is known: the spread of the step times hardly changed over {WINDOW} steps; "
-                    f"the median step time is known to within {half_width(timed):.1%}"
+                    f"noise is known: the spread of the step times hardly changed over {WINDOW}"
+                    f" steps; the median step time is known to within {half_width(timed):.1%}"
                 )
             elif sum(timed) >= self.budget_s:
-                self.reason = f"budget: {words.exact(self.budget_s)} s of timed steps, the most that a trial may take"
+                self.reason = (
+                    f"budget: {words.exact(self.budget_s)} s of timed steps, the most that a trial"
+                    " may take"
+                )
         if not self.reason and len(timed) >= self.max_steps:
-            self.reason = f"steps: {count(self.max_steps, 'timed step')}, the most that a trial may take"
+            self.reason = (
+                f"steps: {count(self.max_steps, 'timed step')}, the most that a trial may take"
+            )
         return bool(self.reason)
 
     def _is_known(self, steps: int) -> bool:
-        """Return whether the noise of the series is known: it was nearly constant over the last `WINDOW` timed steps.
+        """Return whether the noise of the series is known: it was nearly constant over the last
+        `WINDOW` timed steps.
 
-        `steps` is the number of timed steps so far. The noise is computed after each block of steps.
+        `steps` is the number of timed steps so far. The noise is computed after each block of
+        steps.
         """
         recent = [noise for count, noise in self._noise if count > steps - WINDOW]
         whole = any(count <= steps - WINDOW for count, _ in self._noise)
         middle = statistics.median(recent)
-        return whole and len(recent) >= 4 and max(abs(noise - middle) for noise in recent) <= STABLE * middle
+        return (
+            whole
+            and len(recent) >= 4
+            and max(abs(noise - middle) for noise in recent) <= STABLE * middle
+        )
 
 
 def _noise(series: Sequence[float]) -> float:
@@ -114,10 +140,11 @@ def _noise(series: Sequence[float]) -> float:
 
 
 def half_width(series: Sequence[float]) -> float:
-    """Return half the width of the median's 95 % interval, from order statistics, as a fraction of the median.
+    """Return half the width of the median's 95 % interval, from order statistics, as a fraction of
+    the median.
 
-    Return infinity for fewer than six values, because then even the range from the smallest to the largest value
-    contains the true median with a probability below 95 %.
+    Return infinity for fewer than six values, because then even the range from the smallest to the
+    largest value contains the true median with a probability below 95 %.
     """
     ordered, n = sorted(series), len(series)
     if n < 6:
@@ -130,10 +157,10 @@ def half_width(series: Sequence[float]) -> float:
 class UntilPrecise:
     """The rule that adds rounds until every speed-up is precise.
 
-    A speed-up is precise if half the width of its 95 % interval is at most the fraction `precision` of its value. As
-    long as a case's speed-up is not precise, the case and its baseline are measured in every round. If no case has a
-    speed-up, the step time of every case must become precise instead. Every case gets at least `least` and at most
-    `most` rounds.
+    A speed-up is precise if half the width of its 95 % interval is at most the fraction `precision`
+    of its value. As long as a case's speed-up is not precise, the case and its baseline are
+    measured in every round. If no case has a speed-up, the step time of every case must become
+    precise instead. Every case gets at least `least` and at most `most` rounds.
     """
 
     precision: float = PRECISION
@@ -142,7 +169,9 @@ class UntilPrecise:
     _series: dict[Case, stats.Timed] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
-        """Add the step times of a trial to those of its case, unless the trial is not trusted (see `Trial.trusted`)."""
+        """Add the step times of a trial to those of its case, unless the trial is not trusted (see
+        `Trial.trusted`).
+        """
         summary.add(self._series, trial)
 
     @property
@@ -153,30 +182,42 @@ class UntilPrecise:
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
         """Return the cases to measure in round `number`, which counts from 0.
 
-        The first `least` rounds measure all cases. Each later round measures the cases that are not yet precise, and
-        their baselines. The list is empty from round `most` on.
+        The first `least` rounds measure all cases. Each later round measures the cases that are not
+        yet precise, and their baselines. The list is empty from round `most` on.
         """
         if number < self.least:
             return list(cases)
         if number >= self.most:
             return []
-        open_ = {case: base for case, base, found in self._judged(cases) if interval_half_width(found) > self.precision}
+        open_ = {
+            case: base
+            for case, base, found in self._judged(cases)
+            if interval_half_width(found) > self.precision
+        }
         needed = {*open_, *filter(None, open_.values())}
         return [case for case in cases if case in needed]
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return a dictionary from the label of each judged case to a text that says why the case got no more rounds.
+        """Return a dictionary from the label of each judged case to a text that says why the case
+        got no more rounds.
 
-        The judged cases are those with a baseline or, if no case has a baseline, all measured cases. The text begins
-        with the reason, which is `precise`, `rounds` (the case had the maximum number of rounds) or `budget`. The
-        precision that was reached follows.
+        The judged cases are those with a baseline or, if no case has a baseline, all measured
+        cases. The text begins with the reason, which is `precise`, `rounds` (the case had the
+        maximum number of rounds) or `budget`. The precision that was reached follows.
         """
         found = {}
         for case, base, estimate in self._judged(cases):
             width, quantity = interval_half_width(estimate), "speed-up" if base else "step time"
-            ended = "precise" if width <= self.precision else "rounds" if estimate.n >= self.most else "budget"
+            ended = (
+                "precise"
+                if width <= self.precision
+                else "rounds"
+                if estimate.n >= self.most
+                else "budget"
+            )
             found[case.label] = (
-                f"{ended}: {quantity} known to within {width:.1%} after {count(estimate.n, 'round')}"
+                f"{ended}: {quantity} known to within {width:.1%} after"
+                f" {count(estimate.n, 'round')}"
                 + _outlook(estimate if base and ended != "precise" else None)
             )
         return found
@@ -196,10 +237,11 @@ class UntilPrecise:
 
 
 def _outlook(ratio: Estimate | None) -> str:
-    """Return the verdict on a speed-up (such as "faster" or "undecided") as text to append to a reason.
+    """Return the verdict on a speed-up (such as "faster" or "undecided") as text to append to a
+    reason.
 
-    For "undecided", the text also has the number of further rounds that would decide the verdict, unless it is too
-    large. Return an empty string if `ratio` is None.
+    For "undecided", the text also has the number of further rounds that would decide the verdict,
+    unless it is too large. Return an empty string if `ratio` is None.
     """
     if ratio is None:
         return ""
@@ -207,12 +249,17 @@ def _outlook(ratio: Estimate | None) -> str:
     if said != "undecided":
         return f", {said}"
     more = stats.rounds_to_decide(ratio) - ratio.n
-    needed = f": about {count(more, 'more round')} would show whether it is faster, slower or the same"
+    needed = (
+        f": about {count(more, 'more round')} would show whether it is faster, slower or the same"
+    )
     return f", undecided{needed if more < MOST else ''}"
 
 
 def interval_half_width(estimate: Estimate) -> float:
-    """Return half the width of an estimate's interval as a fraction of its value; infinity for a single round."""
+    """Return half the width of an estimate's interval as a fraction of its value.
+
+    Infinity for a single round.
+    """
     return (estimate.high - estimate.low) / 2 / estimate.value if estimate.n > 1 else float("inf")
 
 
@@ -224,16 +271,24 @@ class RoundsRule(Protocol):
 
     @property
     def name(self) -> int | str:
-        """Return the number of rounds if it is fixed, otherwise the rule's name. The plan's hash contains `name`."""
+        """Return the number of rounds if it is fixed, otherwise the rule's name.
+
+        The plan's hash contains `name`.
+        """
 
     def add(self, trial: Trial) -> None:
         """Add an ended trial, so that later decisions of the rule can depend on it."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`, which counts from 0; an empty list ends the run."""
+        """Return the cases to measure in round `number`, which counts from 0.
+
+        An empty list ends the run.
+        """
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return a dictionary from each case's label to the reason why the case got no more rounds."""
+        """Return a dictionary from each case's label to the reason why the case got no more
+        rounds.
+        """
 
 
 @dataclass(frozen=True)
@@ -246,7 +301,10 @@ class Fixed:
         """Do nothing, because a fixed number of rounds does not depend on the trials."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return all cases if `number`, which counts from 0, is below the number of rounds; otherwise an empty list."""
+        """Return all cases if `number`, which counts from 0, is below the number of rounds.
+
+        Otherwise an empty list.
+        """
         return list(cases) if number < self.name else []
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
@@ -255,15 +313,19 @@ class Fixed:
 
 
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:
-    """Return a warning that the rest of a budget is too short for `trials` trials; "" if it is long enough.
+    """Return a warning that the rest of a budget is too short for `trials` trials.
 
-    `left_s` is the rest of the budget, and `overhead_s` is the measured time of a trial without its steps, in seconds.
+    "" if it is long enough.
+
+    `left_s` is the rest of the budget, and `overhead_s` is the measured time of a trial without its
+    steps, in seconds.
     """
     needed_s = trials * (overhead_s + LEAST_S)
     if needed_s <= left_s:
         return ""
     return (
-        f"the budget is too short: {words.count(trials, 'more trial')} would take at least {words.time(needed_s)} "
-        f"({words.time(overhead_s)} per trial in addition to its steps), but {words.time(max(0.0, left_s))} of the "
-        f"budget is left; the last trials will be skipped. Give a larger --budget, or fewer --devices or --models"
+        f"the budget is too short: {words.count(trials, 'more trial')} would take at least"
+        f" {words.time(needed_s)} ({words.time(overhead_s)} per trial in addition to its steps),"
+        f" but {words.time(max(0.0, left_s))} of the budget is left; the last trials will be"
+        " skipped. Give a larger --budget, or fewer --devices or --models"
     )

@@ -1,19 +1,24 @@
-"""Verification: compare a strategy's gradients with those of a reference before the strategy may be timed.
+"""Verification: compare a strategy's gradients with those of a reference before the strategy may be
+timed.
 
-The ranks of DistributedDataParallel have a loss each, and DDP averages their gradients. If the loss averages over the
-valid items of a batch only, this mean is not the gradient of the whole batch. Verification accepts it from strategies
-with ranks, and records by how much the two differ; see `check`.
+The ranks of DistributedDataParallel have a loss each, and DDP averages their gradients. If the loss
+averages over the valid items of a batch only, this mean is not the gradient of the whole batch.
+Verification accepts it from strategies with ranks, and records by how much the two differ; see
+`check`.
 
-If the steps of a case do not train, the outputs of a forward are compared instead; see `check_outputs`.
+If the steps of a case do not train, the outputs of a forward are compared instead; see
+`check_outputs`.
 
-The reference, called the chunked reference, does not use the engine. It splits the batch into one chunk per forward
-pass of the strategy, and runs one deep copy of the module per chunk, one after the other on the first device. It
-computes the loss of the concatenated outputs, and adds the gradients of the copies in the order of the chunks.
+The reference, called the chunked reference, does not use the engine. It splits the batch into one
+chunk per forward pass of the strategy, and runs one deep copy of the module per chunk, one after
+the other on the first device. It computes the loss of the concatenated outputs, and adds the
+gradients of the copies in the order of the chunks.
 
-Replicas of one process draw random numbers from one generator, in an order that depends on the threads. Verification
-therefore seeds the generator before each forward with a number that it computes from the inputs of the forward. The
-strategy and the reference then draw the same numbers for the same chunk: in modules such as nn.Dropout, in functions,
-and in scaled dot-product attention. Where this is not possible, the dropout of torch's own modules is off.
+Replicas of one process draw random numbers from one generator, in an order that depends on the
+threads. Verification therefore seeds the generator before each forward with a number that it
+computes from the inputs of the forward. The strategy and the reference then draw the same numbers
+for the same chunk: in modules such as nn.Dropout, in functions, and in scaled dot-product
+attention. Where this is not possible, the dropout of torch's own modules is off.
 """
 
 from __future__ import annotations
@@ -54,21 +59,28 @@ Compute = Callable[..., nn.Module]
 TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 """The largest permitted relative error of a tensor, by precision; errors are measured by norms.
 
-In fp32, another order of additions causes much smaller errors. tf32 and fp16 round to 11 significant bits, bf16 to 8.
+In fp32, another order of additions causes much smaller errors. tf32 and fp16 round to 11
+significant bits, bf16 to 8.
 """
 _ALONE = threading.RLock()
-"""The lock that a thread holds during a replayed forward, because the replicas' threads share the host's generator."""
+"""The lock that a thread holds during a replayed forward, because the replicas' threads share the
+host's generator.
+"""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
-"""The factors by which a torch.amp.GradScaler multiplies the loss, in order; each overflow leads to the next factor."""
+"""The factors by which a torch.amp.GradScaler multiplies the loss, in order.
+
+Each overflow leads to the next factor.
+"""
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """How much the mean of the gradients of the chunks' own losses differs from the gradient of the whole batch.
+    """How much the mean of the gradients of the chunks' own losses differs from the gradient of the
+    whole batch.
 
-    The chunks are the rows of the ranks, or of micro-batches. `low` and `high` are the smallest and the largest
-    difference of a parameter's gradient, divided by the norm of its gradient of the whole batch. `rows` is the number
-    of samples in the batch.
+    The chunks are the rows of the ranks, or of micro-batches. `low` and `high` are the smallest and
+    the largest difference of a parameter's gradient, divided by the norm of its gradient of the
+    whole batch. `rows` is the number of samples in the batch.
     """
 
     low: float
@@ -78,13 +90,15 @@ class Averaging:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing a strategy's gradients or outputs with those of the chunked reference.
+    """The result of comparing a strategy's gradients or outputs with those of the chunked
+    reference.
 
-    `worst` is the name of the parameter, buffer or output with the largest relative error, and `error` is this error.
-    `worst` is empty if all tensors are equal. `random` is True if two runs of the reference differ.
-    `steps_s` is the time of the strategy's steps in seconds; the first step of a compiled module contains compilation.
-    `averaging` is None unless the gradients are the mean of the gradients of the ranks' own losses, and not those of
-    the whole batch; `verified`, `worst` and `error` then compare the gradients with this mean.
+    `worst` is the name of the parameter, buffer or output with the largest relative error, and
+    `error` is this error. `worst` is empty if all tensors are equal. `random` is True if two runs
+    of the reference differ. `steps_s` is the time of the strategy's steps in seconds; the first
+    step of a compiled module contains compilation. `averaging` is None unless the gradients are the
+    mean of the gradients of the ranks' own losses, and not those of the whole batch; `verified`,
+    `worst` and `error` then compare the gradients with this mean.
     """
 
     verified: Verified
@@ -96,14 +110,21 @@ class Verification:
 
     def __str__(self) -> str:
         if math.isnan(self.error):
-            return f"{self.worst} cannot be compared with the chunked reference: one of them contains NaN or infinity"
-        text = f"{self.worst} differs from the chunked reference by {self.error:.2g} times the norm of the reference"
+            return (
+                f"{self.worst} cannot be compared with the chunked reference: one of them contains"
+                " NaN or infinity"
+            )
+        text = (
+            f"{self.worst} differs from the chunked reference by {self.error:.2g} times the norm of"
+            " the reference"
+        )
         if not self.random:
             return text
         return (
-            f"{text}, but two runs of the reference also differ from each other: the model draws random numbers that "
-            "dpbench cannot repeat. Let the model draw them in forward, not in the loss, from torch's default "
-            "generator, without compilation or layers spread over GPUs; or turn them off (for example dropout)"
+            f"{text}, but two runs of the reference also differ from each other: the model draws"
+            " random numbers that dpbench cannot repeat. Let the model draw them in forward, not"
+            " in the loss, from torch's default generator, without compilation or layers spread"
+            " over GPUs; or turn them off (for example dropout)"
         )
 
 
@@ -117,20 +138,26 @@ def check(
     split: Splits = lambda case, module: Split(case.rows),
     buffers: bool = True,
 ) -> Verification:
-    """Take one step with a small batch, and return the comparison of its gradients with those of the reference.
+    """Take one step with a small batch, and return the comparison of its gradients with those of
+    the reference.
 
-    `start` and `split` are the strategy's methods, and `precision` returns the context manager for the forward of a
-    case. With `buffers`, the module's buffers are compared too. The step updates the weights of `model`.
+    `start` and `split` are the strategy's methods, and `precision` returns the context manager for
+    the forward of a case. With `buffers`, the module's buffers are compared too. The step updates
+    the weights of `model`.
 
-    Several steps are taken in fp16 if the gradients overflow, because a GradScaler then skips the update and halves its
-    scale; the gradients of the last step are compared. Raises ValueError if the reference overflows at every scale.
+    Several steps are taken in fp16 if the gradients overflow, because a GradScaler then skips the
+    update and halves its scale; the gradients of the last step are compared. Raises ValueError if
+    the reference overflows at every scale.
 
-    Gradients of a strategy with ranks that differ from the reference are compared with the mean of the gradients of
-    each rank's own loss. If they agree, within the same tolerance, they are right, and the result has `averaging`.
+    Gradients of a strategy with ranks that differ from the reference are compared with the mean of
+    the gradients of each rank's own loss. If they agree, within the same tolerance, they are right,
+    and the result has `averaging`.
     """
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
-    model = replace(model, loop=replace(model.loop, clip_norm=None))  # clipped gradients are not those of the reference
+    model = replace(
+        model, loop=replace(model.loop, clip_norm=None)
+    )  # clipped gradients are not those of the reference
     if not (_replays(case, parts) and replay(model.module)):
         _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
@@ -139,9 +166,14 @@ def check(
 
     def reference(compute: Compute = chunked) -> nn.Module:
         given = replace(model, module=pristine)
-        return _reference(given, small, inputs, target, parts, devices[0], precision, steps, compute)
+        return _reference(
+            given, small, inputs, target, parts, devices[0], precision, steps, compute
+        )
 
-    first, tolerance = reference(), TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision]
+    first, tolerance = (
+        reference(),
+        TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision],
+    )
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:
@@ -149,7 +181,9 @@ def check(
         _check_own_losses(mean, parts.rows)
         own = compare(trained, mean, tolerance, buffers=buffers)
         if own.verified is not Verified.NO:
-            return replace(own, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size))
+            return replace(
+                own, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size)
+            )
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
         return replace(verdict, random=itself.verified is Verified.NO)
@@ -158,13 +192,14 @@ def check(
 
 def averaging(
     case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
-) -> Averaging | None:  # fmt: skip
-    """Return how the gradient that ranks would compute for a batch of the case differs from that of the whole batch.
+) -> Averaging | None:
+    """Return how the gradient that ranks would compute for a batch of the case differs from that of
+    the whole batch.
 
-    No rank and no strategy is started: both gradients are computed on `device`, with the chunks of the case's rows.
-    Return None if they agree within the tolerance of the case's precision, if the model returns its own loss, or if
-    the model draws random numbers that dpbench cannot repeat. Raises ValueError if the loss of one rank's rows is not
-    finite.
+    No rank and no strategy is started: both gradients are computed on `device`, with the chunks of
+    the case's rows. Return None if they agree within the tolerance of the case's precision, if the
+    model returns its own loss, or if the model draws random numbers that dpbench cannot repeat.
+    Raises ValueError if the loss of one rank's rows is not finite.
     """
     model = load(case.model, case.size, case.seed)
     parts = Split(case.rows)
@@ -187,66 +222,85 @@ def averaging(
 
 
 def _check_own_losses(mean: nn.Module, rows: Sequence[int]) -> None:
-    """Raise ValueError if the mean of the gradients of the chunks' own losses is not finite; `rows` are the chunks'."""
+    """Raise ValueError if the mean of the gradients of the chunks' own losses is not finite.
+
+    `rows` are the chunks'.
+    """
     for name, parameter in mean.named_parameters():
         if kind := _not_finite(_gradient(parameter)):
             raise ValueError(
-                f"the gradient of {name} contains {kind} if each rank or micro-batch has its own loss (of "
-                f"{', '.join(map(str, rows))} samples), but not if the loss is that of the whole batch: a mean over "
-                "the valid items divides by zero where no item is valid; divide by at least 1, or let each chunk have "
-                "a valid item"
+                f"the gradient of {name} contains {kind} if each rank or micro-batch has its own"
+                f" loss (of {', '.join(map(str, rows))} samples), but not if the loss is that of"
+                " the whole batch: a mean over the valid items divides by zero where no item is"
+                " valid; divide by at least 1, or let each chunk have a valid item"
             )
 
 
 def _averaging(module: nn.Module, whole: nn.Module, rows: int) -> Averaging:
     """Return the range of the errors of the module's gradients, relative to those of `whole`."""
     errors = _errors(_gradients(module, whole), ())
-    trained = [errors[name] for name, parameter in whole.named_parameters() if parameter.requires_grad]
+    trained = [
+        errors[name] for name, parameter in whole.named_parameters() if parameter.requires_grad
+    ]
     return Averaging(min(trained), max(trained), rows)
 
 
 def _check_gradients(module: nn.Module) -> None:
-    """Raise ValueError if the chunked reference has no gradient at all, or one with an element that is not finite."""
+    """Raise ValueError if the chunked reference has no gradient at all, or one with an element that
+    is not finite.
+    """
     found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
     if not found:
         raise ValueError(
-            "no parameter has a gradient after backward in the first step, so nothing is trained: the loss must depend "
-            "on the parameters, without detach(), torch.no_grad() or a conversion to numbers in between"
+            "no parameter has a gradient after backward in the first step, so nothing is trained:"
+            " the loss must depend on the parameters, without detach(), torch.no_grad() or a"
+            " conversion to numbers in between"
         )
     for name, gradient in found.items():
         if kind := _not_finite(gradient):
             raise ValueError(
-                f"the gradient of {name} contains {kind} in the first step, also without data parallelism: correct the "
-                "model, its batch or its loss; a division by zero, log(0) or a too large input gives such numbers"
+                f"the gradient of {name} contains {kind} in the first step, also without data"
+                " parallelism: correct the model, its batch or its loss; a division by zero,"
+                " log(0) or a too large input gives such numbers"
             )
 
 
 DIVERGES = (
-    "the first step was correct, so the training diverges: correct the model or its batches, or give "
-    "--optimizer own with a smaller learning rate in the model's optimizer; or give --unverified, which labels every "
-    "figure UNVERIFIED"
+    "the first step was correct, so the training diverges: correct the model or its batches, or"
+    " give --optimizer own with a smaller learning rate in the model's optimizer; or give"
+    " --unverified, which labels every figure UNVERIFIED"
 )
 """The cause of steps that give NaN or infinity only after verification, and the remedy."""
 
 
 def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
-    """Raise ValueError if a result contains NaN; if the steps train (`trains`), also if it contains infinity.
+    """Raise ValueError if a result contains NaN.
 
-    `results` has the losses (without training, the outputs) of consecutive steps. `last` is the number of the last of
-    these steps, counted from 1. If a strategy writes all losses to the same memory, the error names that last step.
+    If the steps train (`trains`), also if it contains infinity.
+
+    `results` has the losses (without training, the outputs) of consecutive steps. `last` is the
+    number of the last of these steps, counted from 1. If a strategy writes all losses to the same
+    memory, the error names that last step.
     """
     found: dict[int, tuple[int, torch.Tensor]] = {}
     for step, result in enumerate(results, start=last - len(results) + 1):
         found |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
     for step, tensor in sorted(found.values(), key=lambda one: one[0]):
         if (has := _not_finite(tensor)) == "NaN" or (has and trains):
-            raise ValueError(f"the {'loss' if trains else 'output'} of step {step} contains {has}; {DIVERGES}")
+            raise ValueError(
+                f"the {'loss' if trains else 'output'} of step {step} contains {has}; {DIVERGES}"
+            )
 
 
 def check_weights(module: nn.Module) -> None:
-    """Raise ValueError if a trained weight contains NaN or infinity; no loss shows the effect of the last update."""
+    """Raise ValueError if a trained weight contains NaN or infinity.
+
+    No loss shows the effect of the last update.
+    """
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and (has := _not_finite(parameter.detach().cpu())):  # a device may be full
+        if parameter.requires_grad and (
+            has := _not_finite(parameter.detach().cpu())
+        ):  # a device may be full
             raise ValueError(f"after the timed steps, the weight {name} contains {has}; {DIVERGES}")
 
 
@@ -257,11 +311,15 @@ def _not_finite(tensor: torch.Tensor) -> str:
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
 
 
-def dependence(case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]) -> float:
-    """Return the relative difference between the gradients of a step in chunks and of a step on the whole batch.
+def dependence(
+    case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
+) -> float:
+    """Return the relative difference between the gradients of a step in chunks and of a step on the
+    whole batch.
 
-    The norm of the difference is divided by the norm of the gradients on the whole batch. The result is 0, up to
-    rounding, if the loss is a mean over samples that do not depend on each other. Dropout is off.
+    The norm of the difference is divided by the norm of the gradients on the whole batch. The
+    result is 0, up to rounding, if the loss is a mean over samples that do not depend on each
+    other. Dropout is off.
     """
     found = []
     for rows in (case.rows, (case.batch_size,)):
@@ -274,14 +332,22 @@ def dependence(case: Case, device: Device, precision: Callable[[Case], AbstractC
 
 
 def check_outputs(
-    start: Start, case: Case, model: Model, devices: Sequence[Device],
-    precision: Callable[[Case], AbstractContextManager[Any]], *, split: Splits, rank: int | None = None,
-) -> Verification:  # fmt: skip
-    """Run the forward on a small batch, and return the comparison of its output with that of the chunked reference.
+    start: Start,
+    case: Case,
+    model: Model,
+    devices: Sequence[Device],
+    precision: Callable[[Case], AbstractContextManager[Any]],
+    *,
+    split: Splits,
+    rank: int | None = None,
+) -> Verification:
+    """Run the forward on a small batch, and return the comparison of its output with that of the
+    chunked reference.
 
-    The reference runs in eval mode, under no_grad. `start` returns a context manager that yields the forward in the
-    mode of the case; the other arguments are those of `check`. `rank` is the rank of this process, whose output has
-    only the rows of this rank; None for strategies without ranks. The forward must not change weights or buffers.
+    The reference runs in eval mode, under no_grad. `start` returns a context manager that yields
+    the forward in the mode of the case; the other arguments are those of `check`. `rank` is the
+    rank of this process, whose output has only the rows of this rank; None for strategies without
+    ranks. The forward must not change weights or buffers.
     """
     small = _small(case, lambda one: split(one, model.module))
     rows = split(small, model.module).rows
@@ -306,12 +372,19 @@ def check_outputs(
     given, wanted = tensors_by_name(output), tensors_by_name(expected)
     shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
     if shapes != right:
-        told, expects = (" and ".join(f"{n} of shape {s}" for n, s in one) for one in (shapes, right))
-        return Verification(Verified.NO, f"the forward's result ({told} instead of {expects})", float("inf"))
+        told, expects = (
+            " and ".join(f"{n} of shape {s}" for n, s in one) for one in (shapes, right)
+        )
+        return Verification(
+            Verified.NO, f"the forward's result ({told} instead of {expects})", float("inf")
+        )
     before, after = pristine.state_dict(), model.module.state_dict()
     kept = [(name, after[name], before[name]) for name in before]
     if with_nan := next((name for name, tensor in wanted.items() if tensor.isnan().any()), ""):
-        raise ValueError(f"{with_nan} contains NaN, also without data parallelism: correct the model or its batch")
+        raise ValueError(
+            f"{with_nan} contains NaN, also without data parallelism: correct the model or its"
+            " batch"
+        )
     outputs = [(name, given[name], wanted[name]) for name in wanted]
     verdict = replace(_verdict(outputs, kept, tolerance), steps_s=steps_s)
     if verdict.verified is Verified.NO:
@@ -324,10 +397,12 @@ def check_outputs(
 def _trained(
     start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[nn.Module, int, float]:
-    """Train; return the trained module, the number of steps of the last attempt, and the seconds of all attempts.
+    """Train; return the trained module, the number of steps of the last attempt, and the seconds of
+    all attempts.
 
-    The first attempt takes one step of `model`. In fp16, as long as the gradients of the last step overflow,
-    another attempt follows, which starts from a fresh copy of the model and takes one step more.
+    The first attempt takes one step of `model`. In fp16, as long as the gradients of the last step
+    overflow, another attempt follows, which starts from a fresh copy of the model and takes one
+    step more.
     """
     pristine, steps_s = copy.deepcopy(model.module), 0.0
     for steps in range(1, len(SCALES) + 1):
@@ -346,26 +421,36 @@ def _trained(
 
 
 def _reference(
-    model: Model, case: Case, inputs: Any, target: Any, parts: Split, device: Device,
-    precision: Callable[[Case], AbstractContextManager[Any]], steps: int, compute: Compute = chunked,
-) -> nn.Module:  # fmt: skip
-    """Return a copy of the model's module with the gradients of the chunked reference after `steps` steps.
+    model: Model,
+    case: Case,
+    inputs: Any,
+    target: Any,
+    parts: Split,
+    device: Device,
+    precision: Callable[[Case], AbstractContextManager[Any]],
+    steps: int,
+    compute: Compute = chunked,
+) -> nn.Module:
+    """Return a copy of the model's module with the gradients of the chunked reference after `steps`
+    steps.
 
-    With `compute=averaged`, the gradients are the mean of those of the chunks' own losses. The steps do not change the
-    weights, but every forward changes buffers. Raises ValueError if the gradients overflow fp16 at every scale of the
-    loss.
+    With `compute=averaged`, the gradients are the mean of those of the chunks' own losses. The
+    steps do not change the weights, but every forward changes buffers. Raises ValueError if the
+    gradients overflow fp16 at every scale of the loss.
     """
     # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
         module = copy.deepcopy(model.module)
         with precision(case):
             for _ in range(steps):
-                module = compute(module, model.loss, inputs, target, parts, device.torch_device, scale=scale)
+                module = compute(
+                    module, model.loss, inputs, target, parts, device.torch_device, scale=scale
+                )
         if case.precision != "fp16" or _finite(module):
             return module
     raise ValueError(
-        "the gradients of the chunked reference overflow fp16 even if the loss is not scaled: give --precision "
-        "bf16 or fp32"
+        "the gradients of the chunked reference overflow fp16 even if the loss is not scaled: give"
+        " --precision bf16 or fp32"
     )
 
 
@@ -375,16 +460,25 @@ def _finite(module: nn.Module) -> bool:
 
 
 def _small(case: Case, split: Callable[[Case], Split]) -> Case:
-    """Return the case with a smaller batch (if possible in unequal chunks), but with all its replicas and passes."""
-    counts: Callable[[Case], tuple[int, int]] = lambda one: (len(one.rows), len(split(one).rows))  # noqa: E731
+    """Return the case with a smaller batch (if possible in unequal chunks), but with all its
+    replicas and passes.
+    """
+
+    def counts(one: Case) -> tuple[int, int]:
+        return len(one.rows), len(split(one).rows)
+
     expected = counts(case)
     most = max(4 * case.devices - 1 if case.devices > 1 else 4, 3 * expected[1] - 1)
-    smaller = (replace(case, batch_size=rows) for rows in (*range(min(case.batch_size, most), 0, -1), case.batch_size))
+    smaller = (
+        replace(case, batch_size=rows)
+        for rows in (*range(min(case.batch_size, most), 0, -1), case.batch_size)
+    )
     return next(small for small in smaller if counts(small) == expected)
 
 
 def _replays(case: Case, parts: Split) -> bool:
-    """Return whether each forward pass of a step can draw random numbers from a seed that is computed from its inputs.
+    """Return whether each forward pass of a step can draw random numbers from a seed that is
+    computed from its inputs.
 
     This is impossible in compiled code, which draws its own numbers.
     """
@@ -392,10 +486,12 @@ def _replays(case: Case, parts: Split) -> bool:
 
 
 def replay(module: nn.Module) -> bool:
-    """Let each forward of `module` seed the random generators from its inputs, and restore the generators at its end.
+    """Let each forward of `module` seed the random generators from its inputs, and restore the
+    generators at its end.
 
-    Only one thread at a time runs a forward, because all threads share the generator of the host. The copies and
-    replicas of the module replay too. Return whether the module can replay; see `with_forward`.
+    Only one thread at a time runs a forward, because all threads share the generator of the host.
+    The copies and replicas of the module replay too. Return whether the module can replay; see
+    `with_forward`.
     """
 
     def replaying(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -433,15 +529,23 @@ def _without_dropout(module: nn.Module) -> None:
             part.dropout = 0.0
 
 
-def compare(module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True) -> Verification:
-    """Compare a module's gradients, and with `buffers` its buffers, with those of `reference`; see `_verdict`."""
+def compare(
+    module: nn.Module, reference: nn.Module, tolerance: float, *, buffers: bool = True
+) -> Verification:
+    """Compare a module's gradients, and with `buffers` its buffers, with those of `reference`.
+
+    See `_verdict`.
+    """
     gradients = _gradients(module, reference)
     kept = [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()] if buffers else []
     return _verdict(gradients, kept, tolerance)
 
 
 def _gradients(module: nn.Module, reference: nn.Module) -> Pairs:
-    return [(n, _gradient(p), _gradient(reference.get_parameter(n))) for n, p in module.named_parameters()]
+    return [
+        (n, _gradient(p), _gradient(reference.get_parameter(n)))
+        for n, p in module.named_parameters()
+    ]
 
 
 Pairs = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
@@ -449,17 +553,21 @@ Pairs = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
-    """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are buffers or weights.
+    """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are
+    buffers or weights.
 
-    The error of a tensor is the norm of its difference from the reference's tensor, divided by the norm of the
-    reference's tensor. To ignore rounding errors of tiny tensors, the divisor has a lower limit: for a result, 1e-4 of
-    the largest norm of all results; for a kept tensor, the norm of a tensor of its shape with all elements 1e-4.
-    The verdict is BITWISE if all tensors are equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
+    The error of a tensor is the norm of its difference from the reference's tensor, divided by the
+    norm of the reference's tensor. To ignore rounding errors of tiny tensors, the divisor has a
+    lower limit: for a result, 1e-4 of the largest norm of all results; for a kept tensor, the norm
+    of a tensor of its shape with all elements 1e-4. The verdict is BITWISE if all tensors are
+    equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     if all(torch.equal(ours.to(theirs.device), theirs) for _, ours, theirs in (*results, *kept)):
         return Verification(Verified.BITWISE)
     errors = _errors(results, kept)
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    worst = max(
+        errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf")
+    )
     # not (error > tolerance), so that NaN fails
     verified = Verified.WITHIN_TOLERANCE if errors[worst] <= tolerance else Verified.NO
     return Verification(verified, worst, errors[worst])
@@ -468,11 +576,19 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
 def _errors(results: Pairs, kept: Pairs) -> dict[str, float]:
     """Return the error of each tensor by its name, as `_verdict` defines it."""
     # the reference is on one device, and the module's layers may be on several
-    results, kept = ([(name, ours.to(theirs.device), theirs) for name, ours, theirs in one] for one in (results, kept))
+    results, kept = (
+        [(name, ours.to(theirs.device), theirs) for name, ours, theirs in one]
+        for one in (results, kept)
+    )
     largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
-    floors = [1e-4 * largest] * len(results) + [1e-4 * theirs.numel() ** 0.5 for _, _, theirs in kept]
+    floors = [1e-4 * largest] * len(results) + [
+        1e-4 * theirs.numel() ** 0.5 for _, _, theirs in kept
+    ]
     return {
-        name: (ours.double() - theirs.double()).norm().item() / max(theirs.double().norm().item(), floor, 1e-30)
+        name: (
+            (ours.double() - theirs.double()).norm().item()
+            / max(theirs.double().norm().item(), floor, 1e-30)
+        )
         for (name, ours, theirs), floor in zip((*results, *kept), floors, strict=True)
     }
 

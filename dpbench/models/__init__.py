@@ -1,13 +1,17 @@
-"""Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for users' models.
+"""Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for
+users' models.
 
 A model is a file of this folder, or a user's object (see `_own`). It has three functions:
 
     build(size) -> Module
-    batch(n, seed, size) -> (inputs, target)      inputs: a tensor, a tuple of positional arguments, or a dict of
-                                                  keyword arguments; a dict alone is a batch without a target
-    loss(output, target) -> 0-dim tensor          for schedules with loss=local, a loss function of torch
+    batch(n, seed, size) -> (inputs, target)
+    loss(output, target) -> 0-dim tensor
 
-If forward returns the loss, or a structure with `loss`, the model has `loss = None` instead of this function.
+`inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments; a dict alone
+is a batch without a target. Schedules with loss=local need a loss function of torch.
+
+If forward returns the loss, or a structure with `loss`, the model has `loss = None` instead of this
+function.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ SIZES = ("small", "full")
 _FEW = 2
 """The number of rows of the batch that shows whether a user's model takes keyword arguments."""
 RECOMPILE_LIMIT = 64
-"""The number of times that torch may compile the same code. It compiles once for each device and chunk shape.
+"""The number of times that torch may compile the same code.
+
+It compiles once for each device and chunk shape.
 
 Above this limit, torch runs the code uncompiled.
 """
@@ -41,10 +47,12 @@ Above this limit, torch runs the code uncompiled.
 
 @dataclass(frozen=True)
 class Model:
-    """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns (inputs, target).
+    """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns
+    (inputs, target).
 
-    `owns_loss` is True if the output contains the loss; the function `loss` then returns this loss. `loop` has the
-    optimizer, the scheduler and the clip norm of the user's training loop, for cases with `--optimizer own`.
+    `owns_loss` is True if the output contains the loss; the function `loss` then returns this loss.
+    `loop` has the optimizer, the scheduler and the clip norm of the user's training loop, for cases
+    with `--optimizer own`.
     """
 
     name: str
@@ -55,47 +63,63 @@ class Model:
     loop: _own.LoopParts = _own.NO_LOOP
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
-        """Return (inputs, target) of `n` synthetic samples; the same `seed` always gives the same values.
+        """Return (inputs, target) of `n` synthetic samples.
 
-        Raises ValueError if the first dimension of any tensor in the inputs or the target is not `n`, because the work
-        of the timed step would then differ from the work that the case describes.
+        The same `seed` always gives the same values.
+
+        Raises ValueError if the first dimension of any tensor in the inputs or the target is not
+        `n`, because the work of the timed step would then differ from the work that the case
+        describes.
         """
         inputs, target = self._pair(self.make_batch(n, seed))
-        wrong = [f"{where} has {_shape(one)}" for where, one in _tensors((inputs, target)) if one.shape[:1] != (n,)]
+        wrong = [
+            f"{where} has {_shape(one)}"
+            for where, one in _tensors((inputs, target))
+            if one.shape[:1] != (n,)
+        ]
         if wrong:
             raise ValueError(
-                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)}; set the first "
-                f"dimension of every tensor in the inputs and the target to the first argument of batch(), here {n}"
+                f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)};"
+                " set the first dimension of every tensor in the inputs and the target to the"
+                f" first argument of batch(), here {n}"
             )
         return inputs, target
 
     def _pair(self, made: Any) -> tuple[Any, Any]:
-        """Return (inputs, target) from `made`, the result of `make_batch`; for a dict alone, the target is None.
+        """Return (inputs, target) from `made`, the result of `make_batch`.
 
-        Raises TypeError if `made` is neither a pair nor a dict, if it contains an object whose rows cannot be split, or
-        if the inputs contain no tensor.
+        For a dict alone, the target is None.
+
+        Raises TypeError if `made` is neither a pair nor a dict, if it contains an object whose rows
+        cannot be split, or if the inputs contain no tensor.
         """
         if isinstance(made, Mapping):
             made = (made, None)
         if not isinstance(made, tuple | list) or len(made) != 2:
             kind = type(made).__name__
-            told = f"a {kind} of length {len(made)}" if isinstance(made, tuple | list) else f"an object of type {kind}"
+            told = (
+                f"a {kind} of length {len(made)}"
+                if isinstance(made, tuple | list)
+                else f"an object of type {kind}"
+            )
             raise TypeError(
-                f"model {self.name}: batch(n, seed, size) must return (inputs, target), or a dict of keyword "
-                f"arguments, but it returned {told}; put several inputs into a tuple or a dict"
+                f"model {self.name}: batch(n, seed, size) must return (inputs, target), or a dict"
+                f" of keyword arguments, but it returned {told}; put several inputs into a tuple or"
+                " a dict"
             )
         inputs, target = made
         inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
         for leaf in tree_leaves((inputs, target)):
             if not isinstance(leaf, torch.Tensor | int | float | str | bytes | None):
                 raise TypeError(
-                    f"model {self.name}: batch(n, seed, size) returned a {type(leaf).__name__}, whose rows cannot be "
-                    "split; give tensors (torch.from_numpy for arrays) in tuples, lists or dicts"
+                    f"model {self.name}: batch(n, seed, size) returned a {type(leaf).__name__},"
+                    " whose rows cannot be split; give tensors (torch.from_numpy for arrays) in"
+                    " tuples, lists or dicts"
                 )
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(inputs)):
             raise TypeError(
-                f"model {self.name}: the inputs that batch(n, seed, size) returned contain no tensor; return at least "
-                "one tensor with n rows"
+                f"model {self.name}: the inputs that batch(n, seed, size) returned contain no"
+                " tensor; return at least one tensor with n rows"
             )
         return inputs, target
 
@@ -111,7 +135,10 @@ def bytes_in(structure: Any) -> int:
 
 
 def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (location, tensor) for each tensor of a batch, at any depth; a location is text such as "inputs[0]"."""
+    """Yield (location, tensor) for each tensor of a batch, at any depth.
+
+    A location is text such as "inputs[0]".
+    """
     for name, part in zip(("inputs", "target"), batch, strict=True):
         for path, leaf in tree_flatten_with_path(part)[0]:
             if isinstance(leaf, torch.Tensor):
@@ -125,19 +152,25 @@ def _shape(tensor: torch.Tensor) -> str:
 def load(name: str, size: str, seed: int) -> Model:
     """Build the model `name` in the size "small" or "full", with random weights drawn from `seed`.
 
-    `name` is the name of a file of this folder, or the name of a user's or a library's model; see `_own`. The state of
-    the random generator is restored, so that building one model does not change the next one. Raises ValueError for an
-    unknown size, and TypeError for an object that is not a model.
+    `name` is the name of a file of this folder, or the name of a user's or a library's model; see
+    `_own`. The state of the random generator is restored, so that building one model does not
+    change the next one. Raises ValueError for an unknown size, and TypeError for an object that is
+    not a model.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
     plug = _own.plug(name) if ":" in name else registry.load("models", name)
-    with torch.random.fork_rng(devices=[]):  # build() runs on the CPU; forking CUDA's generator would initialise CUDA
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # build() runs on the CPU; forking CUDA's generator would initialise CUDA
         torch.manual_seed(seed)
         with _inside(f"build({size!r})", name):
             module = plug.build(size)
     if not isinstance(module, nn.Module):
-        raise TypeError(f"model {name}: build({size!r}) must return a torch.nn.Module, not {type(module).__name__}")
+        raise TypeError(
+            f"model {name}: build({size!r}) must return a torch.nn.Module, not"
+            f" {type(module).__name__}"
+        )
     with torch.random.fork_rng(devices=[]), _inside(f"batch({_FEW}, {seed}, {size!r})", name):
         keywords = ":" in name and isinstance(_inputs_of(plug.batch(_FEW, seed, size)), Mapping)
     if keywords:
@@ -145,13 +178,20 @@ def load(name: str, size: str, seed: int) -> Model:
     owns_loss = plug.loss is None
     loss = _own.own_loss if owns_loss else plug.loss
     return Model(
-        name, module, lambda n, batch_seed: plug.batch(n, batch_seed, size), loss, owns_loss, _own.loop(plug, name)
+        name,
+        module,
+        lambda n, batch_seed: plug.batch(n, batch_seed, size),
+        loss,
+        owns_loss,
+        _own.loop(plug, name),
     )
 
 
 @contextmanager
 def _inside(call: str, name: str) -> Iterator[None]:
-    """Add a note to an error raised inside this context: `call`, such as "build('small')", and the model's `name`."""
+    """Add a note to an error raised inside this context: `call`, such as "build('small')", and the
+    model's `name`.
+    """
     try:
         yield
     except Exception as error:
@@ -160,14 +200,19 @@ def _inside(call: str, name: str) -> Iterator[None]:
 
 
 def _inputs_of(made: Any) -> Any:
-    """Return the inputs of the batch `made`, which may have a wrong form; `Model.batch` reports a wrong form."""
+    """Return the inputs of the batch `made`, which may have a wrong form.
+
+    `Model.batch` reports a wrong form.
+    """
     return made[0] if isinstance(made, tuple | list) and made else made
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
-    """Return the profile of a model: the sizes of its tensors, and the FLOP of forward and backward.
+    """Return the profile of a model: the sizes of its tensors, and the FLOP of forward and
+    backward.
 
-    torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per sample.
+    torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per
+    sample.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -193,20 +238,28 @@ def profile(model: Model, samples: int = 2) -> Profile:
 def compile_forward(module: nn.Module) -> None:
     """Compile the forward of `module` in place with torch.compile; see `with_forward`.
 
-    A replica of the module is of the same class, and runs the compiled forward with its own weights; `module.compile()`
-    would call the original module in every replica.
+    A replica of the module is of the same class, and runs the compiled forward with its own
+    weights; `module.compile()` would call the original module in every replica.
     """
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no process of the compiler outlives a trial
-    known = "recompile_limit" in inspect.signature(torch.compile).parameters  # not in older versions of torch
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # no process of the compiler outlives a trial
+    known = (
+        "recompile_limit" in inspect.signature(torch.compile).parameters
+    )  # not in older versions of torch
     limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if known else {}
     with_forward(module, lambda forward: torch.compile(forward, **limit))
 
 
 def compilations() -> Counter[str]:
-    """Return how many graphs and how many graph breaks torch.compile has made in this process so far."""
+    """Return how many graphs and how many graph breaks torch.compile has made in this process so
+    far.
+    """
     from torch._dynamo.utils import counters
 
-    return Counter(graphs=counters["stats"]["unique_graphs"], graph_breaks=counters["graph_break"].total())
+    return Counter(
+        graphs=counters["stats"]["unique_graphs"], graph_breaks=counters["graph_break"].total()
+    )
 
 
 def positional(inputs: Any) -> tuple[Any, ...]:

@@ -1,9 +1,10 @@
-"""Own: the user's model objects, models of installed libraries, and the forms of their batches and losses.
+"""Own: the user's model objects, models of installed libraries, and the forms of their batches and
+losses.
 
-An object is given as `file.py:name` or `package.module:name`, and a model of a library as `library:name`, such as
-`transformers:gpt2`. The models of libraries have random weights, and nothing is downloaded. The inputs of a batch may
-be a dict, whose items are the keyword arguments of forward. A model whose object has `loss = None` returns its own
-loss.
+An object is given as `file.py:name` or `package.module:name`, and a model of a library as
+`library:name`, such as `transformers:gpt2`. The models of libraries have random weights, and
+nothing is downloaded. The inputs of a batch may be a dict, whose items are the keyword arguments of
+forward. A model whose object has `loss = None` returns its own loss.
 """
 
 from __future__ import annotations
@@ -24,16 +25,32 @@ from torch.fx import GraphModule
 from dpbench.records import registry
 
 IMAGE = 224
-"""The height and width in pixels of the images for which torchvision's and timm's models were published."""
+"""The height and width in pixels of the images for which torchvision's and timm's models were
+published.
+"""
 TOKENS = {"small": 32, "full": 512}
 """The length of a sequence in tokens, by size."""
-_GPT2 = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
-_BERT = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256}
+_GPT2 = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+_BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "intermediate_size": 256,
+}
 _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "bert-base-uncased": ("BertConfig", "BertForMaskedLM", _BERT),
 }
-"""For each model of transformers: its configuration, its class with a loss, and the settings of the small size."""
+"""For each model of transformers: its configuration, its class with a loss, and the settings of the
+small size.
+"""
 VERBS = ("build", "batch")
 
 
@@ -41,8 +58,8 @@ VERBS = ("build", "batch")
 class Library:
     """A library whose models are given as `library:name`.
 
-    `known` has names of models to show in messages. `make(library, name)` returns the model object of a name, or None
-    for an unknown name; its first argument is the imported library.
+    `known` has names of models to show in messages. `make(library, name)` returns the model object
+    of a name, or None for an unknown name; its first argument is the imported library.
     """
 
     known: tuple[str, ...]
@@ -52,8 +69,8 @@ class Library:
 def of_library(library: str, name: str) -> Any:
     """Return the model object of the model `name` of a library.
 
-    Raises ImportError, with the remedy, if the library is absent or does not work with the installed torch. Raises
-    LookupError for an unknown name.
+    Raises ImportError, with the remedy, if the library is absent or does not work with the
+    installed torch. Raises LookupError for an unknown name.
     """
     form = FORMS[library]
     try:
@@ -63,16 +80,19 @@ def of_library(library: str, name: str) -> Any:
             f"--model {library}:{name} needs {library}, which cannot be imported ({error}): "
             f"pip install 'torch-dpbench[{registry.LIBRARIES[library]}]'"
         ) from error
-    except Exception as error:  # torchvision registers operators at import and raises RuntimeError without them
+    except (
+        Exception
+    ) as error:  # torchvision registers operators at import and raises RuntimeError without them
         raise ImportError(
-            f"--model {library}:{name}: the installed {library} does not work with torch {torch.__version__} "
-            f"({type(error).__name__}: {error}); install torch and {library} from the same index"
+            f"--model {library}:{name}: the installed {library} does not work with torch"
+            f" {torch.__version__} ({type(error).__name__}: {error}); install torch and {library}"
+            " from the same index"
         ) from error
     model = form.make(imported, name)
     if model is None:
         raise LookupError(
-            f"--model {library}:{name}: dpbench finds no model of {library} with this name; give, for example, "
-            f"{' or '.join(form.known)}"
+            f"--model {library}:{name}: dpbench finds no model of {library} with this name; give,"
+            f" for example, {' or '.join(form.known)}"
         )
     return model
 
@@ -106,7 +126,11 @@ def _images(build: Callable[[str], nn.Module]) -> Any:
 
 def _torchvision(library: Any, name: str) -> Any:
     models = importlib.import_module("torchvision.models")
-    return _images(lambda size: models.get_model(name, weights=None)) if name in models.list_models() else None
+    return (
+        _images(lambda size: models.get_model(name, weights=None))
+        if name in models.list_models()
+        else None
+    )
 
 
 def _timm(library: Any, name: str) -> Any:
@@ -125,7 +149,8 @@ FORMS = {
 def plug(name: str) -> Any:
     """Import and return the user's model object `name`, or the object of a library's model.
 
-    The current directory is searched first, as by `python -m`. Raises TypeError if the object is not a model object.
+    The current directory is searched first, as by `python -m`. Raises TypeError if the object is
+    not a model object.
     """
     place, _, attribute = name.partition(":")
     if place in FORMS:
@@ -133,23 +158,33 @@ def plug(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    model = registry.outside("model", name) if place.endswith(".py") else _imported(name, place, attribute)
+    model = (
+        registry.outside("model", name)
+        if place.endswith(".py")
+        else _imported(name, place, attribute)
+    )
     if callable(model) and not hasattr(model, "build"):
         raise TypeError(
-            f"--model {name}: this {type(model).__name__} is not a model object; give an object with build(size), "
-            "batch(n, seed, size) and loss(output, target); `dpbench init model.py` writes an example"
+            f"--model {name}: this {type(model).__name__} is not a model object; give an object"
+            " with build(size), batch(n, seed, size) and loss(output, target); `dpbench init"
+            " model.py` writes an example"
         )
     missing = [verb for verb in VERBS if not callable(getattr(model, verb, None))]
-    if not callable(getattr(model, "loss", None)) and (not hasattr(model, "loss") or model.loss is not None):
+    if not callable(getattr(model, "loss", None)) and (
+        not hasattr(model, "loss") or model.loss is not None
+    ):
         missing.append("loss")
     if missing:
         raise TypeError(
-            f"--model {name}: this object must have the functions build(size), batch(n, seed, size) and "
-            "loss(output, target), or loss = None if forward returns the loss; functions that are missing: "
-            f"{', '.join(missing)}"
+            f"--model {name}: this object must have the functions build(size), batch(n, seed, size)"
+            " and loss(output, target), or loss = None if forward returns the loss; functions that"
+            f" are missing: {', '.join(missing)}"
         )
     if isinstance(model.loss, type):
-        raise TypeError(f"--model {name}: loss is the class {model.loss.__name__}: give an instance, or a function")
+        raise TypeError(
+            f"--model {name}: loss is the class {model.loss.__name__}: give an instance, or a"
+            " function"
+        )
     return model
 
 
@@ -170,10 +205,13 @@ def _imported(name: str, place: str, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of the user's training loop that the model's object has; None for a part that is missing.
+    """The parts of the user's training loop that the model's object has.
 
-    `optimizer(parameters)` returns an optimizer. `scheduler(optimizer)` returns a scheduler of the learning rate, which
-    takes a step after each update. `clip_norm` is the largest norm of the gradient.
+    None for a part that is missing.
+
+    `optimizer(parameters)` returns an optimizer. `scheduler(optimizer)` returns a scheduler of the
+    learning rate, which takes a step after each update. `clip_norm` is the largest norm of the
+    gradient.
     """
 
     optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
@@ -185,18 +223,31 @@ NO_LOOP = LoopParts()
 
 
 def loop(plug: Any, name: str) -> LoopParts:
-    """Return the parts of the training loop of a model object. Raises TypeError for a part of a wrong type."""
-    parts = LoopParts(*(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm")))
-    wrong = [part for part in ("optimizer", "scheduler") if not callable(getattr(parts, part) or callable)]
+    """Return the parts of the training loop of a model object.
+
+    Raises TypeError for a part of a wrong type.
+    """
+    parts = LoopParts(
+        *(getattr(plug, part, None) for part in ("optimizer", "scheduler", "clip_norm"))
+    )
+    wrong = [
+        part
+        for part in ("optimizer", "scheduler")
+        if not callable(getattr(parts, part) or callable)
+    ]
     if wrong:
         form = {"optimizer": "optimizer(parameters)", "scheduler": "scheduler(optimizer)"}[wrong[0]]
         raise TypeError(f"model {name}: {wrong[0]} must be a function of the form {form}")
-    if parts.clip_norm is not None and not (isinstance(parts.clip_norm, int | float) and parts.clip_norm > 0):
-        raise TypeError(f"model {name}: clip_norm must be a number above 0, got {parts.clip_norm!r}")
+    if parts.clip_norm is not None and not (
+        isinstance(parts.clip_norm, int | float) and parts.clip_norm > 0
+    ):
+        raise TypeError(
+            f"model {name}: clip_norm must be a number above 0, got {parts.clip_norm!r}"
+        )
     if getattr(plug, "accumulate", 1) != 1:
         raise TypeError(
-            f"model {name}: accumulate is not measured, because a step is one batch and one update: leave out "
-            "accumulate, and give the number of samples per update in --batch-sizes"
+            f"model {name}: accumulate is not measured, because a step is one batch and one update:"
+            " leave out accumulate, and give the number of samples per update in --batch-sizes"
         )
     return parts
 
@@ -204,17 +255,23 @@ def loop(plug: Any, name: str) -> LoopParts:
 def take_keywords(module: nn.Module) -> None:
     """Let the forward of `module` take a dict of keyword arguments as its only positional argument.
 
-    A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not parameters of
-    forward is passed unchanged. A scripted module keeps its forward. Call this function only for models whose batches
-    have keyword arguments: a new forward costs a call in each step, and torch.fx cannot record it. Raises TypeError if
-    the forward of the module cannot be replaced; see `with_forward`.
+    A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not
+    parameters of forward is passed unchanged. A scripted module keeps its forward. Call this
+    function only for models whose batches have keyword arguments: a new forward costs a call in
+    each step, and torch.fx cannot record it. Raises TypeError if the forward of the module cannot
+    be replaced; see `with_forward`.
     """
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
         fits = _keywords(original)
 
         def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-            if len(inputs) == 1 and not named and type(inputs[0]) is dict and fits(inputs[0].keys()):
+            if (
+                len(inputs) == 1
+                and not named
+                and type(inputs[0]) is dict
+                and fits(inputs[0].keys())
+            ):
                 return original(self, **inputs[0])
             return original(self, *inputs, **named)
 
@@ -222,28 +279,36 @@ def take_keywords(module: nn.Module) -> None:
 
     if not (isinstance(module, torch.jit.ScriptModule) or with_forward(module, taking)):
         raise TypeError(
-            f"the batch has keyword arguments, and the forward of this {type(module).__name__} does not come from its "
-            "class (the module is from torch.fx, or build() has set forward on the instance): return a tuple of inputs "
-            "from batch(), or define forward in the class"
+            f"the batch has keyword arguments, and the forward of this {type(module).__name__} does"
+            " not come from its class (the module is from torch.fx, or build() has set forward on"
+            " the instance): return a tuple of inputs from batch(), or define forward in the class"
         )
 
 
-def with_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
-    """Replace the forward of `module` by `make(forward of its class)`; return False if this is impossible.
+def with_forward(
+    module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> bool:
+    """Replace the forward of `module` by `make(forward of its class)`.
 
-    The module becomes an instance of a new subclass of its class. The names of its parts therefore stay, and its copies
-    and replicas have the new forward too. A forward cannot be replaced in a scripted module, in a module of torch.fx
-    (each copy of which has a separate class), or in an instance whose own forward hides the forward of the class.
+    Return False if this is impossible.
+
+    The module becomes an instance of a new subclass of its class. The names of its parts therefore
+    stay, and its copies and replicas have the new forward too. A forward cannot be replaced in a
+    scripted module, in a module of torch.fx (each copy of which has a separate class), or in an
+    instance whose own forward hides the forward of the class.
     """
     if isinstance(module, torch.jit.ScriptModule | GraphModule) or "forward" in vars(module):
         return False
     kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {"forward": make(kind.forward), "__module__": kind.__module__})
+    module.__class__ = type(
+        kind.__name__, (kind,), {"forward": make(kind.forward), "__module__": kind.__module__}
+    )
     return True
 
 
 def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
-    """Return a function that returns whether `forward` can be called with exactly the given names as keyword arguments.
+    """Return a function that returns whether `forward` can be called with exactly the given names
+    as keyword arguments.
 
     The signature is read once, because binding it in each step would cost tens of microseconds.
     """
@@ -255,10 +320,11 @@ def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
 
 
 def own_loss(output: Any, target: Any) -> torch.Tensor:
-    """Return the loss that a model's forward has returned: the output, or its item or attribute `loss`.
+    """Return the loss that a model's forward has returned: the output, or its item or attribute
+    `loss`.
 
-    After a gather, the loss has one value per replica; return the mean of these values, as training loops with
-    DataParallel do. Raises TypeError if the output has no loss.
+    After a gather, the loss has one value per replica; return the mean of these values, as training
+    loops with DataParallel do. Raises TypeError if the output has no loss.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     loss = output if isinstance(output, torch.Tensor) else found
@@ -266,7 +332,8 @@ def own_loss(output: Any, target: Any) -> torch.Tensor:
         kind = f"an object of type {type(output).__name__} without a loss"
         told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else kind
         raise TypeError(
-            f"the model has loss = None, so forward must return its loss, but it returned {told}: return a 0-dim "
-            "tensor or a structure with `loss` from forward, or write loss(output, target)"
+            f"the model has loss = None, so forward must return its loss, but it returned {told}:"
+            " return a 0-dim tensor or a structure with `loss` from forward, or write loss(output,"
+            " target)"
         )
     return loss.mean() if loss.dim() else loss

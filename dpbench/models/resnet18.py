@@ -1,8 +1,9 @@
-"""ResNet-18: convolutions with BatchNorm, whose running statistics are buffers that are copied to every replica.
+"""ResNet-18: convolutions with BatchNorm, whose running statistics are buffers that are copied to
+every replica.
 
-Topology: K. He et al., "Deep Residual Learning for Image Recognition", 2015, the 18-layer column of table 1, with
-projection shortcuts where the shape changes. The small size is the same network for images of 24x24 pixels, with a 3x3
-stem of stride 1, no max-pooling, and fewer channels.
+Topology: K. He et al., "Deep Residual Learning for Image Recognition", 2015, the 18-layer column of
+table 1, with projection shortcuts where the shape changes. The small size is the same network for
+images of 24x24 pixels, with a 3x3 stem of stride 1, no max-pooling, and fewer channels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 
 class Dims(NamedTuple):
-    """The dimensions of the model in one size; `width` is the number of channels of the first stage.
+    """The dimensions of the model in one size.
+
+    `width` is the number of channels of the first stage.
 
     `pixels` is the side of an image. `large_stem` selects the stem of the paper, for large images.
     """
@@ -50,7 +53,9 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Identity() if same_shape else _projection(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of shape (batch, outputs, h / stride, w / stride) for x of shape (batch, inputs, h, w)."""
+        """Return the output of shape (batch, outputs, h / stride, w / stride) for x of shape
+        (batch, inputs, h, w).
+        """
         y = F.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         return F.relu(y + self.shortcut(x))
@@ -77,19 +82,26 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels, pixels)."""
+        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels,
+        pixels).
+        """
         x = self.blocks(self.stem(x))
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         return logits
 
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Return the shortcut of a block whose input and output have different shapes: a 1x1 convolution with BatchNorm."""
+    """Return the shortcut of a block whose input and output have different shapes: a 1x1
+    convolution with BatchNorm.
+    """
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 def _stem(dims: Dims) -> nn.Module:
-    """Return the layers before the first block; the large stem reduces each side of the image to a quarter."""
+    """Return the layers before the first block.
+
+    The large stem reduces each side of the image to a quarter.
+    """
     kernel, stride = (7, 2) if dims.large_stem else (3, 1)
     layers = [
         nn.Conv2d(3, dims.width, kernel, stride, padding=kernel // 2, bias=False),
@@ -102,19 +114,25 @@ def _stem(dims: Dims) -> nn.Module:
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 176,402 parameters in the small size and 11,689,512 in the full size."""
+    """Return the model, which has 176,402 parameters in the small size and 11,689,512 in the full
+    size.
+    """
     return ResNet18(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class labels."""
+    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class
+    labels.
+    """
     return images(n, seed, DIMS[size].pixels, DIMS[size].classes)
 
 
 def images(n: int, seed: int, pixels: int, classes: int) -> tuple[Tensor, Tensor]:
     """Return n random images of shape (3, pixels, pixels), and n random labels below `classes`."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 3, pixels, pixels, generator=generator), torch.randint(classes, (n,), generator=generator)
+    return torch.randn(n, 3, pixels, pixels, generator=generator), torch.randint(
+        classes, (n,), generator=generator
+    )
 
 
 loss = F.cross_entropy

@@ -1,7 +1,9 @@
-"""A transformer encoder that classifies token sequences: many equal layers, many small parameter tensors.
+"""A transformer encoder that classifies token sequences: many equal layers, many small parameter
+tensors.
 
-The full size has the dimensions of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768, 12 heads,
-vocabulary 30,522, 512 positions), but no segment table and no pooling layer. Dropout is 0.
+The full size has the dimensions of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768,
+12 heads, vocabulary 30,522, 512 positions), but no segment table and no pooling layer. Dropout is
+0.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 class Dims(NamedTuple):
     """The dimensions of the model in one size.
 
-    `positions` is the maximum length of a sequence, and `tokens` is the length of the sequences in a batch. `width` is
-    the size of an embedding, and `hidden` is the size of a feed-forward layer.
+    `positions` is the maximum length of a sequence, and `tokens` is the length of the sequences in
+    a batch. `width` is the size of an embedding, and `hidden` is the size of a feed-forward layer.
     """
 
     vocabulary: int
@@ -32,12 +34,16 @@ class Dims(NamedTuple):
 
 DIMS = {
     "small": Dims(1000, 32, tokens=32, width=64, heads=4, hidden=256, layers=2, classes=10),
-    "full": Dims(30_522, 512, tokens=128, width=768, heads=12, hidden=3072, layers=12, classes=1000),
+    "full": Dims(
+        30_522, 512, tokens=128, width=768, heads=12, hidden=3072, layers=12, classes=1000
+    ),
 }
 
 
 class Transformer(nn.Module):
-    """Token and position embeddings, encoder layers, the mean over the sequence, and one linear layer."""
+    """Token and position embeddings, encoder layers, the mean over the sequence, and one linear
+    layer.
+    """
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -49,7 +55,8 @@ class Transformer(nn.Module):
         )
         self.encoder = nn.TransformerEncoder(layer, dims.layers, enable_nested_tensor=False)
         self.head = nn.Linear(dims.width, dims.classes)
-        # TransformerEncoder copies its layer including the weights: draw separate weights for each layer
+        # TransformerEncoder copies its layer including the weights: draw separate weights for each
+        # layer
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -62,12 +69,16 @@ class Transformer(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 166,794 parameters in the small size and 109,659,112 in the full size."""
+    """Return the model, which has 166,794 parameters in the small size and 109,659,112 in the full
+    size.
+    """
     return Transformer(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: token ids of shape (n, tokens), and n class labels."""
+    """Return (inputs, target) of n random samples: token ids of shape (n, tokens), and n class
+    labels.
+    """
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

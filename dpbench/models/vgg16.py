@@ -1,9 +1,11 @@
-"""VGG-16 without BatchNorm: most parameters are in the fully connected head, the worst case for `replicate`.
+"""VGG-16 without BatchNorm: most parameters are in the fully connected head, the worst case for
+`replicate`.
 
-Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition", 2014,
-configuration D, without its dropout. In the full size, the head has 89 % of the parameters but does only 0.8 % of the
-forward arithmetic, so there is hardly any computation that could hide the transfers of `replicate` and `reduce`. In the
-small size, the head has 91 % of the parameters and does 33 % of the arithmetic.
+Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
+Recognition", 2014, configuration D, without its dropout. In the full size, the head has 89 % of the
+parameters but does only 0.8 % of the forward arithmetic, so there is hardly any computation that
+could hide the transfers of `replicate` and `reduce`. In the small size, the head has 91 % of the
+parameters and does 33 % of the arithmetic.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dpbench.models.resnet18 import images
 class Dims(NamedTuple):
     """The dimensions of the model in one size.
 
-    `pixels` is the side of an image, `width` the number of channels of the first stage, `hidden` the width of the head.
+    `pixels` is the side of an image, `width` the number of channels of the first stage, `hidden`
+    the width of the head.
     """
 
     pixels: int
@@ -33,7 +36,10 @@ DIMS = {
     "full": Dims(pixels=224, width=64, hidden=4096, classes=1000),
 }
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
-"""(channels as a multiple of `width`, number of convolutions) of each stage. A stage halves both sides of the image."""
+"""(channels as a multiple of `width`, number of convolutions) of each stage.
+
+A stage halves both sides of the image.
+"""
 
 
 class VGG16(nn.Module):
@@ -58,25 +64,32 @@ class VGG16(nn.Module):
             nn.ReLU(),
             nn.Linear(dims.hidden, dims.classes),
         )
-        # thirteen layers without normalisation: with torch's default weights, activations would vanish
+        # thirteen layers without normalisation: with torch's default weights, activations would
+        # vanish
         for module in self.features:
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels, pixels)."""
+        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels,
+        pixels).
+        """
         logits: Tensor = self.head(self.features(x))
         return logits
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 2,706,610 parameters in the small size and 138,357,544 in the full size."""
+    """Return the model, which has 2,706,610 parameters in the small size and 138,357,544 in the
+    full size.
+    """
     return VGG16(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class labels."""
+    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class
+    labels.
+    """
     return images(n, seed, DIMS[size].pixels, DIMS[size].classes)
 
 

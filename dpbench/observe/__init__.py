@@ -1,7 +1,8 @@
 """Observe: convert the user's training loops, from a watched script or a profiler trace, to trials.
 
-The timed steps of a loop are cut into consecutive parts, which are stored as the rounds of its case. The parts show how
-much the loop varies in one process; they do not show differences between processes.
+The timed steps of a loop are cut into consecutive parts, which are stored as the rounds of its
+case. The parts show how much the loop varies in one process; they do not show differences between
+processes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,35 @@ PARTS = 5
 def parts(trial: Trial, least: int = 1) -> list[Trial]:
     """Return a trial cut into at most `PARTS` parts with at least `least` timed steps each.
 
-    The first part also has the warm-up steps. A trial with fewer than `least` timed steps is returned as one part.
+    The first part also has the warm-up steps. A trial with fewer than `least` timed steps is
+    returned as one part.
     """
-    warm = next((number for number, step in enumerate(trial.steps) if not step.warmup), len(trial.steps))
+    warm = next(
+        (number for number, step in enumerate(trial.steps) if not step.warmup), len(trial.steps)
+    )
     timed = len(trial.steps) - warm
     count = max(1, min(PARTS, timed // least))
     cuts = [0, *(warm + timed * part // count for part in range(1, count)), len(trial.steps)]
-    return [_part(trial, number, first, last) for number, (first, last) in enumerate(pairwise(cuts))]
+    return [
+        _part(trial, number, first, last) for number, (first, last) in enumerate(pairwise(cuts))
+    ]
 
 
 def _part(trial: Trial, number: int, first: int, last: int) -> Trial:
-    """Return the steps of a trial from the index `first` up to but not including `last`, as round `number`."""
+    """Return the steps of a trial from the index `first` up to but not including `last`, as round
+    `number`.
+    """
     steps = trial.steps[first:last]
     after_s = trial.steps[first - 1].end_s if first else float("-inf")
     until_s = steps[-1].end_s if steps else 0.0
-    spans = (replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last)
+    spans = (
+        replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last
+    )
     return replace(
-        trial, round=number, steps=steps, spans=tuple(spans),
+        trial,
+        round=number,
+        steps=steps,
+        spans=tuple(spans),
         samples=tuple(one for one in trial.samples if after_s < one.time_s <= until_s),
         setup={"steps_s": sum(step.seconds for step in steps)},
-    )  # fmt: skip
+    )

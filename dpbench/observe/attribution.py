@@ -1,13 +1,14 @@
 """Attribution: the phases of the host and of the devices in each step of a trace.
 
-The phases of the host come from annotations and, where there are none, from operators: autograd's sequence numbers and
-threads show which operators belong to forward and which to backward.
+The phases of the host come from annotations and, where there are none, from operators: autograd's
+sequence numbers and threads show which operators belong to forward and which to backward.
 
-A kernel belongs to the step and the phase in which the host launched it, even if it runs later. All-reduce and
-reduce-scatter are `reduce`, all-gather and broadcast are `replicate`, wherever they were launched. Each time that the
-host is in a phase, it launches a group of kernels. The phase on a device lasts from the start of the first to the end
-of the last kernel of such a group, waits included. If the host launched a collective in another phase, such as an
-all-reduce in backward, only its exposed parts are spans: those during which the device runs no compute kernel.
+A kernel belongs to the step and the phase in which the host launched it, even if it runs later.
+All-reduce and reduce-scatter are `reduce`, all-gather and broadcast are `replicate`, wherever they
+were launched. Each time that the host is in a phase, it launches a group of kernels. The phase on a
+device lasts from the start of the first to the end of the last kernel of such a group, waits
+included. If the host launched a collective in another phase, such as an all-reduce in backward,
+only its exposed parts are spans: those during which the device runs no compute kernel.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ from dpbench.records.activity import (
 
 @dataclass(frozen=True, kw_only=True)
 class Attributed:
-    """The steps of one trace with their spans; times are seconds since the first event of the trace (`zero_us`).
+    """The steps of one trace with their spans.
 
-    `activities` has the activities of all devices, those outside the steps included. `host` has, for each step, the
-    seconds that the host spent in each phase, regardless of the work of the devices, and `ahead_s` the seconds from the
-    end of the step on the host to its end on the devices, negative if the host ended it later. `ahead_s` is empty if
-    the steps are intervals of the host; `notes` then say why. `unlaunched` is the number of activities whose launch the
-    trace should have and does not have; compute kernels among them belong to no phase.
+    Times are seconds since the first event of the trace (`zero_us`).
+
+    `activities` has the activities of all devices, those outside the steps included. `host` has,
+    for each step, the seconds that the host spent in each phase, regardless of the work of the
+    devices, and `ahead_s` the seconds from the end of the step on the host to its end on the
+    devices, negative if the host ended it later. `ahead_s` is empty if the steps are intervals of
+    the host; `notes` then say why. `unlaunched` is the number of activities whose launch the trace
+    should have and does not have; compute kernels among them belong to no phase.
     """
 
     names: tuple[str, ...]
@@ -51,7 +55,9 @@ class Attributed:
     activities: tuple[Activity, ...]
     unlaunched: int
     updates: Mapping[str, int]
-    """The number of calls of each optimizer's `step` within the steps, by the name of the optimizer's class."""
+    """The number of calls of each optimizer's `step` within the steps, by the name of the
+    optimizer's class.
+    """
     backwards: tuple[int, ...]
     """The number of times that the host began backward, by step."""
     notes: tuple[str, ...]
@@ -65,7 +71,10 @@ def attribute(profile: TraceEvents) -> Attributed:
     steps = steps_of(threads.get(main, ()), profile)
     copied = _copied(profile)
     backwards = sorted(event.start_us for event in profile.host if event.backward)
-    by_thread = {name: list(stretches(events, copied.get(name, {}), backwards)) for name, events in threads.items()}
+    by_thread = {
+        name: list(stretches(events, copied.get(name, {}), backwards))
+        for name, events in threads.items()
+    }
     timeline = _timeline(by_thread, main, steps.host)
     spans: list[Span] = []
     busy: list[Interval] = [(event.start_us, event.end_us) for event in profile.device]
@@ -81,7 +90,8 @@ def attribute(profile: TraceEvents) -> Attributed:
     return Attributed(
         names=tuple(step.name for step in steps.timed),
         steps=tuple(
-            Step((one.end_us - one.start_us) / 1e6, not one.whole, (one.end_us - zero_us) / 1e6) for one in steps.timed
+            Step((one.end_us - one.start_us) / 1e6, not one.whole, (one.end_us - zero_us) / 1e6)
+            for one in steps.timed
         ),
         spans=tuple(sorted(spans, key=lambda span: (span.step, span.start_s))),
         host=_by_phase(timeline, steps.host),
@@ -91,13 +101,15 @@ def attribute(profile: TraceEvents) -> Attributed:
             if steps.by_device
         ),
         activities=tuple(
-            Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6) for e in profile.device
+            Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
+            for e in profile.device
         ),
         unlaunched=missing - len(launched_before(profile)),
         updates=Counter(
             update["name"]
             for event in threads.get(main, ())
-            if (update := UPDATE.match(event.name)) and step_at(steps.host, event.start_us) is not None
+            if (update := UPDATE.match(event.name))
+            and step_at(steps.host, event.start_us) is not None
         ),
         backwards=tuple(began.count(number) for number in range(len(steps.host))),
         notes=steps.notes,
@@ -105,7 +117,10 @@ def attribute(profile: TraceEvents) -> Attributed:
 
 
 def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
-    """Return the events of each thread, sorted by their start; an event comes before the events inside it."""
+    """Return the events of each thread, sorted by their start.
+
+    An event comes before the events inside it.
+    """
     by_thread: dict[str, list[HostEvent]] = {}
     for event in host:
         by_thread.setdefault(event.thread, []).append(event)
@@ -115,22 +130,28 @@ def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
 
 
 def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
-    """Return the name of the thread that runs the training loop; an empty text for a trace without threads.
+    """Return the name of the thread that runs the training loop.
 
-    It is the thread with the most step annotations; at equal numbers, the one with the most annotations of optimizers
-    and DataLoaders, then the one with the most events outside backward.
+    An empty text for a trace without threads.
+
+    It is the thread with the most step annotations; at equal numbers, the one with the most
+    annotations of optimizers and DataLoaders, then the one with the most events outside backward.
     """
 
     def evidence(name: str) -> tuple[int, int, int]:
         steps = sum(1 for event in threads[name] if STEP.match(event.name))
-        updates = sum(1 for event in threads[name] if UPDATE.match(event.name) or LOADER.match(event.name))
+        updates = sum(
+            1 for event in threads[name] if UPDATE.match(event.name) or LOADER.match(event.name)
+        )
         return steps, updates, sum(1 for event in threads[name] if not event.backward)
 
     return max(threads, key=evidence, default="")
 
 
 def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
-    """Return, by thread, the phase of each call that copies between host and device, by its start in microseconds."""
+    """Return, by thread, the phase of each call that copies between host and device, by its start
+    in microseconds.
+    """
     phases: dict[str, dict[float, Phase]] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
@@ -140,12 +161,15 @@ def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
     return phases
 
 
-def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]) -> list[Stretch]:
-    """Return the stretches of the training loop in order of time: those of `main`, and some of other threads.
+def _timeline(
+    by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]
+) -> list[Stretch]:
+    """Return the stretches of the training loop in order of time: those of `main`, and some of
+    other threads.
 
-    While the thread `main` is in no phase, it waits for backward and reduce of other threads: their stretches are
-    included then. Neighbouring stretches of one phase within a step are joined; the joined stretch also covers the
-    Python code between them.
+    While the thread `main` is in no phase, it waits for backward and reduce of other threads: their
+    stretches are included then. Neighbouring stretches of one phase within a step are joined; the
+    joined stretch also covers the Python code between them.
     """
     own = list(by_thread.get(main, ()))
     taken = union((stretch.start_us, stretch.end_us) for stretch in own)
@@ -161,7 +185,11 @@ def _timeline(by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequ
     joined: list[Stretch] = []
     for stretch in sorted(own):
         last = joined[-1] if joined else None
-        if last and last.phase is stretch.phase and step_at(steps, last.start_us) == step_at(steps, stretch.start_us):
+        if (
+            last
+            and last.phase is stretch.phase
+            and step_at(steps, last.start_us) == step_at(steps, stretch.start_us)
+        ):
             joined[-1] = last._replace(end_us=max(last.end_us, stretch.end_us))
         else:
             joined.append(stretch)
@@ -174,12 +202,17 @@ def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
 
 
 def _device_stretches(
-    events: Sequence[DeviceEvent], profile: TraceEvents, by_thread: Mapping[str, Sequence[Stretch]],
-    timeline: Sequence[Stretch], steps: TraceSteps,
-) -> list[tuple[int | None, Stretch]]:  # fmt: skip
-    """Return the stretches of the phases on one device, each with the index of the step that launched it.
+    events: Sequence[DeviceEvent],
+    profile: TraceEvents,
+    by_thread: Mapping[str, Sequence[Stretch]],
+    timeline: Sequence[Stretch],
+    steps: TraceSteps,
+) -> list[tuple[int | None, Stretch]]:
+    """Return the stretches of the phases on one device, each with the index of the step that
+    launched it.
 
-    The index is None if no step launched it, if its launch is unknown, and if the steps are intervals of the host.
+    The index is None if no step launched it, if its launch is unknown, and if the steps are
+    intervals of the host.
     """
     hulls: dict[tuple[int | None, int | None, Phase], Interval] = {}
     collectives: dict[tuple[int | None, Phase], list[Interval]] = {}
@@ -217,14 +250,18 @@ def _device_stretches(
     return stretches
 
 
-def _launched(thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]) -> Phase | None:
+def _launched(
+    thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]
+) -> Phase | None:
     own = by_thread.get(thread, ())
     place = _at(own, at_us)
     return None if place is None else own[place].phase
 
 
 def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
-    """Yield the index of the step, the start and the end (in microseconds) of each part of a stretch inside a step."""
+    """Yield the index of the step, the start and the end (in microseconds) of each part of a
+    stretch inside a step.
+    """
     place = max(0, bisect_right(steps, stretch.start_us, key=lambda step: step.start_us) - 1)
     for number in range(place, len(steps)):
         step = steps[number]
@@ -235,7 +272,9 @@ def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int,
             yield number, start_us, end_us
 
 
-def _spans(found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float) -> Iterator[Span]:
+def _spans(
+    found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float
+) -> Iterator[Span]:
     """Yield the spans of stretches on a device, cut at the borders of steps."""
     clock = "host" if device == HOST else "cuda_event"
     for one in found:
@@ -245,40 +284,57 @@ def _spans(found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], ze
 
 
 def _device_spans(
-    stretches: Iterable[tuple[int | None, Stretch]], device: int, steps: Sequence[NamedStep], zero_us: float
+    stretches: Iterable[tuple[int | None, Stretch]],
+    device: int,
+    steps: Sequence[NamedStep],
+    zero_us: float,
 ) -> Iterator[Span]:
-    """Yield the spans of stretches on a device: in the step of the index, or without one, in the step of the time."""
+    """Yield the spans of stretches on a device: in the step of the index, or without one, in the
+    step of the time.
+    """
     for number, stretch in stretches:
         if number is None:
             yield from _spans([stretch], device, steps, zero_us)
             continue
-        start_us = max(stretch.start_us, steps[number].start_us)  # it may run beside the step before
+        start_us = max(
+            stretch.start_us, steps[number].start_us
+        )  # it may run beside the step before
         if start_us < stretch.end_us:
             start_s, end_s = (start_us - zero_us) / 1e6, (stretch.end_us - zero_us) / 1e6
             yield Span(number, stretch.phase, device, "cuda_event", start_s, end_s)
 
 
 def _host_spans(
-    timeline: Iterable[Stretch], busy: Sequence[Interval], steps: Sequence[NamedStep], zero_us: float, device: int
+    timeline: Iterable[Stretch],
+    busy: Sequence[Interval],
+    steps: Sequence[NamedStep],
+    zero_us: float,
+    device: int,
 ) -> Iterator[Span]:
     """Yield the spans of the host: the parts of its phases in which no device works.
 
-    The host launches a phase and continues before the devices have finished it. The devices' spans therefore show how
-    long a phase takes, and the host's spans show the time in which the devices waited for the host. `busy` is the union
-    of the devices' spans and activities. `device` is the device of all spans except data: `HOST`, or 0 for a trace
-    without devices.
+    The host launches a phase and continues before the devices have finished it. The devices' spans
+    therefore show how long a phase takes, and the host's spans show the time in which the devices
+    waited for the host. `busy` is the union of the devices' spans and activities. `device` is the
+    device of all spans except data: `HOST`, or 0 for a trace without devices.
     """
     for stretch in timeline:
         first = bisect_right(busy, stretch.start_us, key=lambda interval: interval[1])
         last = bisect_left(busy, stretch.end_us, key=lambda interval: interval[0])
         alone = difference([(stretch.start_us, stretch.end_us)], busy[first:last])
         where = HOST if stretch.phase is Phase.DATA else device
-        yield from _spans((Stretch(start, end, stretch.phase) for start, end in alone), where, steps, zero_us)
+        yield from _spans(
+            (Stretch(start, end, stretch.phase) for start, end in alone), where, steps, zero_us
+        )
 
 
-def _by_phase(timeline: Iterable[Stretch], steps: Sequence[NamedStep]) -> tuple[dict[str, float], ...]:
+def _by_phase(
+    timeline: Iterable[Stretch], steps: Sequence[NamedStep]
+) -> tuple[dict[str, float], ...]:
     found: list[dict[Phase, float]] = [{} for _ in steps]
     for one in timeline:
         for number, start_us, end_us in _pieces(one, steps):
             found[number][one.phase] = found[number].get(one.phase, 0.0) + (end_us - start_us) / 1e6
-    return tuple({phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in found)
+    return tuple(
+        {phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in found
+    )

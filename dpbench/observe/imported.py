@@ -1,12 +1,15 @@
-"""Imported: make trials of profiler traces, one case for each training loop, and store them as a run.
+"""Imported: make trials of profiler traces, one case for each training loop, and store them as a
+run.
 
-Traces of different ranks of one process group belong to one case. The ranks' clocks may differ, as those of two
-machines do. dpbench aligns the clocks by the ends of the collectives: no rank leaves an all-reduce before the last rank
-has arrived, so the ranks' kernels of one all-reduce end at almost the same moment.
+Traces of different ranks of one process group belong to one case. The ranks' clocks may differ, as
+those of two machines do. dpbench aligns the clocks by the ends of the collectives: no rank leaves
+an all-reduce before the last rank has arrived, so the ranks' kernels of one all-reduce end at
+almost the same moment.
 
-The busy times cover all work in the file, without rounding. Holistic Trace Analysis leaves out the work launched after
-the last `ProfilerStep` has begun. It also rounds the start of each kernel up and its end down to whole microseconds, so
-for the same steps, its times are about 1 % lower for kernels of 100 microseconds.
+The busy times cover all work in the file, without rounding. Holistic Trace Analysis leaves out the
+work launched after the last `ProfilerStep` has begun. It also rounds the start of each kernel up
+and its end down to whole microseconds, so for the same steps, its times are about 1 % lower for
+kernels of 100 microseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, words
 from dpbench.records.activity import Activity, Kind, busy, kind_of
-from dpbench.records.observed import OBSERVED, SCRIPT, WITHOUT_LOADER, Observed, Unknown, observed, traits
+from dpbench.records.observed import (
+    OBSERVED,
+    SCRIPT,
+    WITHOUT_LOADER,
+    Observed,
+    Unknown,
+    observed,
+    traits,
+)
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.trial import joined
 from dpbench.store import Naming, Store
@@ -41,17 +52,20 @@ TRACE = "trace"
 LEAST = 3
 """The least number of common collectives that suffices to align two clocks."""
 WIDEST_S = 0.01
-"""The largest accepted deviation of one collective from the median difference of two clocks, in seconds."""
+"""The largest accepted deviation of one collective from the median difference of two clocks, in
+seconds.
+"""
 _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aligned:
-    """The correction of a rank's clock: its times plus `shift_s` seconds are times of the first rank's clock.
+    """The correction of a rank's clock: its times plus `shift_s` seconds are times of the first
+    rank's clock.
 
-    `shift_s` is the median difference between the two ranks' ends of a collective. `collectives` is the number of
-    compared collectives. `uncertainty_s` is the largest deviation from the median. It includes the time by which one
-    rank leaves a collective after the other.
+    `shift_s` is the median difference between the two ranks' ends of a collective. `collectives` is
+    the number of compared collectives. `uncertainty_s` is the largest deviation from the median. It
+    includes the time by which one rank leaves a collective after the other.
     """
 
     shift_s: float
@@ -63,8 +77,9 @@ class Aligned:
 class ImportedTrace:
     """One trace: its events (`profile`), and its steps and phases (`attributed`).
 
-    `indices` maps the number of a device in the file to the index of the device in the case. `aligned` corrects the
-    trace's clock to the clock of the first rank; it is None for the first rank, and if the correction is unknown.
+    `indices` maps the number of a device in the file to the index of the device in the case.
+    `aligned` corrects the trace's clock to the clock of the first rank; it is None for the first
+    rank, and if the correction is unknown.
     """
 
     profile: TraceEvents
@@ -82,13 +97,23 @@ class ImportedLoop:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return sentences about facts that the traces lack, and about the parts of the loop that are not known."""
+        """Return sentences about facts that the traces lack, and about the parts of the loop that
+        are not known.
+        """
         first = self.traces[0].profile
         facts = observed(self.trial)
         missing = first.world_size - len(self.traces)
         return (
-            *([f"the traces of {missing} of {first.world_size} ranks were not given"] if missing > 0 else []),
-            *(["the trace does not contain the number of DataLoader workers"] if _workers(first) is None else []),
+            *(
+                [f"the traces of {missing} of {first.world_size} ranks were not given"]
+                if missing > 0
+                else []
+            ),
+            *(
+                ["the trace does not contain the number of DataLoader workers"]
+                if _workers(first) is None
+                else []
+            ),
             *(one.problem for one in (facts.unknown if facts else ())),
         )
 
@@ -96,14 +121,19 @@ class ImportedLoop:
 def load(paths: Sequence[Path]) -> list[ImportedLoop]:
     """Return the training loops that trace files describe.
 
-    Raises UnreadableFile if a file is not a trace, and ValueError if one is given twice, or if two are of the same rank
-    of one group.
+    Raises UnreadableFile if a file is not a trace, and ValueError if one is given twice, or if two
+    are of the same rank of one group.
     """
-    double = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    double = [
+        path
+        for number, path in enumerate(paths)
+        if path.resolve() in {p.resolve() for p in paths[:number]}
+    ]
     if double:
         raise ValueError(f"{double[0]} is given twice: give each trace once")
     collects = gc.isenabled()
-    gc.disable()  # hundreds of thousands of events without cycles: the collector would take a third of the time
+    # hundreds of thousands of events without cycles: the collector would take a third of the time
+    gc.disable()
     try:
         return [_loop(profiles) for profiles in _groups([kineto.read(path) for path in paths])]
     finally:
@@ -114,18 +144,21 @@ def load(paths: Sequence[Path]) -> list[ImportedLoop]:
 def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
     """Yield the traces of each training loop in the order of their ranks.
 
-    All traces with the same world size above 1 are taken as one loop; every other trace is a loop by itself.
+    All traces with the same world size above 1 are taken as one loop; every other trace is a loop
+    by itself.
     """
     groups: dict[Any, list[TraceEvents]] = {}
     for number, profile in enumerate(profiles):
-        groups.setdefault(("world", profile.world_size) if profile.world_size > 1 else number, []).append(profile)
+        groups.setdefault(
+            ("world", profile.world_size) if profile.world_size > 1 else number, []
+        ).append(profile)
     for group in groups.values():
         group.sort(key=lambda profile: profile.rank)
         for one, other in pairwise(group):
             if one.rank == other.rank:
                 raise ValueError(
-                    f"{one.path} and {other.path} are both of rank {one.rank} of {one.world_size}: import the traces "
-                    "of each run with a separate command"
+                    f"{one.path} and {other.path} are both of rank {one.rank} of {one.world_size}:"
+                    " import the traces of each run with a separate command"
                 )
         yield group
 
@@ -137,7 +170,11 @@ def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
         devices = sorted({event.device for event in profile.device}) or [0]
         indices = {device: taken + place for place, device in enumerate(devices)}
         aligned = align(profiles[0], profile) if traces else None
-        traces.append(ImportedTrace(profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned))
+        traces.append(
+            ImportedTrace(
+                profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned
+            )
+        )
         taken += len(devices)
     return ImportedLoop(traces=tuple(traces), trial=_trial(traces))
 
@@ -149,35 +186,61 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
     ranks = [_part(trace, traces[0], common) for trace in traces]
     steps, spans = joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
     return replace(
-        ranks[0], case=_case(traces), steps=steps, spans=spans,
+        ranks[0],
+        case=_case(traces),
+        steps=steps,
+        spans=spans,
         samples=tuple(sample for rank in ranks for sample in rank.samples),
-        provenance={OBSERVED: _observed(traces, common).to_dict(), TRACE: _facts(traces), "gpus": _gpus(traces)},
+        provenance={
+            OBSERVED: _observed(traces, common).to_dict(),
+            TRACE: _facts(traces),
+            "gpus": _gpus(traces),
+        },
         setup={"steps_s": sum(step.seconds for step in steps)},
-    )  # fmt: skip
+    )
 
 
 def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
-    """Return the trial of one rank, on the clock of the first rank, with the device indices of the whole case."""
+    """Return the trial of one rank, on the clock of the first rank, with the device indices of the
+    whole case.
+    """
     attributed = trace.attributed
     indices = {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
-    numbers = {number: places[name] for number, name in enumerate(attributed.names) if name in places}
+    numbers = {
+        number: places[name] for number, name in enumerate(attributed.names) if name in places
+    }
     steps = tuple(attributed.steps[number] for number in numbers)
     spans = (
-        Span(numbers[span.step], span.phase, indices[span.device], span.clock, span.start_s, span.end_s)
+        Span(
+            numbers[span.step],
+            span.phase,
+            indices[span.device],
+            span.clock,
+            span.start_s,
+            span.end_s,
+        )
         for span in attributed.spans
         if span.step in numbers
     )
     part = Trial(
-        case=_case([trace]), source=Source.IMPORTED, reason="the trace ended", steps=steps, spans=tuple(spans),
-        samples=tuple(_samples(attributed.activities, steps, indices)), started_s=time.time(),
-    )  # fmt: skip
+        case=_case([trace]),
+        source=Source.IMPORTED,
+        reason="the trace ended",
+        steps=steps,
+        spans=tuple(spans),
+        samples=tuple(_samples(attributed.activities, steps, indices)),
+        started_s=time.time(),
+    )
     shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
     return shifted(part, shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
 
 
-def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]) -> Iterator[Sample]:
-    """Yield, for each step and device, the seconds in kernels and copies, in communication, and in its exposed part.
+def _samples(
+    activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]
+) -> Iterator[Sample]:
+    """Yield, for each step and device, the seconds in kernels and copies, in communication, and in
+    its exposed part.
 
     `indices` maps the number of a device in the trace to its index in the case.
     """
@@ -185,7 +248,10 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
     within: list[list[Activity]] = [[] for _ in steps]
     for activity in activities:
         for number in range(bisect_right(ends, activity.start_s), len(steps)):
-            start_s, end_s = max(activity.start_s, steps[number].start_s), min(activity.end_s, ends[number])
+            start_s, end_s = (
+                max(activity.start_s, steps[number].start_s),
+                min(activity.end_s, ends[number]),
+            )
             if start_s < end_s:
                 within[number].append(activity._replace(start_s=start_s, end_s=end_s))
             if activity.end_s <= ends[number]:
@@ -197,23 +263,33 @@ def _samples(activities: Sequence[Activity], steps: Sequence[Step], indices: Map
 
 
 def _case(traces: Sequence[ImportedTrace]) -> Case:
-    """Return the case of a loop, by the conventions of `records.observed`; its batch size is 0, which means unknown."""
+    """Return the case of a loop, by the conventions of `records.observed`.
+
+    Its batch size is 0, which means unknown.
+    """
     first = traces[0].profile
     devices = sum(len(trace.indices) for trace in traces)
     ranks = first.world_size > 1
-    parallelism = Parallelism.RANKS if ranks else Parallelism.THREADS if devices > 1 else Parallelism.NONE
+    parallelism = (
+        Parallelism.RANKS if ranks else Parallelism.THREADS if devices > 1 else Parallelism.NONE
+    )
     reduction = Reduction.SEPARATE if parallelism is Parallelism.THREADS else Reduction.OVERLAPPED
     numbers = tuple(device for trace in traces for device in sorted(trace.indices))
     on_gpus = any(trace.profile.device for trace in traces)
     named = on_gpus and len({*numbers}) == len(numbers) and numbers != tuple(range(devices))
     workers = _workers(first)
     return Case(
-        model=re.sub(r"(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$|\.gz$", "", first.path.name) or first.path.name,
-        strategy=SCRIPT, batch_size=0, devices=devices, device_kind="cuda" if on_gpus else "cpu",
-        device_ids=numbers if named else (), loader=0 if workers == 0 else -1,
+        model=re.sub(r"(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$|\.gz$", "", first.path.name)
+        or first.path.name,
+        strategy=SCRIPT,
+        batch_size=0,
+        devices=devices,
+        device_kind="cuda" if on_gpus else "cpu",
+        device_ids=numbers if named else (),
+        loader=0 if workers == 0 else -1,
         optimizer="+".join(sorted(traces[0].attributed.updates)).lower() or "none",
         declared=traits(parallelism, reduction),
-    )  # fmt: skip
+    )
 
 
 def _workers(profile: TraceEvents) -> int | None:
@@ -229,61 +305,90 @@ def _workers(profile: TraceEvents) -> int | None:
 
 def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observed:
     first = traces[0]
-    copies = [event.name for trace in traces for event in trace.profile.device if event.name.startswith("Memcpy HtoD")]
+    copies = [
+        event.name
+        for trace in traces
+        for event in trace.profile.device
+        if event.name.startswith("Memcpy HtoD")
+    ]
     pinned = not any("Pageable" in name for name in copies) if copies else None
     reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
     wrapper = next((found[1] or found[2] for found in named), "")
     backwards = first.attributed.backwards
     return Observed(
-        command=" ".join(str(trace.profile.path) for trace in traces), wrapper=wrapper,
+        command=" ".join(str(trace.profile.path) for trace in traces),
+        wrapper=wrapper,
         updates=max(1, round(statistics.median(backwards))) if backwards else 1,
-        loader_workers=_workers(first.profile), pinned=pinned,
-        reads={"a copy to the host (the trace does not give its line in the script)": reads} if reads else {},
+        loader_workers=_workers(first.profile),
+        pinned=pinned,
+        reads=(
+            {"a copy to the host (the trace does not give its line in the script)": reads}
+            if reads
+            else {}
+        ),
         unknown=(
             *(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
-            *(Unknown(problem=note, steps=0) for trace in traces for note in trace.attributed.notes),
+            *(
+                Unknown(problem=note, steps=0)
+                for trace in traces
+                for note in trace.attributed.notes
+            ),
         ),
-    )  # fmt: skip
+    )
 
 
 def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
     first = traces[0].profile
     if not common:
-        yield "no step is in all traces: call the profiler's `step()` after each step, and record the same steps in all"
+        yield (
+            "no step is in all traces: call the profiler's `step()` after each step, and record the"
+            " same steps in all"
+        )
     for trace in traces:
         yield from trace.profile.notes
         if trace.attributed.unlaunched:
             yield (
-                f"{trace.profile.path.name}: the trace lacks the launch of {trace.attributed.unlaunched} of "
-                f"{len(trace.profile.device)} kernels and copies; these end no step, and compute kernels among them "
-                "belong to no phase"
+                f"{trace.profile.path.name}: the trace lacks the launch of"
+                f" {trace.attributed.unlaunched} of {len(trace.profile.device)} kernels and copies;"
+                " these end no step, and compute kernels among them belong to no phase"
             )
     for trace in traces[1:]:
         if trace.aligned is None:
             yield (
-                f"the clock of rank {trace.profile.rank} could not be aligned with the clock of rank {first.rank}: "
-                f"fewer than {LEAST} collectives match, or their ends deviate by more than {WIDEST_S * 1e3:g} ms; the "
-                "times of the two ranks are compared without a correction"
+                f"the clock of rank {trace.profile.rank} could not be aligned with the clock of"
+                f" rank {first.rank}: fewer than {LEAST} collectives match, or their ends deviate"
+                f" by more than {WIDEST_S * 1e3:g} ms; the times of the two ranks are compared"
+                " without a correction"
             )
 
 
 def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
     files = [
         {
-            "path": str(trace.profile.path), "rank": trace.profile.rank, "backend": trace.profile.backend,
-            "clock": asdict(trace.aligned) if trace.aligned else None, "updates": dict(trace.attributed.updates),
+            "path": str(trace.profile.path),
+            "rank": trace.profile.rank,
+            "backend": trace.profile.backend,
+            "clock": asdict(trace.aligned) if trace.aligned else None,
+            "updates": dict(trace.attributed.updates),
             "steps": "devices" if trace.attributed.ahead_s else "host",
         }
         for trace in traces
-    ]  # fmt: skip
+    ]
     return {"world_size": traces[0].profile.world_size, "files": files}
 
 
 def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
-    """Return the GPUs of the machine on which the first trace was recorded, in the form of `nvml.describe`."""
+    """Return the GPUs of the machine on which the first trace was recorded, in the form of
+    `nvml.describe`.
+    """
     found = [
-        {"index": gpu.id, "name": gpu.name, "memory_bytes": gpu.memory_bytes, "multiprocessors": gpu.multiprocessors}
+        {
+            "index": gpu.id,
+            "name": gpu.name,
+            "memory_bytes": gpu.memory_bytes,
+            "multiprocessors": gpu.multiprocessors,
+        }
         for gpu in traces[0].profile.gpus
     ]
     return {"physical_gpus": len(found), "gpus": found}
@@ -297,13 +402,17 @@ def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
     here = provenance.collect()
     facts = {
         **{name: here[name] for name in ("dpbench", "project", "command")},
-        "host": {}, "packages": {}, "gpus": loops[0].trial.provenance["gpus"],
-    }  # fmt: skip
+        "host": {},
+        "packages": {},
+        "gpus": loops[0].trial.provenance["gpus"],
+    }
     files = [str(trace.profile.path) for loop in loops for trace in loop.traces]
     plan = hashlib.sha256("\n".join(["import", *files, str(time.time_ns())]).encode()).hexdigest()
     found = [part for loop in loops for part in parts(loop.trial)]
     with Store.create(path, naming) as opened:
-        return opened.add(found, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts)
+        return opened.add(
+            found, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts
+        )
 
 
 def described(loop: ImportedLoop) -> str:
@@ -314,11 +423,13 @@ def described(loop: ImportedLoop) -> str:
 
 
 def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
-    """Return the correction of the clock of `other` to the clock of `first`; None if it would be unreliable.
+    """Return the correction of the clock of `other` to the clock of `first`.
 
-    It is unreliable if fewer than `LEAST` collectives match, or if one deviates from the median by more than
-    `WIDEST_S`. A kind of collective that occurs a different number of times in the two traces, as in sampled traces, is
-    ignored.
+    None if it would be unreliable.
+
+    It is unreliable if fewer than `LEAST` collectives match, or if one deviates from the median by
+    more than `WIDEST_S`. A kind of collective that occurs a different number of times in the two
+    traces, as in sampled traces, is ignored.
     """
     ends, other_ends = _ends(first), _ends(other)
     differences = [
@@ -337,7 +448,9 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
 
 
 def _ends(profile: TraceEvents) -> dict[str, list[float]]:
-    """Return, for each kind of collective, the times in microseconds at which its kernels end, in order."""
+    """Return, for each kind of collective, the times in microseconds at which its kernels end, in
+    order.
+    """
     found: dict[str, list[float]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):
         if kind_of(event.name) is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):

@@ -1,10 +1,13 @@
-"""Kineto: read a trace that torch.profiler wrote in Chrome's JSON format, plain or compressed by gzip.
+"""Kineto: read a trace that torch.profiler wrote in Chrome's JSON format, plain or compressed by
+gzip.
 
-Torch has changed the names of the categories: `Operator`, `Runtime`, `Kernel`, `Memcpy` and `Memset` became `cpu_op`,
-`cuda_runtime`, `kernel`, `gpu_memcpy` and `gpu_memset`. dpbench reads both. Times stay in the microseconds of the file:
-in seconds since the epoch, a float would be exact to 0.2 microseconds only.
+Torch has changed the names of the categories: `Operator`, `Runtime`, `Kernel`, `Memcpy` and
+`Memset` became `cpu_op`, `cuda_runtime`, `kernel`, `gpu_memcpy` and `gpu_memset`. dpbench reads
+both. Times stay in the microseconds of the file: in seconds since the epoch, a float would be exact
+to 0.2 microseconds only.
 
-The library msgspec decodes a file of 200,000 events in a second, into the few fields that are needed.
+The library msgspec decodes a file of 200,000 events in a second, into the few fields that are
+needed.
 """
 
 from __future__ import annotations
@@ -26,16 +29,27 @@ from dpbench.records.files import BOM, UnreadableFile
 from dpbench.records.visible import visible
 
 _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
-"""The categories of the events of host threads; the value of a category is whether it has only annotations."""
+"""The categories of the events of host threads.
+
+The value of a category is whether it has only annotations.
+"""
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
 MOST_BYTES = 256 * 1024**2
-"""The most bytes to which a compressed trace of any size may decompress: a trace of 200,000 events has 100 MB."""
+"""The most bytes to which a compressed trace of any size may decompress: a trace of 200,000 events
+has 100 MB.
+"""
 MOST_RATIO = 60
-"""The most times its size to which a larger compressed trace may decompress; real traces have 10 to 30 times."""
+"""The most times its size to which a larger compressed trace may decompress.
+
+Real traces have 10 to 30 times.
+"""
 LEAST_OBJECT_BYTES = 64
-"""The limit in bytes over the most objects of a compressed trace; real traces have over 140 bytes per object."""
+"""The limit in bytes over the most objects of a compressed trace.
+
+Real traces have over 140 bytes per object.
+"""
 _PART_BYTES = 1024**2
 _NO_NUMBER = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
@@ -43,8 +57,8 @@ _NO_NUMBER = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf|infinity)(?=\s*[,}\]])", re
 class HostEvent(NamedTuple):
     """One operator or annotation of a host thread, with its start and its end in microseconds.
 
-    `sequence` is autograd's sequence number, or -1 if autograd does not record the operator. `backward` is whether
-    autograd runs the operator in a backward pass.
+    `sequence` is autograd's sequence number, or -1 if autograd does not record the operator.
+    `backward` is whether autograd runs the operator in a backward pass.
     """
 
     name: str
@@ -56,7 +70,9 @@ class HostEvent(NamedTuple):
 
 
 class RuntimeCall(NamedTuple):
-    """One call of the CUDA runtime, which may launch work on a device, with its times in microseconds."""
+    """One call of the CUDA runtime, which may launch work on a device, with its times in
+    microseconds.
+    """
 
     name: str
     thread: str
@@ -79,7 +95,9 @@ class DeviceEvent(NamedTuple):
 
 
 class TraceGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of one GPU of the machine on which the trace was recorded, as the trace gives them."""
+    """The properties of one GPU of the machine on which the trace was recorded, as the trace gives
+    them.
+    """
 
     id: int
     name: str = ""
@@ -91,8 +109,8 @@ class TraceGpu(msgspec.Struct, frozen=True, kw_only=True):
 class TraceEvents:
     """The events of one trace, and the facts about the process in which it was recorded.
 
-    `launches` maps correlation numbers to launches. `gpus` is empty if the trace does not list the machine's GPUs.
-    `notes` are sentences about events that were left out.
+    `launches` maps correlation numbers to launches. `gpus` is empty if the trace does not list the
+    machine's GPUs. `notes` are sentences about events that were left out.
     """
 
     path: Path
@@ -107,8 +125,13 @@ class TraceEvents:
 
     @property
     def zero_us(self) -> float:
-        """Return the time of the first event in microseconds; the times in seconds are relative to it."""
-        starts = [min(one.start_us for one in events) for events in (self.host, self.device) if events]
+        """Return the time of the first event in microseconds.
+
+        The times in seconds are relative to it.
+        """
+        starts = [
+            min(one.start_us for one in events) for events in (self.host, self.device) if events
+        ]
         return min(starts)
 
 
@@ -150,8 +173,8 @@ class _RawFile(msgspec.Struct):
 def read(path: Path) -> TraceEvents:
     """Return the events of a trace file.
 
-    Raises UnreadableFile, with the path and the place in the file, if the file is not a trace or has no usable event.
-    Raises OSError if it cannot be read.
+    Raises UnreadableFile, with the path and the place in the file, if the file is not a trace or
+    has no usable event. Raises OSError if it cannot be read.
     """
     file = _decoded(path, _content(path))
     host: list[HostEvent] = []
@@ -191,20 +214,30 @@ def read(path: Path) -> TraceEvents:
     notes = _notes(path, file.events, broken)
     if not (host or device):
         raise UnreadableFile(
-            f"{path}: none of its {len(file.events)} events is a usable operator, annotation or kernel of "
-            f"torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that `export_chrome_trace` or "
-            "`tensorboard_trace_handler` wrote"
+            f"{path}: none of its {len(file.events)} events is a usable operator, annotation or"
+            f" kernel of torch.profiler{''.join(f'; {note}' for note in notes)}; give a file that"
+            " `export_chrome_trace` or `tensorboard_trace_handler` wrote"
         )
     ranks = file.ranks
     gpus = [msgspec.structs.replace(gpu, name=visible(gpu.name)) for gpu in file.gpus]
     return TraceEvents(
-        path=path, host=host, launches=launches, device=device, gpus=gpus, rank=ranks.rank,
-        world_size=ranks.world_size, backend=visible(ranks.backend), notes=notes,
-    )  # fmt: skip
+        path=path,
+        host=host,
+        launches=launches,
+        device=device,
+        gpus=gpus,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        backend=visible(ranks.backend),
+        notes=notes,
+    )
 
 
 def _number(value: int | str | float | None, default: int) -> int:
-    """Return the whole number in a value of a trace, such as 7 or the text `stream 7`; `default` if it has none."""
+    """Return the whole number in a value of a trace, such as 7 or the text `stream 7`.
+
+    `default` if it has none.
+    """
     if isinstance(value, str):
         digits = value.rpartition(" ")[2]
         return int(digits) if digits.isdecimal() else default
@@ -223,8 +256,8 @@ def _content(path: Path) -> bytes:
 def _decompressed(path: Path, content: bytes) -> bytes:
     """Return the JSON in the content of a compressed file.
 
-    Raises UnreadableFile if the content is damaged, and if it decompresses to more than a trace does: a file of a few
-    megabytes could otherwise take all of the memory.
+    Raises UnreadableFile if the content is damaged, and if it decompresses to more than a trace
+    does: a file of a few megabytes could otherwise take all of the memory.
     """
     limit = max(MOST_BYTES, MOST_RATIO * len(content))
     parts: list[bytes] = []
@@ -236,21 +269,26 @@ def _decompressed(path: Path, content: bytes) -> bytes:
                 size += len(part)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UnreadableFile(
-            f"{path}: the compressed file is damaged or incomplete ({len(content)} bytes: {error}); copy it again"
+            f"{path}: the compressed file is damaged or incomplete ({len(content)} bytes: {error});"
+            " copy it again"
         ) from error
     objects = sum(part.count(b"{") for part in parts)  # also those in names, such as {lambda()#1}
     if size > limit or objects > limit // LEAST_OBJECT_BYTES:
+        amount = f"{objects:,} JSON objects" if size <= limit else f"more than {words.size(limit)}"
         raise UnreadableFile(
-            f"{path}: its {words.size(len(content))} decompress to "
-            f"{f'{objects:,} JSON objects' if size <= limit else f'more than {words.size(limit)}'}; a "
-            f"trace may have {words.size(limit)} and {limit // LEAST_OBJECT_BYTES:,} objects; record "
-            "fewer steps, or if the file is to be trusted, decompress it with gunzip and import the JSON"
+            f"{path}: its {words.size(len(content))} decompress to {amount};"
+            f" a trace may have {words.size(limit)} and {limit // LEAST_OBJECT_BYTES:,} objects;"
+            " record fewer steps, or if the file is to be trusted, decompress it with gunzip and"
+            " import the JSON"
         )
     return b"".join(parts)
 
 
 def _decoded(path: Path, content: bytes) -> _File:
-    """Return the decoded file. Raises UnreadableFile, with the place of the fault, if it is not a trace."""
+    """Return the decoded file.
+
+    Raises UnreadableFile, with the place of the fault, if it is not a trace.
+    """
     if not content.strip():
         raise UnreadableFile(f"{path} is empty")
     try:
@@ -258,12 +296,18 @@ def _decoded(path: Path, content: bytes) -> _File:
             return _parsed(content)
         except msgspec.ValidationError:
             raise
-        except msgspec.DecodeError:  # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
+        except (
+            msgspec.DecodeError
+        ):  # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
-        raise UnreadableFile(f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler") from error
+        raise UnreadableFile(
+            f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler"
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UnreadableFile(f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}") from error
+        raise UnreadableFile(
+            f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}"
+        ) from error
 
 
 def _parsed(content: bytes) -> _File:
@@ -273,7 +317,10 @@ def _parsed(content: bytes) -> _File:
 
 
 def _place(content: bytes) -> str:
-    """Return a text that names the first event of a wrong type; an empty text if the fault is elsewhere."""
+    """Return a text that names the first event of a wrong type.
+
+    An empty text if the fault is elsewhere.
+    """
     try:
         if content.lstrip()[:1] == b"[":
             events = msgspec.json.decode(content, type=list[msgspec.Raw])
@@ -290,7 +337,9 @@ def _place(content: bytes) -> str:
 
 
 def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:
-    """Return a sentence about the events that were left out because their times are unusable; () if there are none.
+    """Return a sentence about the events that were left out because their times are unusable.
+
+    () if there are none.
 
     `broken` has the indices of these events in `events`.
     """
@@ -299,6 +348,9 @@ def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple
         return ()
     first = events[places[0]]
     return (
-        f"{path.name}: dpbench left out {len(places)} of {len(events)} events with a ts or dur that is missing, "
-        f"negative or not finite; the first is event {places[0]}, {first.name!r} (ts {first.ts}, dur {first.dur})",
+        (
+            f"{path.name}: dpbench left out {len(places)} of {len(events)} events with a ts or dur"
+            f" that is missing, negative or not finite; the first is event {places[0]},"
+            f" {first.name!r} (ts {first.ts}, dur {first.dur})"
+        ),
     )

@@ -1,19 +1,23 @@
 """Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
 
-An interval lasts from one update of the weights to the next. A step may consist of several intervals: it ends with an
-update by the slowest optimizer (`trainings`). Evaluation and checkpoints belong to no step: if they ran in a step's
-interval, the step begins with the first work of training after them. If an exception ended an iteration in a step's
-interval, the step begins after the exception. A step is left out if some of its work came before the exception.
+An interval lasts from one update of the weights to the next. A step may consist of several
+intervals: it ends with an update by the slowest optimizer (`trainings`). Evaluation and checkpoints
+belong to no step: if they ran in a step's interval, the step begins with the first work of training
+after them. If an exception ended an iteration in a step's interval, the step begins after the
+exception. A step is left out if some of its work came before the exception.
 
 dpbench cannot observe where some phases begin or end. The neighbouring phases then define them:
 
-- `loss` is the time from the end of the forward to the beginning of backward, without other spans in between.
-- `clip` begins when backward ends. If the script itself writes gradients, `clip` ends when the optimizer's step begins.
-- Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the next transfer or
-  forward. If the module also returns its own loss, the time from the forward to backward is `data`, too.
+- `loss` is the time from the end of the forward to the beginning of backward, without other spans
+  in between.
+- `clip` begins when backward ends. If the script itself writes gradients, `clip` ends when the
+  optimizer's step begins.
+- Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the
+  next transfer or forward. If the module also returns its own loss, the time from the forward to
+  backward is `data`, too.
 - If the loop calls no module, `forward` is the time from the arrival of the batch to the loss.
-- Without an optimizer, `optimizer` is the time from the end of backward to the end of the last `no_grad` block before
-  the next batch; without such a block, it lasts to the next batch.
+- Without an optimizer, `optimizer` is the time from the end of backward to the end of the last
+  `no_grad` block before the next batch; without such a block, it lasts to the next batch.
 """
 
 from __future__ import annotations
@@ -47,9 +51,14 @@ Fact = TypeVar("Fact")
 WARMUP = 5
 """The least number of warm-up steps, in which dpbench looks for the modules of the loop."""
 GAP, GAP_S, SELDOM = 0.05, 0.3e-3, 0.1
-"""Time in no phase is noted if it exceeds `GAP` of a step and `GAP_S` seconds, in more than `SELDOM` of the steps."""
+"""Time in no phase is noted if it exceeds `GAP` of a step and `GAP_S` seconds, in more than
+`SELDOM` of the steps.
+"""
 APART = ASIDE | {FAILED}
-"""The kinds of spans that belong to no step; if an interval has one, its step begins after the last of them."""
+"""The kinds of spans that belong to no step.
+
+If an interval has one, its step begins after the last of them.
+"""
 BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
 """The phases of a batch, without the update."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
@@ -60,12 +69,14 @@ UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLoop:
-    """The steps of a loop, with the spans and the places of reads of each step, and the facts that follow from them.
+    """The steps of a loop, with the spans and the places of reads of each step, and the facts that
+    follow from them.
 
-    `numbers` has, for each step, the number of the update that ended it; ranks number their updates alike. `updates` is
-    the usual number of calls of backward in a step. `rows` is the number of rows in all batches of a step, 0 if
-    unknown. `model` has the sizes of the trained module, and `optimizers` the names of the optimizers' classes.
-    `skipped` is the number of updates that a GradScaler skipped. `compiled` is whether torch.compile made the module.
+    `numbers` has, for each step, the number of the update that ended it; ranks number their updates
+    alike. `updates` is the usual number of calls of backward in a step. `rows` is the number of
+    rows in all batches of a step, 0 if unknown. `model` has the sizes of the trained module, and
+    `optimizers` the names of the optimizers' classes. `skipped` is the number of updates that a
+    GradScaler skipped. `compiled` is whether torch.compile made the module.
     """
 
     steps: tuple[Step, ...]
@@ -98,14 +109,21 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
     keys = frozenset[int]().union(*map(trainings.keys, intervals))
     ended = [one for one in intervals if one.owner != BY_HAND]
     groups = list(trainings.groups(intervals, trainings.slowest(ended, unknown)))
-    functional = not any(raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans)
+    functional = not any(
+        raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans
+    )
     loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
     own = frozenset[int]() if loaded else frozenset(seen.own_loss)
     spans_of = [
-        [_spans(one, own, by_hand=not ended, functional=functional, clips=seen.clips) for one in group]
+        [
+            _spans(one, own, by_hand=not ended, functional=functional, clips=seen.clips)
+            for one in group
+        ]
         for group in groups
     ]
-    rows = trainings.with_teachers([[raw for part in parts for raw in part] for parts in spans_of], seen.trained)
+    rows = trainings.with_teachers(
+        [[raw for part in parts for raw in part] for parts in spans_of], seen.trained
+    )
     rows = _without_usual_failures(groups, rows, unknown)
     source, evaluated = _sources(rows)
     steps: list[Step] = []
@@ -132,32 +150,50 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
             for device in local if raw.device == OWN else (raw.device,):
                 name, index = ("host", HOST) if device == HOST else (clock, first + device)
                 spans.append(
-                    Span(number, Phase(raw.kind), index, name, place(raw.start, device), place(raw.end, device))
+                    Span(
+                        number,
+                        Phase(raw.kind),
+                        index,
+                        name,
+                        place(raw.start, device),
+                        place(raw.end, device),
+                    )
                 )
         gaps.append(ledger.gaps(steps[-1], spans[first_span:]))
         reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
         updates[_calls(raws)] += 1
         batches[sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws)] += 1
     if steps:
-        _define(unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates)
+        _define(
+            unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates
+        )
         _count_skips(unknown, whole, evaluated)
         _count_gaps(unknown, steps, gaps)
     missing = sum(not any(raw.kind == Phase.BACKWARD for raw in raws) for raws in rows)
     if missing and any(group[0].start is not None for group in groups):
-        unknown["a step without a call of backward: dpbench cannot observe how its gradients are computed"] = missing
+        unknown[
+            "a step without a call of backward: dpbench cannot observe how its gradients are"
+            " computed"
+        ] = missing
     calls = updates.most_common(1)[0][0] if updates else 1
     together = _together(calls, batches) if loaded else int(calls <= 1)
     return WatchedLoop(
-        steps=tuple(steps), spans=tuple(spans), reads=tuple(reads), numbers=tuple(numbers),
-        updates=calls, rows=_rows(_kept(seen.rows, keys)) * together, model=next(iter(_kept(seen.models, keys)), {}),
+        steps=tuple(steps),
+        spans=tuple(spans),
+        reads=tuple(reads),
+        numbers=tuple(numbers),
+        updates=calls,
+        rows=_rows(_kept(seen.rows, keys)) * together,
+        model=next(iter(_kept(seen.models, keys)), {}),
         optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),
         skipped=sum(number for owner, number in seen.skipped.items() if owner in keys),
-        precision=next(iter(_kept(seen.precisions, keys)), "fp32"), compiled=not seen.compiled.isdisjoint(keys),
+        precision=next(iter(_kept(seen.precisions, keys)), "fp32"),
+        compiled=not seen.compiled.isdisjoint(keys),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
         loader_workers=seen.loaders.get(source, 0) if loaded else WITHOUT_LOADER,
         unknown=tuple(Unknown(problem=problem, steps=steps) for problem, steps in unknown.items()),
-    )  # fmt: skip
+    )
 
 
 def _asides(groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]]) -> Iterator[Raw]:
@@ -166,46 +202,76 @@ def _asides(groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]]) -> 
             yield from (raw for raw in raws if raw.kind in ASIDE)
 
 
-def _define(unknown: dict[str, int], *, loaded: bool, functional: bool, optimized: bool, updates: Counter[int]) -> None:
-    """Add the definitions of phases that dpbench cannot observe, and the steps with unusual calls, to `unknown`.
+def _define(
+    unknown: dict[str, int],
+    *,
+    loaded: bool,
+    functional: bool,
+    optimized: bool,
+    updates: Counter[int],
+) -> None:
+    """Add the definitions of phases that dpbench cannot observe, and the steps with unusual calls,
+    to `unknown`.
 
     `updates` maps a number of calls of backward to the number of steps with that number of calls.
     """
     if not optimized:
-        unknown["the loop has no torch.optim optimizer: a step ends where the script next takes a batch or calls a "
-                "module after backward, and `optimizer` is the time from backward to this end"] = 0  # fmt: skip
+        unknown[
+            "the loop has no torch.optim optimizer: a step ends where the script next takes a batch"
+            " or calls a module after backward, and `optimizer` is the time from backward to"
+            " this end"
+        ] = 0
     if functional:
-        unknown["the loop calls no module: `forward` is the time to the loss, from the arrival of the batch or "
-                "(without a DataLoader) from the end of the previous step"] = 0  # fmt: skip
+        unknown[
+            "the loop calls no module: `forward` is the time to the loss, from the arrival of the"
+            " batch or (without a DataLoader) from the end of the previous step"
+        ] = 0
     elif not loaded:
-        unknown["the loop has no DataLoader: `data` is the time from the end of a step, of a backward or of a read to "
-                "the next transfer or forward"] = 0  # fmt: skip
+        unknown[
+            "the loop has no DataLoader: `data` is the time from the end of a step, of a backward"
+            " or of a read to the next transfer or forward"
+        ] = 0
     ((usual, number),) = updates.most_common(1)
     if others := updates.total() - number:
-        unknown[f"{count(others, 'step')} {verb(others, 'does', 'do')} not call backward {count(usual, 'time')} as the "
-                "others do: a group of accumulated batches may be incomplete"] = 0  # fmt: skip
+        unknown[
+            f"{count(others, 'step')} {verb(others, 'does', 'do')} not call backward"
+            f" {count(usual, 'time')} as the others do: a group of accumulated batches may be"
+            " incomplete"
+        ] = 0
 
 
-def _count_skips(unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]) -> None:
-    """Add to `unknown` the number of steps that skip a batch: no backward comes between its forward and the next batch.
+def _count_skips(
+    unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]
+) -> None:
+    """Add to `unknown` the number of steps that skip a batch: no backward comes between its forward
+    and the next batch.
 
-    If most steps seem to skip a batch, as in a loop with several DataLoaders, `unknown` does not change.
+    If most steps seem to skip a batch, as in a loop with several DataLoaders, `unknown` does not
+    change.
     """
     number = 0
     for raws in rows:
-        taken = [raw for raw in raws if raw.kind in BATCH and not (raw.kind == Phase.DATA and raw.note in evaluated)]
+        taken = [
+            raw
+            for raw in raws
+            if raw.kind in BATCH and not (raw.kind == Phase.DATA and raw.note in evaluated)
+        ]
         number += any(a.kind == Phase.FORWARD and b.kind == Phase.DATA for a, b in pairwise(taken))
     if 0 < number <= len(rows) / 2:
-        unknown[f"{count(number, 'step')} {verb(number, 'includes', 'include')} a batch that the script skipped before "
-                "its backward"] = 0  # fmt: skip
+        unknown[
+            f"{count(number, 'step')} {verb(number, 'includes', 'include')} a batch that the script"
+            " skipped before its backward"
+        ] = 0
 
 
 def _count_gaps(
     unknown: dict[str, int], steps: Sequence[Step], gaps: Sequence[Mapping[tuple[str, str], float]]
 ) -> None:
-    """Add to `unknown` the number of steps after warm-up in which a notable part of the time is in no phase.
+    """Add to `unknown` the number of steps after warm-up in which a notable part of the time is in
+    no phase.
 
-    If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown` does not change.
+    If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown`
+    does not change.
     """
     timed = [*zip(steps, gaps, strict=True)][WARMUP:]
     notable = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
@@ -213,14 +279,17 @@ def _count_gaps(
     if places and max(places.values()) > max(2, SELDOM * len(timed)):
         ((before, after), _), *_ = places.most_common()
         where = f"after {before or 'the last step'} and before {after or 'the end of the step'}"
-        unknown[f"more than {GAP:.0%} of the time is in no phase, most of it {where}"] = len(notable)
+        unknown[f"more than {GAP:.0%} of the time is in no phase, most of it {where}"] = len(
+            notable
+        )
 
 
 def _together(calls: int, batches: Counter[int]) -> int:
-    """Return the number of batches that a step accumulates, in a loop with `calls` calls of backward per step.
+    """Return the number of batches that a step accumulates, in a loop with `calls` calls of
+    backward per step.
 
-    `batches` maps a number of batches taken from DataLoaders to the number of steps that took that number. A step may
-    take batches for other steps, or use one batch in several calls of backward.
+    `batches` maps a number of batches taken from DataLoaders to the number of steps that took that
+    number. A step may take batches for other steps, or use one batch in several calls of backward.
     """
     return max(1, min(calls, max(batches, key=lambda number: batches[number], default=1)))
 
@@ -228,26 +297,36 @@ def _together(calls: int, batches: Counter[int]) -> int:
 def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
     """Return the facts about the modules with these keys; all facts if no fact has one of the keys.
 
-    The keys come from recorded calls. A wrapper over several devices has no key: it records phases, not its calls.
+    The keys come from recorded calls. A wrapper over several devices has no key: it records phases,
+    not its calls.
     """
     return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
 
 
 def _rows(counted: Sequence[Counter[int]]) -> int:
-    """Return the most common number of rows in a call; 0 if unknown. Each Counter has the calls by number of rows."""
+    """Return the most common number of rows in a call; 0 if unknown.
+
+    Each Counter has the calls by number of rows.
+    """
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
-def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool) -> list[Raw]:
-    """Return the spans of an interval in order of time, including those that dpbench defines by their neighbours.
+def _spans(
+    interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool
+) -> list[Raw]:
+    """Return the spans of an interval in order of time, including those that dpbench defines by
+    their neighbours.
 
-    `own` has the ids of modules that return their own loss: the time after their forward is `data`. The flags tell
-    if the script updates weights itself (`by_hand`), calls no module (`functional`), and writes gradients (`clips`).
+    `own` has the ids of modules that return their own loss: the time after their forward is `data`.
+    The flags tell if the script updates weights itself (`by_hand`), calls no module (`functional`),
+    and writes gradients (`clips`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
         starting = Raw(Phase.DATA, interval.start, interval.start, HOST)
-        ordered = sorted([*ordered, *_forwards([starting, *ordered])], key=lambda raw: (raw.start, raw.end))
+        ordered = sorted(
+            [*ordered, *_forwards([starting, *ordered])], key=lambda raw: (raw.start, raw.end)
+        )
     defined: list[Raw] = []
     for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
@@ -255,8 +334,14 @@ def _spans(interval: Interval, own: frozenset[int], *, by_hand: bool, functional
             whole = since is not None and ordered[since].note in own
             defined += _between(ordered, since, place, Phase.DATA if whole else Phase.LOSS)
         elif raw.kind == Phase.CLIP:
-            defined += _between(ordered, _last(ordered, place, Phase.BACKWARD, Phase.CLIP), place, Phase.CLIP)
-        elif raw.kind == Phase.OPTIMIZER and clips and ordered[place - 1].kind in (Phase.BACKWARD, Phase.REDUCE):
+            defined += _between(
+                ordered, _last(ordered, place, Phase.BACKWARD, Phase.CLIP), place, Phase.CLIP
+            )
+        elif (
+            raw.kind == Phase.OPTIMIZER
+            and clips
+            and ordered[place - 1].kind in (Phase.BACKWARD, Phase.REDUCE)
+        ):
             defined += _between(ordered, _last(ordered, place, Phase.BACKWARD), place, Phase.CLIP)
         elif raw.kind == Phase.FORWARD:
             since = _last(ordered, place, Phase.FORWARD, Phase.BACKWARD)
@@ -273,19 +358,27 @@ def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
     for at, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
             since = _last(ordered, at, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
-            until = next(number for number in range(since + 1, at + 1) if ordered[number].kind in COMPUTED)
+            until = next(
+                number for number in range(since + 1, at + 1) if ordered[number].kind in COMPUTED
+            )
             yield from _between(ordered, since, until, Phase.FORWARD)
 
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
-    """Return all spans but the parts of an optimizer's span that lie between forward and backward of its closure."""
+    """Return all spans but the parts of an optimizer's span that lie between forward and backward
+    of its closure.
+    """
     kept: list[Raw] = []
     since = 0
     for raw in ordered:
         if raw.kind == Phase.FORWARD:
             since = len(kept)
         elif raw.kind == Phase.BACKWARD and kept and kept[since].kind == Phase.FORWARD:
-            kept[since:] = [one for one in kept[since:] if (one.kind, one.note) != (Phase.OPTIMIZER, INTERRUPTED)]
+            kept[since:] = [
+                one
+                for one in kept[since:]
+                if (one.kind, one.note) != (Phase.OPTIMIZER, INTERRUPTED)
+            ]
         kept.append(raw)
     return kept
 
@@ -295,7 +388,9 @@ def _last(ordered: Sequence[Raw], before: int, *kinds: str) -> int | None:
 
 
 def _between(ordered: Sequence[Raw], since: int | None, until: int, kind: str) -> Iterator[Raw]:
-    """Yield spans of a kind that fill the gaps between the spans with the indices `since` to `until`."""
+    """Yield spans of a kind that fill the gaps between the spans with the indices `since` to
+    `until`.
+    """
     if since is None:
         return
     reach = ordered[since].end
@@ -318,22 +413,31 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return each step's spans; the marks of exceptions are left out if exceptions ended work in most steps."""
+    """Return each step's spans.
+
+    The marks of exceptions are left out if exceptions ended work in most steps.
+    """
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]
     unknown[
-        "an exception ends a part of the work in most steps, and the script goes on: the phases include this work"
+        "an exception ends a part of the work in most steps, and the script goes on: the phases"
+        " include this work"
     ] = sum(one and group[0].start is not None for one, group in zip(failed, groups, strict=True))
     return [[raw for raw in raws if raw.kind != FAILED] for raws in rows]
 
 
 def _cut(
-    groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], evaluated: frozenset[int], unknown: dict[str, int]
+    groups: Sequence[Sequence[Interval]],
+    rows: Sequence[list[Raw]],
+    evaluated: frozenset[int],
+    unknown: dict[str, int],
 ) -> Iterator[tuple[Sequence[Interval], float, list[Raw]]]:
-    """Yield the intervals, the start and the spans of each step, without the work that belongs to no step.
+    """Yield the intervals, the start and the spans of each step, without the work that belongs to
+    no step.
 
-    How many steps follow an exception, and how many are left out because of an exception, is added to `unknown`.
+    How many steps follow an exception, and how many are left out because of an exception, is added
+    to `unknown`.
     """
     usual = _usual_calls(rows)
     followed = 0
@@ -356,15 +460,25 @@ def _cut(
         if start < group[-1].end:  # otherwise nothing of the step came after an evaluation
             yield group, start, raws
     if followed:
-        begin = f"an iteration that an exception ended, and {verb(followed, 'begins', 'begin')} with the first work"
-        unknown[f"{count(followed, 'step')} {verb(followed, 'follows', 'follow')} {begin} after the exception"] = 0
+        begin = (
+            f"an iteration that an exception ended, and {verb(followed, 'begins', 'begin')} with"
+            " the first work"
+        )
+        unknown[
+            f"{count(followed, 'step')} {verb(followed, 'follows', 'follow')} {begin} after the"
+            " exception"
+        ] = 0
     if torn:
         leave = f"{count(torn, 'step')} {verb(torn, 'is', 'are')} left out"
-        unknown[f"{leave}, because an exception ended a part of {verb(torn, 'its', 'their')} work"] = 0
+        unknown[
+            f"{leave}, because an exception ended a part of {verb(torn, 'its', 'their')} work"
+        ] = 0
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the `Recorder.owner` of the training dataset (0: unknown), and of datasets that only evaluations read."""
+    """Return the `Recorder.owner` of the training dataset (0: unknown), and of datasets that only
+    evaluations read.
+    """
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
@@ -373,30 +487,46 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
             if raw.kind == Phase.DATA:
                 taken[raw.note] += 1
             elif raw.kind in (EVALUATION, Phase.FORWARD):
-                if taken:  # of several datasets, the one with the most batches counts, or the last of equal ones
-                    source, taken = max(reversed(taken), key=lambda source_number: taken[source_number]), Counter()
+                # of several datasets, the one with the most batches counts, or the last of equal
+                # ones
+                if taken:
+                    source, taken = (
+                        max(reversed(taken), key=lambda source_number: taken[source_number]),
+                        Counter(),
+                    )
                 if raw.kind == EVALUATION:
                     evaluated.add(source)
                 else:
                     trained[source] += 1
-    source = max(trained, key=lambda source_number: (source_number != 0, trained[source_number]), default=0)
+    source = max(
+        trained, key=lambda source_number: (source_number != 0, trained[source_number]), default=0
+    )
     return source, frozenset(
-        evaluated - {source} - {source_number for source_number, times in trained.items() if times > 1}
+        evaluated
+        - {source}
+        - {source_number for source_number, times in trained.items() if times > 1}
     )
 
 
 def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:
-    """Return when a step begins if other work (`APART`) ran in its interval: at the first work of training after it."""
+    """Return when a step begins if other work (`APART`) ran in its interval: at the first work of
+    training after it.
+    """
     last: float = max(raw.end for raw in raws if raw.kind in APART)
     training: list[float] = [
-        raw.start for raw in raws
-        if raw.start >= last and raw.kind in TRAINING and not (raw.kind == Phase.DATA and raw.note in evaluated)
-    ]  # fmt: skip
+        raw.start
+        for raw in raws
+        if raw.start >= last
+        and raw.kind in TRAINING
+        and not (raw.kind == Phase.DATA and raw.note in evaluated)
+    ]
     return min(training, default=min(last, end))
 
 
 def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
-    """Yield a span of `data` for each gap from the start of a step, a backward or a read to a transfer or forward."""
+    """Yield a span of `data` for each gap from the start of a step, a backward or a read to a
+    transfer or forward.
+    """
     reach = start
     counts = True
     computed = False

@@ -1,9 +1,11 @@
-"""Modules: find the outermost modules of a training loop, and record their calls as forward, loss or evaluation.
+"""Modules: find the outermost modules of a training loop, and record their calls as forward, loss
+or evaluation.
 
-An outermost module is called by the script and not by another module. It gets forward hooks when it is found. To find
-it, `Module.__call__` is replaced for a few updates: at the start, when an iterator of a DataLoader starts, and after
-64, 128, 256 and so on updates. The replacement is removed while an outermost module runs, so that the calls of inner
-modules are never slower and torch.compile traces the original.
+An outermost module is called by the script and not by another module. It gets forward hooks when it
+is found. To find it, `Module.__call__` is replaced for a few updates: at the start, when an
+iterator of a DataLoader starts, and after 64, 128, 256 and so on updates. The replacement is
+removed while an outermost module runs, so that the calls of inner modules are never slower and
+torch.compile traces the original.
 """
 
 from __future__ import annotations
@@ -31,13 +33,21 @@ from dpbench.strategies.ddp import ExposedReduction
 LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
 AGAIN = 64
-"""The number of updates after which new modules are looked for again, and then whenever the number has doubled."""
+"""The number of updates after which new modules are looked for again, and then whenever the number
+has doubled.
+"""
 COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
-"""The innermost open span around an outermost call of a module: none, or an optimizer's step, through a closure."""
+"""The innermost open span around an outermost call of a module: none, or an optimizer's step,
+through a closure.
+"""
 _FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
-SCATTERS = (("scatter", Phase.SCATTER), ("replicate", Phase.REPLICATE), ("parallel_apply", Phase.FORWARD))
+SCATTERS = (
+    ("scatter", Phase.SCATTER),
+    ("replicate", Phase.REPLICATE),
+    ("parallel_apply", Phase.FORWARD),
+)
 
 
 class Outermost:
@@ -47,7 +57,9 @@ class Outermost:
         self._recorder = recorder
         self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
         self._opened: list[tuple[bool, BaseException | None]] = []
-        """For each open call of a module, whether it is recorded, and the exception being handled when it began."""
+        """For each open call of a module, whether it is recorded, and the exception being handled
+        when it began.
+        """
         self._original = nn.Module.__call__
         self._until = LOOKS
         self._looking = False
@@ -75,7 +87,9 @@ class Outermost:
         self._wait()
 
     def _wait(self) -> None:
-        """Let the recorder call `_updated` after the update at which the search for modules begins again or ends."""
+        """Let the recorder call `_updated` after the update at which the search for modules begins
+        again or ends.
+        """
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
         self._recorder.due = min(again, self._until + 1) if self._looking else again
@@ -118,9 +132,11 @@ class Outermost:
         opened = self._opened
         seen = self._recorder.seen
 
-        # closures and no methods: a copy of the module would copy the object of a method, with the whole recorder
+        # closures and no methods: a copy of the module would copy the object of a method, with the
+        # whole recorder
         def before(module: Any, args: Any, kwargs: Any) -> None:
-            # torch.compile traces the hooks of a module inside a compiled function, and would break the graph at them
+            # torch.compile traces the hooks of a module inside a compiled function, and would break
+            # the graph at them
             if is_compiling() or not recorder.active or get_ident() != recorder.thread:
                 return
             start = recorder.now()  # the look at the module and its arguments is a part of the call
@@ -130,7 +146,12 @@ class Outermost:
             opened.append((recorded, sys.exception()))
 
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            if is_compiling() or not opened or not recorder.active or get_ident() != recorder.thread:
+            if (
+                is_compiling()
+                or not opened
+                or not recorder.active
+                or get_ident() != recorder.thread
+            ):
                 return
             recorded, handled = opened.pop()
             if recorded:
@@ -160,8 +181,12 @@ class Outermost:
             seen.wrapper = type(module).__name__
             seen.ranks = True
             if next(module.parameters()).device.type == "cpu":
-                self._recorder.reduction = ExposedReduction(module, open_devices("cpu", 1)[0]).observe
-        elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):  # the import of FSDP2 is slow
+                self._recorder.reduction = ExposedReduction(
+                    module, open_devices("cpu", 1)[0]
+                ).observe
+        elif any(
+            one.__name__ == "FSDPModule" for one in type(module).__mro__
+        ):  # the import of FSDP2 is slow
             seen.wrapper = "FullyShardedDataParallel"
             seen.ranks = True
 
@@ -172,7 +197,9 @@ class Outermost:
         self._known.clear()
 
     def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that removes all hooks of dpbench, then calls `function`, which would pickle them."""
+        """Return a function that removes all hooks of dpbench, then calls `function`, which would
+        pickle them.
+        """
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -187,10 +214,11 @@ class Outermost:
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
-    A module without parameters counts as a loss if it gets a tensor that requires gradients. A call without gradients
-    is an evaluation if the module is in eval mode or has been trained. A call with gradients is an evaluation if the
-    module is in eval mode and was trained in training mode. If most steps make a call of this last kind, for example
-    to find adversarial inputs, `trainings.with_teachers` later changes it to a forward.
+    A module without parameters counts as a loss if it gets a tensor that requires gradients. A call
+    without gradients is an evaluation if the module is in eval mode or has been trained. A call
+    with gradients is an evaluation if the module is in eval mode and was trained in training mode.
+    If most steps make a call of this last kind, for example to find adversarial inputs,
+    `trainings.with_teachers` later changes it to a forward.
     """
     grad = is_grad_enabled()
     training = module.training
@@ -205,7 +233,9 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
         return Phase.LOSS
     if not trained:  # the look at the parameters is slow
         if next(module.parameters(), None) is None:
-            outputs = grad and any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+            outputs = grad and any(
+                isinstance(one, torch.Tensor) and one.requires_grad for one in args
+            )
             return Phase.LOSS if outputs else _within(recorder, module)
         if not grad:
             return _within(recorder, module)
@@ -219,38 +249,52 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not first.dim():
             leaves = tree_leaves((args, kwargs))
-            first = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
+            first = next(
+                (one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None
+            )
         if first is not None:
             rows[first.shape[0]] += 1
     return _FORWARD if seen.devices == 1 else _within(recorder, module)
 
 
 def _within(recorder: Recorder, module: Any) -> str:
-    """Return `WITHIN` for a wrapper over several devices, which records its own phases; else `Phase.FORWARD`."""
+    """Return `WITHIN` for a wrapper over several devices, which records its own phases.
+
+    Else `Phase.FORWARD`.
+    """
     wraps = isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1
     return WITHIN if wraps else Phase.FORWARD
 
 
 def _settings(recorder: Recorder, module: nn.Module) -> None:
-    """Note the kind of the devices and the precision of a module that is trained for the first time."""
+    """Note the kind of the devices and the precision of a module that is trained for the first
+    time.
+    """
     seen = recorder.seen
     kind = next(module.parameters()).device.type
     if kind == "cuda":
         seen.device_kind = kind
         ids = getattr(module, "device_ids", None) or [next(module.parameters()).device]
-        seen.device_ids = tuple(torch.device(one).index if not isinstance(one, int) else one for one in ids)
+        seen.device_ids = tuple(
+            torch.device(one).index if not isinstance(one, int) else one for one in ids
+        )
     precision = "tf32" if kind == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "fp32"
     if torch.is_autocast_enabled(kind):
-        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(kind), "fp32")
+        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
+            torch.get_autocast_dtype(kind), "fp32"
+        )
     seen.precisions[id(module)] = precision
 
 
 def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Note the sizes of a module that is trained for the first time, and whether it returns its own loss.
+    """Note the sizes of a module that is trained for the first time, and whether it returns its own
+    loss.
 
     The sizes include the bytes of the call's inputs and outputs per row.
     """
-    inputs = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()]
+    inputs = [
+        one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()
+    ]
     outputs = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
     rows = len(inputs[0]) if inputs else 1
     seen.models[id(module)] = {
@@ -263,14 +307,18 @@ def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: A
 
 
 class _marked:  # noqa: N801
-    """Replaced methods of a torch.nn.DataParallel, which record its phases until `remove` is called."""
+    """Replaced methods of a torch.nn.DataParallel, which record its phases until `remove` is
+    called.
+    """
 
     def __init__(self, module: Any, recorder: Recorder) -> None:
         self._module = module
         for name, phase in (*SCATTERS, ("gather", Phase.GATHER)):
             setattr(module, name, self._around(getattr(module, name), phase, recorder))
 
-    def _around(self, was: Callable[..., Any], phase: Phase, recorder: Recorder) -> Callable[..., Any]:
+    def _around(
+        self, was: Callable[..., Any], phase: Phase, recorder: Recorder
+    ) -> Callable[..., Any]:
         @functools.wraps(was)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = recorder.now()
@@ -288,7 +336,8 @@ class _marked:  # noqa: N801
 
 
 class WrittenGradients:
-    """Notes whether the script itself writes the gradients between backward and an optimizer's step.
+    """Notes whether the script itself writes the gradients between backward and an optimizer's
+    step.
 
     torch counts the writes to each tensor (`_version`).
     """
@@ -298,20 +347,31 @@ class WrittenGradients:
         self._last: Raw | None = None
         """The last span when the latest backward or reduction ended."""
         self._gradients: Sequence[tuple[nn.Parameter, torch.Tensor, int]] = ()
-        """Each weight with its gradient and the gradient's version, when the latest backward or reduction ended."""
+        """Each weight with its gradient and the gradient's version, when the latest backward or
+        reduction ended.
+        """
         recorder.computed = self._computed
 
     def _computed(self) -> None:
         modules, trained = self._outermost.known, self._recorder.seen.trained
-        weights = [one for module in modules if id(module) in trained for one in module.parameters()]
-        self._gradients = [(one, one.grad, one.grad._version) for one in weights if one.grad is not None]
+        weights = [
+            one for module in modules if id(module) in trained for one in module.parameters()
+        ]
+        self._gradients = [
+            (one, one.grad, one.grad._version) for one in weights if one.grad is not None
+        ]
         self._last = self._recorder.last
 
     def before_step(self) -> None:
-        """Set `Seen.clips` if the script has written most gradients since, with no other span in between."""
+        """Set `Seen.clips` if the script has written most gradients since, with no other span in
+        between.
+        """
         if not self._gradients:
             return
-        written = sum(one.grad is not grad or grad._version != version for one, grad, version in self._gradients)
+        written = sum(
+            one.grad is not grad or grad._version != version
+            for one, grad, version in self._gradients
+        )
         if self._last is self._recorder.last and 2 * written >= max(4, len(self._gradients)):
             self._recorder.seen.clips = True
         self._last, self._gradients = None, ()

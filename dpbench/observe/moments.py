@@ -1,7 +1,9 @@
-"""Moments: points in time of a watched loop on GPUs, each with the host's time and a CUDA event on each device.
+"""Moments: points in time of a watched loop on GPUs, each with the host's time and a CUDA event on
+each device.
 
-A moment is a float, the host's time, so that moments can be sorted without waiting for a device. After the script has
-ended, `GpuTimes` returns the time at which each device reached the event of a moment.
+A moment is a float, the host's time, so that moments can be sorted without waiting for a device.
+After the script has ended, `GpuTimes` returns the time at which each device reached the event of a
+moment.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from dpbench.measure.clocks import CudaClock
 
 
 class Moment(float):
-    """The host's time in seconds at which an event was queued on each device, in the update with the index `update`."""
+    """The host's time in seconds at which an event was queued on each device, in the update with
+    the index `update`.
+    """
 
     __slots__ = ("events", "update")
     events: dict[int, Any]
@@ -24,12 +28,15 @@ class Moment(float):
 
 
 class GpuTimes:
-    """The clock of a recorder whose loop trains on GPUs: a `CudaClock` whose steps are the updates of the weights.
+    """The clock of a recorder whose loop trains on GPUs: a `CudaClock` whose steps are the updates
+    of the weights.
 
     It waits for the devices once when it starts and once when it stops, never in between.
     """
 
-    def __init__(self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._clock = CudaClock(devices, now)
         self._stack = ExitStack()
         self._now = now
@@ -57,7 +64,10 @@ class GpuTimes:
         self._place = self._clock.placing()
 
     def seconds(self, moment: float, device: int) -> float:
-        """Return the time at which a device reached a moment; the host's time if the moment has no event on it."""
+        """Return the time at which a device reached a moment.
+
+        The host's time if the moment has no event on it.
+        """
         if not isinstance(moment, Moment) or device not in moment.events:
             return float(moment)
         return float(self._place(moment.update, device, moment.events[device]))

@@ -1,8 +1,9 @@
 """Seams: the places in torch at which dpbench watches a training loop.
 
-A seam is a public hook of torch where there is one: the hooks of optimizers and of modules. Everywhere else it is a
-function or a method of torch that is replaced while the loop is watched. Each replacement calls the original with the
-same arguments, draws no random numbers, and does nothing else in other threads and under torch.compile.
+A seam is a public hook of torch where there is one: the hooks of optimizers and of modules.
+Everywhere else it is a function or a method of torch that is replaced while the loop is watched.
+Each replacement calls the original with the same arguments, draws no random numbers, and does
+nothing else in other threads and under torch.compile.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ import torch.utils.data
 from torch import nn
 from torch.compiler import is_compiling
 from torch.optim import lr_scheduler, swa_utils
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
@@ -38,29 +42,66 @@ from dpbench.records import Phase
 TESTED = "2.13"
 """The version of torch in which every seam is tested."""
 LOSSES = (
-    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cross_entropy", "ctc_loss",
-    "gaussian_nll_loss", "hinge_embedding_loss", "huber_loss", "kl_div", "l1_loss", "margin_ranking_loss", "mse_loss",
-    "multi_margin_loss", "multilabel_margin_loss", "multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss",
-    "smooth_l1_loss", "soft_margin_loss", "triplet_margin_loss", "triplet_margin_with_distance_loss",
-)  # fmt: skip
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cross_entropy",
+    "ctc_loss",
+    "gaussian_nll_loss",
+    "hinge_embedding_loss",
+    "huber_loss",
+    "kl_div",
+    "l1_loss",
+    "margin_ranking_loss",
+    "mse_loss",
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "nll_loss",
+    "poisson_nll_loss",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "triplet_margin_loss",
+    "triplet_margin_with_distance_loss",
+)
 """The loss functions of torch.nn.functional."""
-READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__format__", "__repr__")
+READS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "__bool__",
+    "__float__",
+    "__int__",
+    "__index__",
+    "__format__",
+    "__repr__",
+)
 """The methods of a tensor with which the host waits for its value."""
 MOVES = ("to", "cuda")
 """The methods of a tensor that may copy it to another device."""
 SCHEDULERS = (
-    lr_scheduler.LRScheduler, lr_scheduler.ChainedScheduler, lr_scheduler.CosineAnnealingWarmRestarts,
-    lr_scheduler.ReduceLROnPlateau, lr_scheduler.SequentialLR,
-)  # fmt: skip
+    lr_scheduler.LRScheduler,
+    lr_scheduler.ChainedScheduler,
+    lr_scheduler.CosineAnnealingWarmRestarts,
+    lr_scheduler.ReduceLROnPlateau,
+    lr_scheduler.SequentialLR,
+)
 """The learning-rate schedulers whose class defines `step`; all other schedulers inherit it."""
-SPAWNED = "the processes that torch.multiprocessing.spawn starts are not watched: start the script with torchrun"
+SPAWNED = (
+    "the processes that torch.multiprocessing.spawn starts are not watched: start the script with"
+    " torchrun"
+)
 CLIPS = ("clip_grad_norm_", "clip_grad_value_")
 _OPTIMIZER, _READ = Phase.OPTIMIZER, Phase.READ  # an attribute of an enumeration is slow to read
 
 
 @contextmanager
 def installed(recorder: Recorder) -> Iterator[None]:
-    """Hook into torch, so that `recorder` records the training loop; on exit, remove all hooks and replacements."""
+    """Hook into torch, so that `recorder` records the training loop.
+
+    On exit, remove all hooks and replacements.
+    """
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
@@ -77,9 +118,13 @@ def installed(recorder: Recorder) -> Iterator[None]:
         for name in ("backward", "grad"):
             replace(torch.autograd, name, lambda was: _around(recorder, was, Phase.BACKWARD))
         if torch.distributed.is_available():
-            replace(torch.distributed, "all_reduce", lambda was: _around(recorder, was, Phase.REDUCE))
+            replace(
+                torch.distributed, "all_reduce", lambda was: _around(recorder, was, Phase.REDUCE)
+            )
         replace(torch.multiprocessing, "spawn", lambda was: _noting(recorder, was, SPAWNED))
-        replace(torch, "save", lambda was: outermost.without_hooks(_around(recorder, was, CHECKPOINT)))
+        replace(
+            torch, "save", lambda was: outermost.without_hooks(_around(recorder, was, CHECKPOINT))
+        )
         yield
 
 
@@ -91,16 +136,22 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 
 
 def _around(
-    recorder: Recorder, was: Callable[..., Any], kind: str, source: Callable[[Any], Any] | None = None
+    recorder: Recorder,
+    was: Callable[..., Any],
+    kind: str,
+    source: Callable[[Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """Return a function that calls `was` inside a span of the kind `kind`.
 
-    The span's note is the number of the object that `source` returns for the first argument; None without `source`.
+    The span's note is the number of the object that `source` returns for the first argument; None
+    without `source`.
     """
 
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not recorder.begin(kind, recorder.owner(source(args[0])) if source else None):
+        if is_compiling() or not recorder.begin(
+            kind, recorder.owner(source(args[0])) if source else None
+        ):
             return was(*args, **kwargs)
         try:
             return was(*args, **kwargs)
@@ -125,7 +176,9 @@ def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callab
 
 
 def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that replaces `was`, torch.no_grad.__exit__, after a possible update by hand."""
+    """Return a function that replaces `was`, torch.no_grad.__exit__, after a possible update by
+    hand.
+    """
 
     @functools.wraps(was)
     def leave(*args: Any) -> None:
@@ -137,7 +190,9 @@ def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Running(NamedTuple):
-    """A running step of an optimizer: the optimizer's id, the frame that calls its hooks, and whether it has a span."""
+    """A running step of an optimizer: the optimizer's id, the frame that calls its hooks, and
+    whether it has a span.
+    """
 
     optimizer: int
     frame: types.FrameType
@@ -152,7 +207,9 @@ def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
 
 
 def _around_step(frame: types.FrameType | None) -> Iterator[type]:
-    """Yield the classes of the optimizers, such as wrappers, whose `step` runs in `frame` or in one of its callers."""
+    """Yield the classes of the optimizers, such as wrappers, whose `step` runs in `frame` or in one
+    of its callers.
+    """
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_code.co_varnames:
             one = frame.f_locals.get(frame.f_code.co_varnames[0])
@@ -162,15 +219,29 @@ def _around_step(frame: types.FrameType | None) -> Iterator[type]:
 
 
 class _Steps:
-    """The hooks around optimizers' steps: each step ends an interval, unless a GradScaler or an engine ends it."""
+    """The hooks around optimizers' steps: each step ends an interval, unless a GradScaler or an
+    engine ends it.
+    """
 
     def __init__(
-        self, recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
+        self,
+        recorder: Recorder,
+        gradients: WrittenGradients,
+        replace: Callable[..., None],
+        stack: ExitStack,
     ) -> None:
-        self._recorder, self._gradients, self._replace, self._stack = recorder, gradients, replace, stack
+        self._recorder, self._gradients, self._replace, self._stack = (
+            recorder,
+            gradients,
+            replace,
+            stack,
+        )
         self._running: list[_Running] = []
         self._called: Any = None
-        """The moment at which the script has called a step that has not begun yet; None if there is none."""
+        """The moment at which the script has called a step that has not begun yet.
+
+        None if there is none.
+        """
         self._classes: set[type] = set()
 
     def _leave(self, number: int) -> None:
@@ -181,7 +252,9 @@ class _Steps:
                 self._recorder.end()
 
     def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that replaces `was`, a class's `step`, and notes when it is called and if it raises."""
+        """Return a function that replaces `was`, a class's `step`, and notes when it is called and
+        if it raises.
+        """
         recorder, running = self._recorder, self._running
 
         @functools.wraps(was)
@@ -203,15 +276,22 @@ class _Steps:
         return step
 
     def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace `own`, the `step` that a scheduler, for example, has set on the optimizer, to observe its calls."""
-        given, alive = self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)), weakref.ref(optimizer)
+        """Replace `own`, the `step` that a scheduler, for example, has set on the optimizer, to
+        observe its calls.
+        """
+        given, alive = (
+            self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)),
+            weakref.ref(optimizer),
+        )
 
         @functools.wraps(own)
         def step(*args: Any, **kwargs: Any) -> Any:
             return given(alive(), *args, **kwargs)
 
         step.watched, optimizer.step = True, step  # type: ignore[attr-defined]
-        self._stack.callback(lambda: setattr(one, "step", own) if (one := alive()) is not None else None)
+        self._stack.callback(
+            lambda: setattr(one, "step", own) if (one := alive()) is not None else None
+        )
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Begin the span of an optimizer's step; torch calls this hook before each step."""
@@ -223,34 +303,53 @@ class _Steps:
             return
         self._gradients.before_step()
         frame = sys._getframe(1)
-        while running and not _runs(running[-1].frame, frame):  # a step that raised before its class was hooked
+        while running and not _runs(
+            running[-1].frame, frame
+        ):  # a step that raised before its class was hooked
             self._leave(len(running) - 1)
-        # the span begins with the call, because torch takes long for a profiler's range before it calls this hook
+        # the span begins with the call, because torch takes long for a profiler's range before it
+        # calls this hook
         called, self._called = self._called, None
-        running.append(new(_Running, (id(optimizer), frame, recorder.begin(_OPTIMIZER, None, called))))
+        running.append(
+            new(_Running, (id(optimizer), frame, recorder.begin(_OPTIMIZER, None, called)))
+        )
         if type(optimizer) not in self._classes:
             for one in {type(optimizer), *_around_step(frame)} - self._classes:
                 self._classes.add(one)
                 self._replace(one, "step", self._calling)
                 if "zero_grad" in vars(one):
-                    self._replace(one, "zero_grad", lambda was: _around(recorder, was, Phase.OPTIMIZER))
+                    self._replace(
+                        one, "zero_grad", lambda was: _around(recorder, was, Phase.OPTIMIZER)
+                    )
         own = vars(optimizer).get("step")
-        if own is not None and not isinstance(own, types.MethodType) and not hasattr(own, "watched"):
+        if (
+            own is not None
+            and not isinstance(own, types.MethodType)
+            and not hasattr(own, "watched")
+        ):
             self._starting(optimizer, own)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After an optimizer's step, end its span; end the interval, too, unless the step ran inside other work."""
+        """After an optimizer's step, end its span.
+
+        End the interval, too, unless the step ran inside other work.
+        """
         recorder, running = self._recorder, self._running
         if not recorder.active or get_ident() != recorder.thread:
             return
-        if not running or running[-1].optimizer != id(optimizer):  # steps within this one have raised
-            place = next((at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None)
+        if not running or running[-1].optimizer != id(
+            optimizer
+        ):  # steps within this one have raised
+            place = next(
+                (at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None
+            )
             if place is None:
                 return
             self._leave(place + 1)
         if running.pop().recorded:
             recorder.end()
-        # a step inside backward (of one parameter) and a step inside another optimizer's step end no interval
+        # a step inside backward (of one parameter) and a step inside another optimizer's step end
+        # no interval
         if not running and not recorder.deferred and not recorder.open:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
 
@@ -333,7 +432,9 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
                 if self.device.type == "cpu":
                     recorder.copied(self, start)
                 else:
-                    recorder.add(Phase.READ, start, recorder.now(), note=place(sys._getframe(1), "to"))
+                    recorder.add(
+                        Phase.READ, start, recorder.now(), note=place(sys._getframe(1), "to")
+                    )
             return found
 
         return move
@@ -343,7 +444,11 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
             @functools.wraps(was)
             def read(self: Any, *args: Any, **kwargs: Any) -> Any:
                 # in a loop on GPUs, the host waits only for tensors on a GPU
-                if is_compiling() or (seen.device_kind != "cpu" and not self.is_cuda) or not recorder.begin(_READ):
+                if (
+                    is_compiling()
+                    or (seen.device_kind != "cpu" and not self.is_cuda)
+                    or not recorder.begin(_READ)
+                ):
                     return was(self, *args, **kwargs)
                 where = place(sys._getframe(1), name)
                 try:
@@ -379,7 +484,10 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
                 return was(self, *args, **kwargs)
             recorder.seen.wrapper, recorder.seen.threads = type(self).__name__, True
             recorder.seen.devices = len(self.devices)
-            leaf = next((one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()), None)
+            leaf = next(
+                (one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()),
+                None,
+            )
             if leaf is not None:
                 recorder.seen.rows.setdefault(recorder.owner(self), Counter())[len(leaf)] += 1
             recorder.deferred += 1

@@ -1,7 +1,8 @@
-"""Stretches: the phases of one host thread, from its annotations and, where there are none, from its operators.
+"""Stretches: the phases of one host thread, from its annotations and, where there are none, from
+its operators.
 
-Autograd numbers the operators that it records in forward, and marks those that it runs in a backward pass, even in
-traces of old versions of torch.
+Autograd numbers the operators that it records in forward, and marks those that it runs in a
+backward pass, even in traces of old versions of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ _ANNOTATIONS = (
     (Phase.LOSS, re.compile(r"\b(?:loss|criterion)\b", re.IGNORECASE)),
     (Phase.FORWARD, re.compile(r"\bforward\b", re.IGNORECASE)),
 )
-"""Phases and the patterns of annotations that name them, in the order in which dpbench tries them."""
+"""Phases and the patterns of annotations that name them, in the order in which dpbench tries
+them.
+"""
 _DATA_PARALLEL = {"Scatter": Phase.SCATTER, "Broadcast": Phase.REPLICATE, "Gather": Phase.GATHER}
 """The operators of torch.nn.DataParallel, which autograd calls by the names of their classes."""
 _ADDING = re.compile(r"(?:autograd::engine::evaluate_function: )?BroadcastBackward")
@@ -55,13 +58,16 @@ def stretches(
 ) -> Iterator[Stretch]:
     """Yield the stretches of one thread in order of time; an inner phase interrupts the outer one.
 
-    `events` are sorted by start, an event before the events inside it. `copied` maps the start in microseconds of each
-    of the thread's copies between host and device to its phase. `backwards` are the sorted starts of the operators of
-    backward in all threads: on GPUs, autograd runs backward in a separate thread, for which this thread waits.
+    `events` are sorted by start, an event before the events inside it. `copied` maps the start in
+    microseconds of each of the thread's copies between host and device to its phase. `backwards`
+    are the sorted starts of the operators of backward in all threads: on GPUs, autograd runs
+    backward in a separate thread, for which this thread waits.
     """
     copies = sorted(copied)
     closures = _with_backward(events)
-    stack: list[tuple[float, Phase | None, bool]] = []  # end, phase, whether its operators are outermost
+    stack: list[
+        tuple[float, Phase | None, bool]
+    ] = []  # end, phase, whether its operators are outermost
     at_us = float("-inf")
     state = _State()
     passed = 0
@@ -84,16 +90,23 @@ def stretches(
             passed = reached
             state.backward()
         outer, outermost = (stack[-1][1], stack[-1][2]) if stack else (None, True)
-        copies_here = copied[copies[i]] if (i := bisect_right(copies, event.start_us)) < len(copies) and (
-            copies[i] < event.end_us
-        ) else None  # fmt: skip
-        phase, container = state.phase_of(event, outer, outermost, copies_here, closure=number in closures)
+        copies_here = (
+            copied[copies[i]]
+            if (i := bisect_right(copies, event.start_us)) < len(copies)
+            and (copies[i] < event.end_us)
+            else None
+        )
+        phase, container = state.phase_of(
+            event, outer, outermost, copies_here, closure=number in closures
+        )
         stack.append((event.end_us, phase, container))
     yield from until(float("inf"))
 
 
 def _with_backward(events: Sequence[HostEvent]) -> set[int]:
-    """Return the indices of the optimizers' steps in `events` that run a backward pass, as a closure of LBFGS does."""
+    """Return the indices of the optimizers' steps in `events` that run a backward pass, as a
+    closure of LBFGS does.
+    """
     starts = [event.start_us for event in events if event.backward]
     numbers = set()
     for number, event in enumerate(events):
@@ -105,7 +118,9 @@ def _with_backward(events: Sequence[HostEvent]) -> set[int]:
 
 
 class _State:
-    """The state that selects the phase of an operator without an annotation, from the operators before it."""
+    """The state that selects the phase of an operator without an annotation, from the operators
+    before it.
+    """
 
     def __init__(self) -> None:
         self._after_backward = self._clips = False
@@ -115,13 +130,21 @@ class _State:
         self._after_backward, self._clips = True, False
 
     def phase_of(
-        self, event: HostEvent, outer: Phase | None, outermost: bool, copies: Phase | None, *, closure: bool
+        self,
+        event: HostEvent,
+        outer: Phase | None,
+        outermost: bool,
+        copies: Phase | None,
+        *,
+        closure: bool,
     ) -> tuple[Phase | None, bool]:
-        """Return the phase of an event, and whether the operators inside it get their phases by themselves.
+        """Return the phase of an event, and whether the operators inside it get their phases by
+        themselves.
 
-        `outer` is the phase of the enclosing event; None without one. `outermost` is whether only annotations enclose
-        the event. `copies` is the phase of a copy between host and device that the event launches. `closure` is whether
-        the event is an optimizer's step that runs a backward pass.
+        `outer` is the phase of the enclosing event; None without one. `outermost` is whether only
+        annotations enclose the event. `copies` is the phase of a copy between host and device that
+        the event launches. `closure` is whether the event is an optimizer's step that runs a
+        backward pass.
         """
         name = event.name
         if event.backward or name.startswith("autograd::"):
@@ -145,7 +168,9 @@ class _State:
             self._after_backward = True
         return named or outer, named is None or named is Phase.FORWARD
 
-    def _operator(self, event: HostEvent, outer: Phase | None, copies: Phase | None) -> Phase | None:
+    def _operator(
+        self, event: HostEvent, outer: Phase | None, copies: Phase | None
+    ) -> Phase | None:
         name = event.name
         if name in _READS or (name in _COPIES and copies):
             return copies or Phase.READ
@@ -154,7 +179,9 @@ class _State:
             return Phase.LOSS
         if outer:
             return outer
-        if self._after_backward and event.sequence < 0:  # autograd does not record clipping or an update
+        if (
+            self._after_backward and event.sequence < 0
+        ):  # autograd does not record clipping or an update
             self._clips |= name in _NORMS
             return Phase.CLIP if self._clips else None
         if name in _PREPARES:

@@ -1,8 +1,10 @@
-"""Trainings: the intervals of one training of a script, and the intervals that make up each of its steps.
+"""Trainings: the intervals of one training of a script, and the intervals that make up each of its
+steps.
 
-An interval lasts from one update of the weights to the next. A step may consist of several intervals: it ends with an
-update by the slowest optimizer. In a loop with several optimizers, the slowest is the one that steps most rarely. If
-several step equally rarely, it is the one whose first step came last.
+An interval lasts from one update of the weights to the next. A step may consist of several
+intervals: it ends with an update by the slowest optimizer. In a loop with several optimizers, the
+slowest is the one that steps most rarely. If several step equally rarely, it is the one whose first
+step came last.
 """
 
 from __future__ import annotations
@@ -15,28 +17,40 @@ from dpbench.records import Phase
 from dpbench.records.words import count
 
 LONGEST = 16
-"""The largest mean number of updates in a step of a loop with several optimizers; above it, each update is a step."""
+"""The largest mean number of updates in a step of a loop with several optimizers.
+
+Above it, each update is a step.
+"""
 
 
 def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[Interval]:
-    """Return the intervals of the training with the most updates; a script may run several, one after another.
+    """Return the intervals of the training with the most updates.
 
-    Two trainings share neither an optimizer nor a trained module. If trainings are left out, a problem is added to
-    `unknown`, which maps each problem to the number of steps that it affects.
+    A script may run several, one after another.
+
+    Two trainings share neither an optimizer nor a trained module. If trainings are left out, a
+    problem is added to `unknown`, which maps each problem to the number of steps that it affects.
     """
-    # an optimizer is unknown until its first step: an accumulated backward before it looks like an update by hand
-    calls = [sum(raw.kind == Phase.BACKWARD for raw in one.spans) for one in intervals if one.owner != BY_HAND]
+    # an optimizer is unknown until its first step: an accumulated backward before it looks like an
+    # update by hand
+    calls = [
+        sum(raw.kind == Phase.BACKWARD for raw in one.spans)
+        for one in intervals
+        if one.owner != BY_HAND
+    ]
     unclear = [one for one in intervals if keys(one) == {BY_HAND}]
     accumulated = {one.number for one in unclear if len(unclear) < max(calls, default=0)}
-    trainings = _apart(intervals, lambda one: frozenset() if one.number in accumulated else keys(one))
+    trainings = _apart(
+        intervals, lambda one: frozenset() if one.number in accumulated else keys(one)
+    )
     chosen = max(trainings, key=_updates, default=[])
     if len(trainings) < 2 or len(chosen) < 2:
         return intervals
     place = trainings.index(chosen)
     left = sum(map(_updates, trainings)) - _updates(chosen)
     problem = (
-        f"the script runs {len(trainings)} trainings one after another: only training {place + 1} is stored, which "
-        f"has the most updates; the other trainings have {count(left, 'update')}"
+        f"the script runs {len(trainings)} trainings one after another: only training {place + 1}"
+        f" is stored, which has the most updates; the other trainings have {count(left, 'update')}"
     )
     unknown[problem] = 0
     # the time since the last update of the previous training belongs to no step
@@ -48,16 +62,26 @@ def _updates(intervals: Sequence[Interval]) -> int:
 
 
 def keys(interval: Interval) -> frozenset[int]:
-    """Return the number of the optimizer that ended an interval, and the ids of the modules with a forward in it.
+    """Return the number of the optimizer that ended an interval, and the ids of the modules with a
+    forward in it.
 
     If there are such modules, the number `BY_HAND` is left out.
     """
-    modules = {raw.note for raw in interval.spans if raw.kind == Phase.FORWARD and isinstance(raw.note, int)}
+    modules = {
+        raw.note
+        for raw in interval.spans
+        if raw.kind == Phase.FORWARD and isinstance(raw.note, int)
+    }
     return frozenset({interval.owner, *modules}) - ({BY_HAND} if modules else frozenset())
 
 
-def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]) -> list[list[Interval]]:
-    """Return the intervals in parts. A part ends where none of the keys so far occurs in a later interval."""
+def _apart(
+    intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]
+) -> list[list[Interval]]:
+    """Return the intervals in parts.
+
+    A part ends where none of the keys so far occurs in a later interval.
+    """
     last = {key: place for place, interval in enumerate(intervals) for key in keys(interval)}
     parts: list[list[Interval]] = [[]]
     reach = -1
@@ -70,10 +94,13 @@ def _apart(intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[i
 
 
 def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int]:
-    """Return the numbers of the optimizers that end the steps of the loop; an empty set if each update ends a step.
+    """Return the numbers of the optimizers that end the steps of the loop.
 
-    A loop may use optimizers one after another, such as a new one in each epoch; the slowest one of each period is
-    then returned. If it steps too rarely (`LONGEST`), a problem is added to `unknown`, and the set is empty.
+    An empty set if each update ends a step.
+
+    A loop may use optimizers one after another, such as a new one in each epoch; the slowest one of
+    each period is then returned. If it steps too rarely (`LONGEST`), a problem is added to
+    `unknown`, and the set is empty.
     """
     owners: set[int] = set()
     for part in _apart(ended, lambda one: frozenset({one.owner})):
@@ -82,9 +109,10 @@ def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int
         slowest = min(reversed(first), key=lambda owner: updates[owner])
         if len(part) > LONGEST * updates[slowest]:
             optimizers = count(len(updates), "optimizer")
-            unknown[f"one of {optimizers} steps too rarely to end the steps: every update counts as a step"] = len(
-                ended
-            )
+            unknown[
+                f"one of {optimizers} steps too rarely to end the steps: every update counts as a"
+                " step"
+            ] = len(ended)
             return frozenset()
         owners.add(slowest)
     return frozenset(owners)
@@ -93,7 +121,8 @@ def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int
 def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[list[Interval]]:
     """Yield the intervals of each step; intervals that are not consecutive never share a step.
 
-    `slowest` has the numbers of the optimizers that end a step; it is empty if every interval is a step.
+    `slowest` has the numbers of the optimizers that end a step; it is empty if every interval is a
+    step.
     """
     group: list[Interval] = []
     for one in intervals:
@@ -106,14 +135,28 @@ def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[l
 
 
 def with_teachers(rows: Sequence[Sequence[Raw]], trained: Collection[int]) -> list[list[Raw]]:
-    """Return the spans of each step; evaluations that are a part of the training get the kind `forward`.
+    """Return the spans of each step.
 
-    These are evaluations that occur in more than half of the steps: of modules that are never trained, such as a
-    teacher, and of any module in training mode or with gradients. `trained` has the ids of the trained modules.
+    Evaluations that are a part of the training get the kind `forward`.
+
+    These are evaluations that occur in more than half of the steps: of modules that are never
+    trained, such as a teacher, and of any module in training mode or with gradients. `trained` has
+    the ids of the trained modules.
     """
-    calls = Counter(note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION})
-    inside = {note for note, number in calls.items() if note not in trained and number > len(rows) / 2}
+    calls = Counter(
+        note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION}
+    )
+    inside = {
+        note for note, number in calls.items() if note not in trained and number > len(rows) / 2
+    }
     return [
-        [raw._replace(kind=Phase.FORWARD) if raw.kind == EVALUATION and raw.note in inside else raw for raw in raws]
+        [
+            (
+                raw._replace(kind=Phase.FORWARD)
+                if raw.kind == EVALUATION and raw.note in inside
+                else raw
+            )
+            for raw in raws
+        ]
         for raws in rows
     ]

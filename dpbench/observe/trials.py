@@ -1,8 +1,9 @@
-"""Trials: store a watched loop, joined with those of the other ranks of its launch, as a run with one case.
+"""Trials: store a watched loop, joined with those of the other ranks of its launch, as a run with
+one case.
 
-Every rank writes its steps and spans to a file when its script has ended, and rank 0 waits for the files of the others
-in the folder of its store. A rank on a machine that does not share this folder is therefore missing, and the joined
-loop names it as missing.
+Every rank writes its steps and spans to a file when its script has ended, and rank 0 waits for the
+files of the others in the folder of its store. A rank on a machine that does not share this folder
+is therefore missing, and the joined loop names it as missing.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ LEAST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The record of one process: its loop, its peak of memory, its GPUs, and the memory that it holds on GPUs.
+    """The record of one process: its loop, its peak of memory, its GPUs, and the memory that it
+    holds on GPUs.
 
-    The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has the index in
-    the loop and the UUID of each GPU.
+    The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks.
+    `gpus` has the index in the loop and the UUID of each GPU.
     """
 
     loop: WatchedLoop
@@ -57,7 +59,8 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """The place of this process in a launch: `rank` of `size` processes, and the folder for the files of the ranks.
+    """The place of this process in a launch: `rank` of `size` processes, and the folder for the
+    files of the ranks.
 
     `alone` is whether all processes are known to run on this machine.
     """
@@ -69,12 +72,16 @@ class WatchedRank:
 
     @classmethod
     def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> WatchedRank:
-        """Return the place that torchrun's environment variables describe; without them, rank 0 of one process.
+        """Return the place that torchrun's environment variables describe.
+
+        Without them, rank 0 of one process.
 
         The folder for the files of the ranks is in the same folder as the file `store`.
         """
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-        launch = hashlib.sha256(json.dumps([environ.get(name) for name in names]).encode()).hexdigest()[:12]
+        launch = hashlib.sha256(
+            json.dumps([environ.get(name) for name in names]).encode()
+        ).hexdigest()[:12]
         rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
         folder = store.with_name(f"{store.name}.ranks") / launch
         return cls(rank, size, folder, alone=int(environ.get("LOCAL_WORLD_SIZE", "1")) == size)
@@ -96,14 +103,22 @@ class WatchedRank:
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.file(self.rank).with_suffix(".part")
         held = [*map(asdict, part.held)]
-        data = {"numbers": part.loop.numbers, "trial": _trial(part).to_dict(), "gpus": part.gpus, "held": held}
+        data = {
+            "numbers": part.loop.numbers,
+            "trial": _trial(part).to_dict(),
+            "gpus": part.gpus,
+            "held": held,
+        }
         unfinished.write_text(json.dumps(data), encoding="utf-8")
         unfinished.rename(self.file(self.rank))
 
     def joined(self, first: RankRecord, deadline_s: float = DEADLINE_S) -> tuple[RankRecord, int]:
-        """Return the record of the launch, and the number of ranks in it; `first` is the record of rank 0.
+        """Return the record of the launch, and the number of ranks in it.
 
-        Ranks whose records do not arrive within `deadline_s` seconds are named in the loop's unknown parts.
+        `first` is the record of rank 0.
+
+        Ranks whose records do not arrive within `deadline_s` seconds are named in the loop's
+        unknown parts.
         """
         until = time.monotonic() + deadline_s
         others = range(1, self.size)
@@ -125,33 +140,56 @@ class WatchedRank:
         unknown = [*loop.unknown]
         if missing := [str(rank) for rank in others if rank not in there]:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
-            problem = f"no steps arrived from {ranks} within {deadline_s:g} s: look for errors of the script there; "
+            problem = (
+                f"no steps arrived from {ranks} within {deadline_s:g} s: look for errors of the"
+                " script there; "
+            )
             problem += "all ranks must write to one folder"
             unknown.append(Unknown(problem=problem, steps=len(whole.steps)))
         if lost := len(loop.steps) - len(whole.steps):
-            problem = f"{count(lost, 'step')} of rank 0 {verb(lost, 'is', 'are')} left out, because not all ranks took "
+            problem = (
+                f"{count(lost, 'step')} of rank 0 {verb(lost, 'is', 'are')} left out, because not"
+                " all ranks took "
+            )
             unknown.append(Unknown(problem=f"{problem}{verb(lost, 'it', 'them')}", steps=lost))
         kept = [place for place, number in enumerate(loop.numbers) if number in common]
         together = replace(
-            loop, steps=tuple(whole.steps), spans=whole.spans, reads=tuple(loop.reads[place] for place in kept),
-            numbers=tuple(sorted(common)), unknown=tuple(unknown),
-        )  # fmt: skip
-        return RankRecord(loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)), len(parts)
+            loop,
+            steps=tuple(whole.steps),
+            spans=whole.spans,
+            reads=tuple(loop.reads[place] for place in kept),
+            numbers=tuple(sorted(common)),
+            unknown=tuple(unknown),
+        )
+        return RankRecord(
+            loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)
+        ), len(parts)
 
 
 def _trial(part: RankRecord) -> Trial:
-    """Return the steps, the spans and the memory of one rank as a trial, because `merge` takes trials."""
+    """Return the steps, the spans and the memory of one rank as a trial, because `merge` takes
+    trials.
+    """
     case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
     return Trial(case=case, steps=part.loop.steps, spans=part.loop.spans, memory=part.memory)
 
 
 def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
-    """Return a trial with only the steps whose number is in `common`; `numbers` has the number of each step."""
-    place = {at: new for new, at in enumerate(at for at, number in enumerate(numbers) if number in common)}
+    """Return a trial with only the steps whose number is in `common`.
+
+    `numbers` has the number of each step.
+    """
+    place = {
+        at: new
+        for new, at in enumerate(at for at, number in enumerate(numbers) if number in common)
+    }
     return replace(
-        trial, steps=tuple(trial.steps[at] for at in place),
-        spans=tuple(replace(span, step=place[span.step]) for span in trial.spans if span.step in place),
-    )  # fmt: skip
+        trial,
+        steps=tuple(trial.steps[at] for at in place),
+        spans=tuple(
+            replace(span, step=place[span.step]) for span in trial.spans if span.step in place
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,20 +207,35 @@ class Watched:
 def case_of(watched: Watched) -> Case:
     """Return the case of a watched loop."""
     seen = watched.seen
-    parallelism = Parallelism.RANKS if seen.ranks else Parallelism.THREADS if seen.threads else Parallelism.NONE
+    parallelism = (
+        Parallelism.RANKS
+        if seen.ranks
+        else Parallelism.THREADS
+        if seen.threads
+        else Parallelism.NONE
+    )
     reduction = Reduction.IN_BACKWARD if seen.threads else Reduction.OVERLAPPED
     loop = watched.part.loop
     names = sorted(set(watched.part.loop.optimizers))
     return Case(
-        model=watched.script, strategy=SCRIPT, batch_size=loop.rows * watched.ranks,
-        devices=seen.devices * watched.ranks, device_kind=seen.device_kind, precision=loop.precision,
-        optimizer="+".join(names).lower() or "none", loader=loop.loader_workers, compile=loop.compiled,
-        inputs="pageable" if seen.pinned is False else "pinned", declared=traits(parallelism, reduction),
-    )  # fmt: skip
+        model=watched.script,
+        strategy=SCRIPT,
+        batch_size=loop.rows * watched.ranks,
+        devices=seen.devices * watched.ranks,
+        device_kind=seen.device_kind,
+        precision=loop.precision,
+        optimizer="+".join(names).lower() or "none",
+        loader=loop.loader_workers,
+        compile=loop.compiled,
+        inputs="pageable" if seen.pinned is False else "pinned",
+        declared=traits(parallelism, reduction),
+    )
 
 
 def trials_of(watched: Watched) -> list[Trial]:
-    """Return one trial per part of a watched loop, with the facts about the loop in the provenance of each."""
+    """Return one trial per part of a watched loop, with the facts about the loop in the provenance
+    of each.
+    """
     loop = watched.part.loop
     case = case_of(watched)
     warm = stopping.warmup([step.seconds for step in loop.steps], least=WARMUP)
@@ -192,15 +245,23 @@ def trials_of(watched: Watched) -> list[Trial]:
         OBSERVED: _observed(watched, warm).to_dict(),
     }
     whole = Trial(
-        case=case, reason="the script ended", spans=loop.spans, samples=watched.samples, memory=watched.part.memory,
+        case=case,
+        reason="the script ended",
+        spans=loop.spans,
+        samples=watched.samples,
+        memory=watched.part.memory,
         steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)),
-        provenance=facts, started_s=time.time(),
-    )  # fmt: skip
+        provenance=facts,
+        started_s=time.time(),
+    )
     return parts(whole, LEAST)
 
 
 def _observed(watched: Watched, warm: int) -> Observed:
-    """Return the facts about the loop; reads are counted in timed steps only, which begin at the index `warm`."""
+    """Return the facts about the loop.
+
+    Reads are counted in timed steps only, which begin at the index `warm`.
+    """
     loop = watched.part.loop
     seen = watched.seen
     reads: dict[str, int] = {}
@@ -208,10 +269,18 @@ def _observed(watched: Watched, warm: int) -> Observed:
         for place in places:
             reads[place] = reads.get(place, 0) + 1
     return Observed(
-        command=watched.command, wrapper=seen.wrapper, updates=loop.updates, skipped_updates=loop.skipped,
-        loader_workers=loop.loader_workers, pinned=seen.pinned, reads=reads, evaluation_s=loop.evaluation_s,
-        checkpoint_s=loop.checkpoint_s, unknown=loop.unknown, held=watched.part.held,
-    )  # fmt: skip
+        command=watched.command,
+        wrapper=seen.wrapper,
+        updates=loop.updates,
+        skipped_updates=loop.skipped,
+        loader_workers=loop.loader_workers,
+        pinned=seen.pinned,
+        reads=reads,
+        evaluation_s=loop.evaluation_s,
+        checkpoint_s=loop.checkpoint_s,
+        unknown=loop.unknown,
+        held=watched.part.held,
+    )
 
 
 def store(path: Path, recorded: Sequence[Trial], naming: Naming, command: str) -> str:
@@ -225,11 +294,14 @@ def store(path: Path, recorded: Sequence[Trial], naming: Naming, command: str) -
             host=provenance.host_key(facts),
             code=provenance.code_key(facts),
             provenance=facts,
-        )  # fmt: skip
+        )
 
 
 def gpus(rank: int, seen: Seen) -> tuple[tuple[int, str], ...]:
-    """Return the index and the UUID of each GPU on which this rank trains; empty if the UUIDs are unknown."""
+    """Return the index and the UUID of each GPU on which this rank trains.
+
+    Empty if the UUIDs are unknown.
+    """
     return tuple(enumerate(gpu_uuids(seen.device_ids), start=rank))
 
 
@@ -241,11 +313,14 @@ def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
     own = [uuid for _, uuid in gpus(rank, seen)]
     return tuple(
         Held(
-            rank=rank, gpu=gpu.index, uuid=gpu.uuid, held_bytes=size,
+            rank=rank,
+            gpu=gpu.index,
+            uuid=gpu.uuid,
+            held_bytes=size,
             own=any(nvml.same_gpu(gpu.uuid, own_uuid) for own_uuid in own),
         )
         for gpu, size in (nvml.held_by(os.getpid(), library) if seen.device_ids else ())
-    )  # fmt: skip
+    )
 
 
 def resident() -> Memory:

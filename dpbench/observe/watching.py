@@ -1,4 +1,6 @@
-"""Watching: record the training loop of a script, or of a block of code, and store its steps as a run."""
+"""Watching: record the training loop of a script, or of a block of code, and store its steps as a
+run.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,18 @@ from dpbench.store import Naming
 LIVE_S = 0.5
 """The least time in seconds between two updates of the line on the terminal."""
 SAMPLED_S = 0.5
-"""The seconds between two readings of the counters of GPUs and host: a watched loop may run for hours."""
+"""The seconds between two readings of the counters of GPUs and host: a watched loop may run for
+hours.
+"""
 
 
 @dataclass
 class WatchResult:
-    """The result of watching: the id of the stored run, the number of steps, and the problems of the loop (`unknown`).
+    """The result of watching: the id of the stored run, the number of steps, and the problems of
+    the loop (`unknown`).
 
-    The id is empty if the loop took no steps, and in ranks other than 0. `rank` is the rank of this process.
+    The id is empty if the loop took no steps, and in ranks other than 0. `rank` is the rank of this
+    process.
     """
 
     run_id: str = ""
@@ -44,15 +50,21 @@ class WatchResult:
 
 @contextmanager
 def watch(
-    path: str | Path = "dpbench.db", *, name: str = "", tags: Mapping[str, str] | None = None, script: str = "",
-    command: str = "", live: TextIO | None = None,
-) -> Iterator[WatchResult]:  # fmt: skip
-    """Record the training loop inside the `with` block, and store its steps as a run of the store `path`.
+    path: str | Path = "dpbench.db",
+    *,
+    name: str = "",
+    tags: Mapping[str, str] | None = None,
+    script: str = "",
+    command: str = "",
+    live: TextIO | None = None,
+) -> Iterator[WatchResult]:
+    """Record the training loop inside the `with` block, and store its steps as a run of the store
+    `path`.
 
-    The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports (default: the name of
-    the running script), and `command` the command that ran the script. On the stream `live`, a line shows the number of
-    updates and their duration. The steps are stored even if the block raises. Yields the result, which is complete
-    after the block.
+    The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports
+    (default: the name of the running script), and `command` the command that ran the script. On the
+    stream `live`, a line shows the number of updates and their duration. The steps are stored even
+    if the block raises. Yields the result, which is complete after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
     recorder = Recorder()
@@ -78,7 +90,8 @@ def watch(
 class _Beside:
     """The samplers that run during a loop; `problem` says why some are missing.
 
-    `series` is None if no samplers run. `visible` has NVML's facts about the GPUs that the samplers read.
+    `series` is None if no samplers run. `visible` has NVML's facts about the GPUs that the samplers
+    read.
     """
 
     series: samplers.SampleFile | None
@@ -86,24 +99,36 @@ class _Beside:
     problem: str = ""
 
     def during(self, part: trials.RankRecord) -> tuple[Sample, ...]:
-        """Return the samples between the first and the last step of a loop, with the loop's indices of devices."""
+        """Return the samples between the first and the last step of a loop, with the loop's indices
+        of devices.
+        """
         steps = part.loop.steps
         if self.series is None or not steps:
             return ()
-        # the samplers number the GPUs by CUDA ordinal, and the loop numbers the devices on which it trains
+        # the samplers number the GPUs by CUDA ordinal, and the loop numbers the devices on which it
+        # trains
         places: dict[int, list[int]] = {HOST: [HOST]}
         for gpu in self.visible:
-            places[gpu["index"]] = [number for number, uuid in part.gpus if nvml.same_gpu(uuid, gpu["uuid"])]
+            places[gpu["index"]] = [
+                number for number, uuid in part.gpus if nvml.same_gpu(uuid, gpu["uuid"])
+            ]
         found = self.series.cut(steps[0].start_s, steps[-1].end_s)
-        return tuple(replace(one, device=place) for one in found for place in places.get(one.device, ()))
+        return tuple(
+            replace(one, device=place) for one in found for place in places.get(one.device, ())
+        )
 
 
 def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
-    """Start the samplers, which `stack` ends; in a launch, only rank 0 starts them, for all ranks of the machine."""
+    """Start the samplers, which `stack` ends.
+
+    In a launch, only rank 0 starts them, for all ranks of the machine.
+    """
     if seat.rank:
         return _Beside(None)
     if not seat.alone:  # the clocks of machines differ
-        return _Beside(None, problem="GPUs and host are not sampled in a launch on several machines")
+        return _Beside(
+            None, problem="GPUs and host are not sampled in a launch on several machines"
+        )
     visible: Sequence[Mapping[str, Any]] = ()
     problem = ""
     try:
@@ -121,21 +146,32 @@ def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
     except OSError as error:
         return _Beside(None, problem=f"GPUs and host are not sampled: {error}")
     if series.pid is None:
-        return _Beside(None, problem="GPUs and host are not sampled, because the samplers did not start")
+        return _Beside(
+            None, problem="GPUs and host are not sampled, because the samplers did not start"
+        )
     return _Beside(series, visible, problem)
 
 
 def _store(
-    recorder: Recorder, result: WatchResult, path: Path, naming: Naming, source: tuple[str, str],
-    seat: trials.WatchedRank, beside: _Beside,
-) -> None:  # fmt: skip
-    """Stop a recorder, store its steps as a run, and complete the result; `source` is the script and its command.
+    recorder: Recorder,
+    result: WatchResult,
+    path: Path,
+    naming: Naming,
+    source: tuple[str, str],
+    seat: trials.WatchedRank,
+    beside: _Beside,
+) -> None:
+    """Stop a recorder, store its steps as a run, and complete the result.
+
+    `source` is the script and its command.
 
     Only rank 0 of a launch stores, together with the steps of the other ranks.
     """
     try:
         recorder.stop()
-    except RuntimeError as error:  # a GPU error that ended the script; the times of the steps are lost
+    except (
+        RuntimeError
+    ) as error:  # a GPU error that ended the script; the times of the steps are lost
         result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
     part = trials.RankRecord(
@@ -157,12 +193,18 @@ def _store(
         noted = (*part.loop.unknown, Unknown(problem=beside.problem, steps=0))
         part = replace(part, loop=replace(part.loop, unknown=noted))
     result.unknown = [
-        f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem for one in part.loop.unknown
+        f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem
+        for one in part.loop.unknown
     ]
     if not part.loop.steps:
         return
     watched = trials.Watched(
-        script=source[0], command=source[1], part=part, seen=recorder.seen, ranks=ranks, samples=beside.during(part)
+        script=source[0],
+        command=source[1],
+        part=part,
+        seen=recorder.seen,
+        ranks=ranks,
+        samples=beside.during(part),
     )
     result.run_id = trials.store(path, trials.trials_of(watched), naming, source[1])
 

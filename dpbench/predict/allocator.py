@@ -1,16 +1,20 @@
-"""Allocator: a model of the CUDA caching allocator, which computes the reserved memory from a list of allocations.
+"""Allocator: a model of the CUDA caching allocator, which computes the reserved memory from a list
+of allocations.
 
-The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` with
-default settings:
+The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and
+`c10/core/AllocatorConfig.h` with default settings:
 
 - Sizes are rounded up to multiples of 512 bytes.
-- Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20 MiB. A larger block
-  has a separate segment, whose size is rounded up to a multiple of 2 MiB.
-- The allocator takes the smallest free block that fits. It splits off the rest of the block, unless the segment is
-  larger than 2 MiB and the rest is at most 1 MiB. It merges a freed block with free neighbours.
-- When the device is full, the allocator releases all segments that are completely free, then tries once more.
+- Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20
+  MiB. A larger block has a separate segment, whose size is rounded up to a multiple of 2 MiB.
+- The allocator takes the smallest free block that fits. It splits off the rest of the block, unless
+  the segment is larger than 2 MiB and the rest is at most 1 MiB. It merges a freed block with free
+  neighbours.
+- When the device is full, the allocator releases all segments that are completely free, then tries
+  once more.
 
-The model has a single stream. It therefore needs no rule for freed blocks that another stream still uses.
+The model has a single stream. It therefore needs no rule for freed blocks that another stream still
+uses.
 """
 
 from __future__ import annotations
@@ -43,8 +47,8 @@ class OutOfDeviceMemory(RuntimeError):
 class MemoryBlock:
     """A part of a segment, in use or free, with links to its two neighbours in the segment.
 
-    `segment` is the number of the segment. `offset`, `size` and `asked` (the size that was requested) are in bytes.
-    `small` is True in a segment for blocks of up to 1 MiB.
+    `segment` is the number of the segment. `offset`, `size` and `asked` (the size that was
+    requested) are in bytes. `small` is True in a segment for blocks of up to 1 MiB.
     """
 
     segment: int
@@ -66,9 +70,10 @@ class MemoryBlock:
 class Allocator:
     """The allocator of one device.
 
-    `capacity_bytes` limits the memory that the process may reserve; None sets no limit. `requested_bytes` is the sum of
-    the sizes requested, `allocated_bytes` the sum of the blocks in use, and `reserved_bytes` the sum of the segments.
-    `rounding_bytes` is the multiple to which sizes are rounded up; with 1, sizes are exact, as on emulated devices.
+    `capacity_bytes` limits the memory that the process may reserve; None sets no limit.
+    `requested_bytes` is the sum of the sizes requested, `allocated_bytes` the sum of the blocks in
+    use, and `reserved_bytes` the sum of the segments. `rounding_bytes` is the multiple to which
+    sizes are rounded up; with 1, sizes are exact, as on emulated devices.
     """
 
     capacity_bytes: int | None = None
@@ -85,11 +90,14 @@ class Allocator:
     )
 
     def take(self, size_bytes: int) -> MemoryBlock:
-        """Allocate a block of at least `size_bytes` and return it. Raises OutOfDeviceMemory if the device is full."""
+        """Allocate a block of at least `size_bytes` and return it.
+
+        Raises OutOfDeviceMemory if the device is full.
+        """
         if size_bytes < 1:
             raise ValueError(
-                f"cannot allocate {size_bytes} bytes: a block needs at least 1 byte; do not allocate memory for "
-                "empty tensors"
+                f"cannot allocate {size_bytes} bytes: a block needs at least 1 byte; do not"
+                " allocate memory for empty tensors"
             )
         size = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
         small = size <= SMALL_BYTES
@@ -118,7 +126,8 @@ class Allocator:
         bisect.insort(self._free[block.small], (block.key, block))
 
     def _fitting(self, size: int, small: bool) -> MemoryBlock | None:
-        """Remove the smallest free block of at least `size` bytes from its pool and return it, or None if none fits.
+        """Remove the smallest free block of at least `size` bytes from its pool and return it, or
+        None if none fits.
 
         `small` selects the pool of small blocks.
         """
@@ -129,7 +138,8 @@ class Allocator:
     def _segment(self, size: int, small: bool) -> MemoryBlock:
         """Return a new segment as one block of at least `size` bytes.
 
-        If the device is full, free segments are released first. Raises OutOfDeviceMemory if that is not enough.
+        If the device is full, free segments are released first. Raises OutOfDeviceMemory if that is
+        not enough.
         """
         length = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         if size >= OWN_SEGMENT_BYTES:
@@ -138,9 +148,10 @@ class Allocator:
             self._release()
             if self.reserved_bytes + length > self.capacity_bytes:
                 raise OutOfDeviceMemory(
-                    f"cannot allocate {size} bytes: of the {self.capacity_bytes} bytes that the process may reserve on "
-                    f"the device, {self.reserved_bytes} are already reserved, and {self.allocated_bytes} of these are "
-                    "allocated; reduce the batch size"
+                    f"cannot allocate {size} bytes: of the {self.capacity_bytes} bytes that the"
+                    f" process may reserve on the device, {self.reserved_bytes} are already"
+                    f" reserved, and {self.allocated_bytes} of these are allocated; reduce the"
+                    " batch size"
                 )
         self.reserved_bytes += length
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -190,15 +201,17 @@ class Allocator:
 
 
 Names = dict[int, int]
-"""A mapping from the number of a storage in a trace to the number of the storage's allocation on a `Tape`."""
+"""A mapping from the number of a storage in a trace to the number of the storage's allocation on a
+`Tape`.
+"""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
     """An allocation on a device, or the release of an allocation if `taken` is False.
 
-    `holding` is the number of the allocation. Its release has the same number. `kind` is the kind of tensor, such as
-    "gradients", and `stage` the part of the step, such as "backward".
+    `holding` is the number of the allocation. Its release has the same number. `kind` is the kind
+    of tensor, such as "gradients", and `stage` the part of the step, such as "backward".
     """
 
     device: int
@@ -211,10 +224,11 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of one device: requested, allocated in blocks, and reserved in segments, in bytes.
+    """The peak memory of one device: requested, allocated in blocks, and reserved in segments, in
+    bytes.
 
-    `stage` is the part of the step in which `allocated_bytes` peaks, and `kinds` are the bytes that are requested at
-    that time, by kind of tensor.
+    `stage` is the part of the step in which `allocated_bytes` peaks, and `kinds` are the bytes that
+    are requested at that time, by kind of tensor.
     """
 
     requested_bytes: int
@@ -236,7 +250,9 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Add the allocation of one tensor; return a list that contains the number of the allocation.
+        """Add the allocation of one tensor.
+
+        Return a list that contains the number of the allocation.
 
         For an empty tensor, add no allocation and return an empty list.
         """
@@ -248,25 +264,43 @@ class Tape:
         return [change.holding]
 
     def take_all(self, device: int, sizes_bytes: Iterable[int], kind: str) -> list[int]:
-        """Add the allocations of tensors of these sizes; return their numbers. An empty tensor has no allocation."""
+        """Add the allocations of tensors of these sizes.
+
+        Return their numbers. An empty tensor has no allocation.
+        """
         return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
 
     def give(self, holdings: Iterable[int]) -> None:
-        """Add the releases of the allocations with the numbers `holdings`; those already released are ignored."""
+        """Add the releases of the allocations with the numbers `holdings`.
+
+        Those already released are ignored.
+        """
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
-                    MemoryChange(change.device, holding, change.size_bytes, change.kind, self.stage, taken=False)
+                    MemoryChange(
+                        change.device,
+                        holding,
+                        change.size_bytes,
+                        change.kind,
+                        self.stage,
+                        taken=False,
+                    )
                 )
 
     def play(
-        self, device: int, ops: Sequence[Op], names: Names, kind: str, kinds: Mapping[int | None, str] | None = None
+        self,
+        device: int,
+        ops: Sequence[Op],
+        names: Names,
+        kind: str,
+        kinds: Mapping[int | None, str] | None = None,
     ) -> None:
         """Add the allocations and releases of a trace's ops on a device.
 
-        `kind` is the kind of all tensors, except for the storages that `kinds` maps to other kinds. `names` maps each
-        allocated storage to the number of its allocation on the tape, and is updated. The release of a storage that is
-        not in `names` is ignored.
+        `kind` is the kind of all tensors, except for the storages that `kinds` maps to other kinds.
+        `names` maps each allocated storage to the number of its allocation on the tape, and is
+        updated. The release of a storage that is not in `names` is ignored.
         """
         kinds = kinds or {}
         for op in ops:
@@ -278,14 +312,21 @@ class Tape:
                     self.give([names.pop(event.storage)])
 
 
-def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None) -> Peak:
+def replay(
+    tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None
+) -> Peak:
     """Return the memory peaks of one device, from a replay of its allocations and releases.
 
-    `capacity_bytes` limits the memory that is reserved on the device; None sets no limit. Sizes are rounded up to
-    multiples of `rounding_bytes`; None means `ROUNDING_BYTES`. Raises OutOfDeviceMemory if the limit is exceeded, with
-    a note that names the part of the step and the kind of tensor.
+    `capacity_bytes` limits the memory that is reserved on the device; None sets no limit. Sizes are
+    rounded up to multiples of `rounding_bytes`; None means `ROUNDING_BYTES`. Raises
+    OutOfDeviceMemory if the limit is exceeded, with a note that names the part of the step and the
+    kind of tensor.
     """
-    allocator = Allocator(capacity_bytes) if rounding_bytes is None else Allocator(capacity_bytes, rounding_bytes)
+    allocator = (
+        Allocator(capacity_bytes)
+        if rounding_bytes is None
+        else Allocator(capacity_bytes, rounding_bytes)
+    )
     blocks: dict[int, MemoryBlock] = {}
     now: Counter[str] = Counter()
     requested, stage, kinds = 0, "", Counter[str]()
@@ -301,8 +342,8 @@ def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, roundi
             blocks[change.holding] = allocator.take(change.size_bytes)
         except OutOfDeviceMemory as error:
             error.add_note(
-                f"the allocation failed on device {device}, in the stage {change.stage!r}, for a tensor of the kind "
-                f"{change.kind!r}"
+                f"the allocation failed on device {device}, in the stage {change.stage!r}, for a"
+                f" tensor of the kind {change.kind!r}"
             )
             raise
         now[change.kind] += change.size_bytes
@@ -310,9 +351,12 @@ def replay(tape: Tape, device: int, *, capacity_bytes: int | None = None, roundi
         if allocator.peak_allocated_bytes > before:
             stage, kinds = change.stage, now.copy()
     return Peak(
-        requested, allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, stage,
+        requested,
+        allocator.peak_allocated_bytes,
+        allocator.peak_reserved_bytes,
+        stage,
         {kind: size for kind, size in kinds.most_common() if size},
-    )  # fmt: skip
+    )
 
 
 def settle(tape: Tape, device: int, trace: Trace) -> None:
@@ -323,12 +367,16 @@ def settle(tape: Tape, device: int, trace: Trace) -> None:
 
 
 def take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
-    """Add the allocations of a batch's inputs and target on a device to the tape; return their numbers."""
+    """Add the allocations of a batch's inputs and target on a device to the tape.
+
+    Return their numbers.
+    """
     return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
 
 
 def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the allocations and releases of a trace's forward on a device to the tape, and update `names`.
+    """Add the allocations and releases of a trace's forward on a device to the tape, and update
+    `names`.
 
     `names` maps each allocated storage to the number of its allocation on the tape.
     """
@@ -337,7 +385,8 @@ def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
 
 
 def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the allocations and releases of a trace's loss on a device to the tape, and update `names`.
+    """Add the allocations and releases of a trace's loss on a device to the tape, and update
+    `names`.
 
     `names` maps each allocated storage to the number of its allocation on the tape.
     """
@@ -345,31 +394,39 @@ def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
     tape.play(device, trace.loss, names, "loss")
 
 
-def play_backward(tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None) -> None:
-    """Add the allocations and releases of some backward ops of a trace to the tape, and update `names`.
+def play_backward(
+    tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None
+) -> None:
+    """Add the allocations and releases of some backward ops of a trace to the tape, and update
+    `names`.
 
-    The ops are those from the index `start` up to, but not including, `stop`; None means up to the last op. `names`
-    maps each allocated storage to the number of its allocation on the tape.
+    The ops are those from the index `start` up to, but not including, `stop`; None means up to the
+    last op. `names` maps each allocated storage to the number of its allocation on the tape.
     """
     kinds = dict.fromkeys(trace.gradients, "gradients")
     tape.play(device, trace.backward[start:stop], names, "backward", kinds)
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Remove the gradients of some parameters from `names`; return the numbers of the gradients' allocations.
+    """Remove the gradients of some parameters from `names`.
 
-    `numbers` are the indices of the parameters in the module; None means all parameters. `names` maps each allocated
-    storage to the number of its allocation on the tape.
+    Return the numbers of the gradients' allocations.
+
+    `numbers` are the indices of the parameters in the module; None means all parameters. `names`
+    maps each allocated storage to the number of its allocation on the tape.
     """
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
 def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
-    """Add `zero_grad` at the start of a step to the tape; return the numbers of the allocations that still exist.
+    """Add `zero_grad` at the start of a step to the tape.
 
-    `gradients` are the numbers of the allocations of the previous step's gradients. With `keeps`, `zero_grad` fills
-    these gradients with zeros, and all still exist. Otherwise it releases them all.
+    Return the numbers of the allocations that still exist.
+
+    `gradients` are the numbers of the allocations of the previous step's gradients. With `keeps`,
+    `zero_grad` fills these gradients with zeros, and all still exist. Otherwise it releases them
+    all.
     """
     tape.stage = "optimizer"
     tape.give([] if keeps else gradients)
@@ -377,7 +434,8 @@ def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
 
 
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Add the allocations and releases of an optimizer step's ops on a device to the tape, and update `state`.
+    """Add the allocations and releases of an optimizer step's ops on a device to the tape, and
+    update `state`.
 
     `state` maps each allocated storage to the number of its allocation on the tape.
     """

@@ -1,4 +1,6 @@
-"""Alternatives: predictions of observed loops, in which one process runs several GPUs, with one process per GPU."""
+"""Alternatives: predictions of observed loops, in which one process runs several GPUs, with one
+process per GPU.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,24 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
 
-def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case, Alternative | str]:
-    """Return, for each observed loop in which one process runs several GPUs, the prediction with one process per GPU.
+def alternatives(
+    trials: Sequence[Trial], facts: Mapping[str, Any]
+) -> dict[Case, Alternative | str]:
+    """Return, for each observed loop in which one process runs several GPUs, the prediction with
+    one process per GPU.
 
-    The links of the loop's machine are unknown. Therefore, all described machines with enough GPUs of the same model
-    are predicted, and the slowest prediction is returned. Without such a machine, or if the loop cannot be predicted,
-    the value is the reason as text.
+    The links of the loop's machine are unknown. Therefore, all described machines with enough GPUs
+    of the same model are predicted, and the slowest prediction is returned. Without such a machine,
+    or if the loop cannot be predicted, the value is the reason as text.
     """
     found: dict[Case, Alternative | str] = {}
     for case in dict.fromkeys(trial.case for trial in trials):
-        if case.traits.observed and case.traits.threads and case.devices > 1 and case.device_kind == "cuda":
+        if (
+            case.traits.observed
+            and case.traits.threads
+            and case.devices > 1
+            and case.device_kind == "cuda"
+        ):
             loop = observed_loop.of_run([trial for trial in trials if trial.case == case], facts)
             if loop and loop.trials:
                 found[case] = _alternative(loop)
@@ -33,17 +43,25 @@ def alternatives(trials: Sequence[Trial], facts: Mapping[str, Any]) -> dict[Case
 def _alternative(loop: observed_loop.ObservedLoop) -> Alternative | str:
     device = stored.gpu_of(loop.facts)
     known = [machine.load(name) for name in machine.names()]
-    fitting = [one for one in known if loop.case.devices <= one.gpu.count and stored.alike(one.gpu.name, device)]
+    fitting = [
+        one
+        for one in known
+        if loop.case.devices <= one.gpu.count and stored.alike(one.gpu.name, device)
+    ]
     if not fitting:
         return (
-            f"no described machine has {loop.case.devices} GPUs of the model {device}; describe your machine in a "
-            "file, and run dpbench predict --machine FILE.toml --from RUN"
+            f"no described machine has {loop.case.devices} GPUs of the model {device}; describe"
+            " your machine in a file, and run dpbench predict --machine FILE.toml --from RUN"
         )
     own = loop.case
     case = Case(
-        model=own.model, strategy=registry.of_role(Role.CONTROL), batch_size=own.batch_size, devices=own.devices,
-        device_kind=own.device_kind, precision=own.precision,
-    )  # fmt: skip
+        model=own.model,
+        strategy=registry.of_role(Role.CONTROL),
+        batch_size=own.batch_size,
+        devices=own.devices,
+        device_kind=own.device_kind,
+        precision=own.precision,
+    )
     predicted = []
     for one in fitting:
         try:
@@ -53,4 +71,6 @@ def _alternative(loop: observed_loop.ObservedLoop) -> Alternative | str:
             return str(error)
     worst = max(predicted, key=lambda each: each.seconds)
     step = Estimate(worst.seconds, worst.low_s, worst.high_s, 0)
-    return Alternative(step=step, basis=f"on {worst.machine}, the slowest described machine with this GPU")
+    return Alternative(
+        step=step, basis=f"on {worst.machine}, the slowest described machine with this GPU"
+    )

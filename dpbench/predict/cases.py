@@ -1,6 +1,8 @@
-"""Cases: predict cases on a described machine, with 80 % intervals, and store the predictions as trials of a run.
+"""Cases: predict cases on a described machine, with 80 % intervals, and store the predictions as
+trials of a run.
 
-A `Need` has the memory that a case needs on each device, whether the case fits, and the largest batch that fits.
+A `Need` has the memory that a case needs on each device, whether the case fits, and the largest
+batch that fits.
 """
 
 from __future__ import annotations
@@ -24,7 +26,19 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
-from dpbench.records import Case, Memory, Profile, Source, Span, Status, Step, Trial, plan, registry, words
+from dpbench.records import (
+    Case,
+    Memory,
+    Profile,
+    Source,
+    Span,
+    Status,
+    Step,
+    Trial,
+    plan,
+    registry,
+    words,
+)
 from dpbench.records.machine import Collective, Machine
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -33,17 +47,21 @@ from dpbench.records.work import DRAWS, middle_draws
 if TYPE_CHECKING:
     from dpbench.predict.memory import Traces
 
-UNTRACED = "unknown: only dpbench's models and models given by --model can be traced to calculate the memory"
+UNTRACED = (
+    "unknown: only dpbench's models and models given by --model can be traced to calculate the"
+    " memory"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
     """The memory that a case needs on each device.
 
-    `memory` contains the peaks of the allocator, and `process_bytes` the totals per device that the driver would show;
-    both are empty if the memory is not known, and `reason` then explains why. `fits` is None if the memory of the case
-    or of the GPU is not known. `failed_device` is the first device whose memory is too small. `largest` is the largest
-    batch size that fits: 0 if no batch fits, None if there was no search.
+    `memory` contains the peaks of the allocator, and `process_bytes` the totals per device that the
+    driver would show; both are empty if the memory is not known, and `reason` then explains why.
+    `fits` is None if the memory of the case or of the GPU is not known. `failed_device` is the
+    first device whose memory is too small. `largest` is the largest batch size that fits: 0 if no
+    batch fits, None if there was no search.
     """
 
     case: Case
@@ -56,16 +74,23 @@ class Need:
 
     @property
     def status(self) -> Status:
-        """Return the status of a trial of the case: OOM if the case is known not to fit, else OK."""
+        """Return the status of a trial of the case: OOM if the case is known not to fit, else
+        OK.
+        """
         return Status.OOM if self.fits is False else Status.OK
 
     def peaks(self, kind: str) -> list[int]:
-        """Return the peak memory of each device in bytes; `kind` is the kind of memory, "allocated" or "reserved"."""
+        """Return the peak memory of each device in bytes.
+
+        `kind` is the kind of memory, "allocated" or "reserved".
+        """
         return [one.peak_bytes for one in self.memory if one.kind == kind]
 
 
 def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
-    """Yield the memory that each case needs; with `largest`, also search for the largest batch that fits.
+    """Yield the memory that each case needs.
+
+    With `largest`, also search for the largest batch that fits.
 
     The models are traced, which takes a second or more for each distinct number of rows per device.
     """
@@ -77,9 +102,12 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
             yield Need(case=case, reason=UNTRACED)
             continue
         key = plan.baseline(
-            model=case.model, batch_size=1, size=case.size, optimizer=case.optimizer,
+            model=case.model,
+            batch_size=1,
+            size=case.size,
+            optimizer=case.optimizer,
             precision=case.precision,
-        )  # fmt: skip
+        )
         traces = kept.setdefault(key, traces_of(replace(key, device_kind=case.device_kind)))
         yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
 
@@ -87,8 +115,8 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Need:
     """Return the memory that one case needs, from a replay of the allocations on its devices.
 
-    `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if unknown. `largest`
-    requests the search for the largest batch that fits.
+    `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if
+    unknown. `largest` requests the search for the largest batch that fits.
     """
     from dpbench.predict import memory
     from dpbench.predict.allocator import OutOfDeviceMemory
@@ -96,33 +124,45 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
     found = memory.needed(case, traces)
     over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
     if over:
-        with suppress(OutOfDeviceMemory):  # an allocator that reaches the limit frees its unused segments
+        with suppress(
+            OutOfDeviceMemory
+        ):  # an allocator that reaches the limit frees its unused segments
             found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []
     most = None
     if largest and capacity_bytes:
         most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
     return Need(
-        case=case, process_bytes=tuple(one.process_bytes for one in found), largest=most,
-        fits=not over if capacity_bytes else None, failed_device=over[0] if over else None,
+        case=case,
+        process_bytes=tuple(one.process_bytes for one in found),
+        largest=most,
+        fits=not over if capacity_bytes else None,
+        failed_device=over[0] if over else None,
         memory=tuple(
             Memory(one.device, size, "replay", kind=kind)
             for one in found
-            for kind, size in (("allocated", one.peak.allocated_bytes), ("reserved", one.peak.reserved_bytes))
+            for kind, size in (
+                ("allocated", one.peak.allocated_bytes),
+                ("reserved", one.peak.reserved_bytes),
+            )
         ),
-    )  # fmt: skip
+    )
 
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The names of the priors on which traced and counted profiles depend: no phase is shorter than its launches."""
+"""The names of the priors on which traced and counted profiles depend: no phase is shorter than its
+launches.
+"""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the spans of the step.
+    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the
+    spans of the step.
 
-    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), `machine` the machine's name,
-    and `need` the memory that the case needs, None if the memory was not predicted.
+    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), `machine`
+    the machine's name, and `need` the memory that the case needs, None if the memory was not
+    predicted.
     """
 
     case: Case
@@ -134,33 +174,55 @@ class Prediction:
     machine: str = ""
     need: Need | None = None
     draws: tuple[float, ...] = ()
-    """log(duration / seconds) in each random draw; draw i uses the same random numbers in all predictions."""
+    """log(duration / seconds) in each random draw.
+
+    Draw i uses the same random numbers in all predictions.
+    """
 
     def trial(self) -> Trial:
         """Return the prediction as a trial, for reports and results files.
 
-        If the case does not fit the memory of the devices, the trial has the status OOM and no steps.
+        If the case does not fit the memory of the devices, the trial has the status OOM and no
+        steps.
         """
         facts = {
-            "machine": self.machine, "profile": self.profile, "interval_80_s": [self.low_s, self.high_s],
+            "machine": self.machine,
+            "profile": self.profile,
+            "interval_80_s": [self.low_s, self.high_s],
             DRAWS: [round(draw, 4) for draw in self.draws],
-        }  # fmt: skip
+        }
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
         found = Trial(
-            case=self.case, source=Source.PREDICTED, spans=self.spans, started_s=time.time(), steps=(step,),
-            reason=f"predicted for {self.machine}", provenance=facts, memory=memory,
-        )  # fmt: skip
+            case=self.case,
+            source=Source.PREDICTED,
+            spans=self.spans,
+            started_s=time.time(),
+            steps=(step,),
+            reason=f"predicted for {self.machine}",
+            provenance=facts,
+            memory=memory,
+        )
         if self.need is None or self.need.status is Status.OK:
             return found
-        lacking = f"predicted for the machine {self.machine}: out of memory on device {self.need.failed_device}"
+        lacking = (
+            f"predicted for the machine {self.machine}: out of memory on device"
+            f" {self.need.failed_device}"
+        )
         return replace(
-            found, status=Status.OOM, reason=lacking, failed_device=self.need.failed_device, steps=(), spans=()
+            found,
+            status=Status.OOM,
+            reason=lacking,
+            failed_device=self.need.failed_device,
+            steps=(),
+            spans=(),
         )
 
 
 def _span(one: Prediction) -> float:
-    """Return the length of a prediction's interval, divided by the predicted duration of the step."""
+    """Return the length of a prediction's interval, divided by the predicted duration of the
+    step.
+    """
     return (one.high_s - one.low_s) / one.seconds
 
 
@@ -178,7 +240,10 @@ class Predictor:
     """Profiles that were measured on one device, by model, size and precision."""
 
     def predict(self, case: Case) -> Prediction:
-        """Return the prediction of one case. Raises UnknownMachine if the machine lacks devices or a needed value."""
+        """Return the prediction of one case.
+
+        Raises UnknownMachine if the machine lacks devices or a needed value.
+        """
         simulation.check(case, self.machine)
         profile = self.profile(case)
         timeline = simulation.step(case, profile, self.machine, self.constants)
@@ -201,14 +266,17 @@ class Predictor:
         draws = drawn(seconds, evaluate, priors, RESIDUAL[profile.source])
         low_s, high_s = interval(seconds, draws)
         spans = tuple(timeline.spans())
-        return Prediction(case, seconds, low_s, high_s, profile.source, spans, self.machine.name, draws=draws)
+        return Prediction(
+            case, seconds, low_s, high_s, profile.source, spans, self.machine.name, draws=draws
+        )
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Return sentences that tell how much shorter an interval would be if the bus bandwidth were measured.
+        """Return sentences that tell how much shorter an interval would be if the bus bandwidth
+        were measured.
 
-        They name the case whose interval, relative to its step, would shrink most. Only cases with several ranks are
-        considered. Return "" if there is no such case, if the bandwidth is already measured, or if its measurement
-        would shorten that interval by less than a tenth.
+        They name the case whose interval, relative to its step, would shrink most. Only cases with
+        several ranks are considered. Return "" if there is no such case, if the bandwidth is
+        already measured, or if its measurement would shorten that interval by less than a tenth.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
@@ -217,45 +285,60 @@ class Predictor:
         wide, narrow = max(pairs, key=lambda pair: _span(pair[0]) - _span(pair[1]))
         if _span(narrow) > 0.9 * _span(wide):
             return ""
-        rate = words.number(network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9)
+        rate = words.number(
+            network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9
+        )
         return (
-            f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but described. The 80 % "
-            f"interval of {wide.case.label} is as wide as {words.percent(_span(wide))} of the predicted step; with a "
-            "measured bandwidth (--bus with a rate in GB/s or a file of nccl-tests' output), it would be as wide as "
-            f"about {words.percent(_span(narrow))}."
+            f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but"
+            f" described. The 80 % interval of {wide.case.label} is as wide as"
+            f" {words.percent(_span(wide))} of the predicted step; with a measured bandwidth (--bus"
+            " with a rate in GB/s or a file of nccl-tests' output), it would be as wide as about"
+            f" {words.percent(_span(narrow))}."
         )
 
     def _with_described_bus(self, case: Case) -> Prediction:
-        """Return the prediction of a case as if the described bandwidth of the bus had been measured."""
+        """Return the prediction of a case as if the described bandwidth of the bus had been
+        measured.
+        """
         rate = network.bus(self.machine, case.devices, self.constants).bytes_per_s
-        known = Collective(bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s)
+        known = Collective(
+            bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s
+        )
         return replace(self, machine=replace(self.machine, collective=known)).predict(case)
 
     def profile(self, case: Case) -> Profile:
         """Return the profile of a case's model.
 
-        If there is no measured profile for this model, its timings are calculated from the attribute `given`, a known
-        step on one device. If `given` is None, they are calculated from FLOP and bytes.
+        If there is no measured profile for this model, its timings are calculated from the
+        attribute `given`, a known step on one device. If `given` is None, they are calculated from
+        FLOP and bytes.
         """
         if measured := self.measured.get(counts.key(case)):
             return measured
         if self.given:
             seconds, samples = self.given
             return profiles.given(
-                counts.of(case), seconds, samples, self.machine, self.constants, optimizer=case.optimizer
+                counts.of(case),
+                seconds,
+                samples,
+                self.machine,
+                self.constants,
+                optimizer=case.optimizer,
             )
         return counts.priced(case, self.machine, self.constants)
 
 
-STRATEGIES = tuple(registry.of_role(role) for role in (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL))
+STRATEGIES = tuple(
+    registry.of_role(role) for role in (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
+)
 """The default strategies of a prediction."""
 
 
 def sweep(models: Sequence[str], **axes: object) -> list[Case]:
     """Return a case for each combination of a model and values of the axes.
 
-    `axes` are further arguments of `plan.sweep`, such as strategies and batch sizes. `models` may include models that
-    are known by name only, which `plan.sweep` rejects.
+    `axes` are further arguments of `plan.sweep`, such as strategies and batch sizes. `models` may
+    include models that are known by name only, which `plan.sweep` rejects.
     """
     found: list[Case] = []
     for model in models:
@@ -266,23 +349,30 @@ def sweep(models: Sequence[str], **axes: object) -> list[Case]:
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
-    """Return the throughput of the prediction `one` relative to a single device, and the kind of scaling.
+    """Return the throughput of the prediction `one` relative to a single device, and the kind of
+    scaling.
 
-    The prediction for a single device is looked up in `others`. The scaling is "strong" if the single device has the
-    total batch of `one`, and "weak" if the single device has the batch per device of `one`. Without a prediction for
-    either batch, return None and "". The 80 % interval leaves out errors that both steps share.
+    The prediction for a single device is looked up in `others`. The scaling is "strong" if the
+    single device has the total batch of `one`, and "weak" if the single device has the batch per
+    device of `one`. Without a prediction for either batch, return None and "". The 80 % interval
+    leaves out errors that both steps share.
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
             base = other.case
-            if base.traits.role is Role.BASELINE and base.batch_size == batch and base.model == case.model:
+            if (
+                base.traits.role is Role.BASELINE
+                and base.batch_size == batch
+                and base.model == case.model
+            ):
                 return gain(one, other), scaling
     return None, ""
 
 
 def gain(one: Prediction, base: Prediction) -> Estimate:
-    """Return the throughput of the prediction `one` in samples per second, divided by that of the prediction `base`.
+    """Return the throughput of the prediction `one` in samples per second, divided by that of the
+    prediction `base`.
 
     The 80 % interval leaves out errors that both steps share.
     """
@@ -292,7 +382,10 @@ def gain(one: Prediction, base: Prediction) -> Estimate:
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:
-    """Store predictions in a results file, as a run on the described machine; return the id of the run."""
+    """Store predictions in a results file, as a run on the described machine.
+
+    Return the id of the run.
+    """
     from dpbench.store import Store
 
     found = [one.case for one in predictions]
@@ -301,9 +394,12 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
         "host": {"name": f"{machine.name} (described, not measured)", "cpu": machine.description},
         "gpus": {"gpus": gpus},
         "sources": dict(machine.sources),
-    }  # fmt: skip
+    }
     with Store.create(path) as store:
         return store.add(
-            [one.trial() for one in predictions], plan=plan.plan_hash(found, 1), host=f"predicted:{machine.name}",
-            code="", provenance=facts,
-        )  # fmt: skip
+            [one.trial() for one in predictions],
+            plan=plan.plan_hash(found, 1),
+            host=f"predicted:{machine.name}",
+            code="",
+            provenance=facts,
+        )

@@ -1,10 +1,13 @@
-"""Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a described GPU.
+"""Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a
+described GPU.
 
-dpbench's models and those of users are traced op by op, which loads torch. If a model cannot be traced, for example
-because shapes depend on values, only the totals of each phase are counted, in a real step of two samples.
+dpbench's models and those of users are traced op by op, which loads torch. If a model cannot be
+traced, for example because shapes depend on values, only the totals of each phase are counted, in a
+real step of two samples.
 
-The counts of well-known models are stored by name. Those of torchvision's and Hugging Face's models were traced without
-weights (tests/data/trace_models.py); those of the remaining models come from public figures.
+The counts of well-known models are stored by name. Those of torchvision's and Hugging Face's models
+were traced without weights (tests/data/trace_models.py); those of the remaining models come from
+public figures.
 """
 
 from __future__ import annotations
@@ -30,10 +33,14 @@ log = logging.getLogger(__name__)
 
 DATA = Path(__file__).parent / "data"
 TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
-"""Medians over the traced models: parameter tensors, modules per tensor, forward kernels per tensor, and backward
-kernels per forward kernel."""
+"""Medians over the traced models: parameter tensors, modules per tensor, forward kernels per
+tensor, and backward kernels per forward kernel.
+"""
 ROWS = (8, 64)
-"""The two batch sizes to trace; durations at other sizes are interpolated or extrapolated linearly from these two."""
+"""The two batch sizes to trace.
+
+Durations at other sizes are interpolated or extrapolated linearly from these two.
+"""
 Key = tuple[str, str, str]
 """The key of a profile: model, size and precision."""
 
@@ -61,17 +68,24 @@ def plain(name: str) -> str:
 def names() -> list[str]:
     """Return the names of all models whose counts are stored."""
     return [
-        key for name in ("models.json", "figures.json") for key in json.loads((DATA / name).read_text(encoding="utf-8"))
+        key
+        for name in ("models.json", "figures.json")
+        for key in json.loads((DATA / name).read_text(encoding="utf-8"))
     ]
 
 
 def row_of(name: str) -> dict[str, Any] | None:
-    """Return the stored counts under this name, regardless of case and punctuation; None if there are none."""
+    """Return the stored counts under this name, regardless of case and punctuation.
+
+    None if there are none.
+    """
     return _table().get(plain(name))
 
 
 def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
-    """Return stored counts of a model as a profile without timings; `size` is the number of bytes per value.
+    """Return stored counts of a model as a profile without timings.
+
+    `size` is the number of bytes per value.
 
     `row` has at least the key `parameters`; counts that it lacks are estimated.
     """
@@ -112,14 +126,17 @@ def named(model: str) -> bool:
 
 
 def of(case: Case) -> Profile:
-    """Return the counts of a case's model as a profile without timings. Raises LookupError for an unknown model."""
+    """Return the counts of a case's model as a profile without timings.
+
+    Raises LookupError for an unknown model.
+    """
     if named(case.model):
         row = row_of(case.model)
         if row is None:
             known = sorted({*registry.names("models"), *names()})
             raise LookupError(
-                f"{registry.unknown('model', case.model, known)}; to use your own model, give --model "
-                "package.module:name"
+                f"{registry.unknown('model', case.model, known)}; to use your own model, give"
+                " --model package.module:name"
             )
         return of_row(case.model, row, 2 if case.precision in ("bf16", "fp16") else 4)
     traces = _traces(case.model, case.size, case.precision, case.optimizer)
@@ -129,10 +146,15 @@ def of(case: Case) -> Profile:
 def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
     """Return the profile of a case's model with timings on a machine's GPU.
 
-    If the model can be traced, the timings are calculated for each op, otherwise for each phase as a whole. Raises
-    UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
+    If the model can be traced, the timings are calculated for each op, otherwise for each phase as
+    a whole. Raises UnknownMachine if the machine file lacks the peak FLOP/s or the memory
+    bandwidth.
     """
-    traces = None if named(case.model) else _traces(case.model, case.size, case.precision, case.optimizer)
+    traces = (
+        None
+        if named(case.model)
+        else _traces(case.model, case.size, case.precision, case.optimizer)
+    )
     if traces is None:
         # cuDNN runs convolutions in TF32 by default, and a convolutional net computes little else
         possible = case.precision == "fp32" and "tf32" in machine.gpu.flop_per_s
@@ -140,7 +162,9 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
         return profiles.counted(of(case), machine, "tf32" if rounded else case.precision, constants)
     flop_per_s, bytes_per_s = profiles.peaks(machine, case.precision)
     tf32 = machine.gpu.flop_per_s.get("tf32", 0.0)
-    speed = profiles.Speed(flop_per_s=flop_per_s, bytes_per_s=bytes_per_s, convolution_flop_per_s=tf32)
+    speed = profiles.Speed(
+        flop_per_s=flop_per_s, bytes_per_s=bytes_per_s, convolution_flop_per_s=tf32
+    )
     return profiles.launched(profiles.profile(*traces, speed), machine, constants)
 
 
@@ -153,16 +177,20 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
     from dpbench.predict.memory import traces_of
 
     case = plan.baseline(
-        model=model, size=size, batch_size=1, precision=precision, optimizer=optimizer,
+        model=model,
+        size=size,
+        batch_size=1,
+        precision=precision,
+        optimizer=optimizer,
         device_kind="cuda",
-    )  # fmt: skip
+    )
     traces = traces_of(case, fake_only=True)
     try:
         few, many = (traces.of(rows) for rows in ROWS)
     except Exception as error:  # a user's model may fail on fake tensors in any way
         log.info(
-            "model %s cannot be traced op by op, so its FLOP and bytes are counted for each phase as a whole; "
-            "the trace failed with: %s",
+            "model %s cannot be traced op by op, so its FLOP and bytes are counted for each phase"
+            " as a whole; the trace failed with: %s",
             model,
             error,
         )
@@ -182,7 +210,10 @@ def _counted(model: str, size: str) -> Profile:
     modules = list(loaded.module.modules())
     launches = 2 * sum(1 for module in modules if not list(module.children()))
     return replace(
-        models.profile(loaded), modules=len(modules), buffer_tensors=sum(1 for _ in loaded.module.buffers()),
-        forward_launches=launches, backward_launches=launches,
+        models.profile(loaded),
+        modules=len(modules),
+        buffer_tensors=sum(1 for _ in loaded.module.buffers()),
+        forward_launches=launches,
+        backward_launches=launches,
         gradient_bytes=tuple(p.nbytes for p in reversed(list(loaded.module.parameters()))),
-    )  # fmt: skip
+    )

@@ -1,9 +1,10 @@
 """Events: a simulation of jobs on resources, which calculates when each job begins and ends.
 
-A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`, and never ends before the
-jobs in `overlap`. From its start to its end, a job occupies a resource that serves one job at a time (a stream, a
-thread). The job first works for its `seconds`. The job then moves its `amount` as a flow over resources that all flows
-share fairly (links, the interpreter lock). The simulation recalculates all flow rates when a flow begins or ends.
+A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`, and never
+ends before the jobs in `overlap`. From its start to its end, a job occupies a resource that serves
+one job at a time (a stream, a thread). The job first works for its `seconds`. The job then moves
+its `amount` as a flow over resources that all flows share fairly (links, the interpreter lock). The
+simulation recalculates all flow rates when a flow begins or ends.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import TypeVar
 class SimulatedJob:
     """A job that works for `seconds` and then moves `amount` over the shared resources in `way`.
 
-    From its start to its end, the job occupies `resource`, which serves one job at a time; if it is "", the job
-    occupies none. The unit of `amount` depends on the shared resources: bytes on links, seconds on the interpreter
-    lock. `after` and `overlap` are indices into the list of jobs: the job waits for the end of those in `after` and for
-    the start of those in `overlap`, and does not end before those in `overlap`.
+    From its start to its end, the job occupies `resource`, which serves one job at a time; if it is
+    "", the job occupies none. The unit of `amount` depends on the shared resources: bytes on links,
+    seconds on the interpreter lock. `after` and `overlap` are indices into the list of jobs: the
+    job waits for the end of those in `after` and for the start of those in `overlap`, and does not
+    end before those in `overlap`.
     """
 
     seconds: float
@@ -34,18 +36,20 @@ class SimulatedJob:
     overlap: tuple[int, ...] = ()
 
 
-def simulate(jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> list[tuple[float, float]]:
+def simulate(
+    jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]
+) -> list[tuple[float, float]]:
     """Return (start, end) of each job, in seconds from the start of the simulation.
 
-    `capacity` maps each shared resource to the amount that it can move per second. Raises ValueError if jobs wait for
-    each other in a cycle.
+    `capacity` maps each shared resource to the amount that it can move per second. Raises
+    ValueError if jobs wait for each other in a cycle.
     """
     run = _Run(jobs, capacity)
     run.go()
     if left := [number for number, (_, end) in enumerate(run.times) if math.isnan(end)]:
         raise ValueError(
-            f"jobs {left[:5]} of {len(jobs)} wait for each other in a cycle, so they never end; remove one of the "
-            "dependencies in their `after` and `overlap`"
+            f"jobs {left[:5]} of {len(jobs)} wait for each other in a cycle, so they never end;"
+            " remove one of the dependencies in their `after` and `overlap`"
         )
     return run.times
 
@@ -96,14 +100,20 @@ class _Run:
         if not self._left:
             return -1, math.inf
         if not self._rates:
-            self._rates = rates({number: self._jobs[number].way for number in self._left}, self._capacity)
+            self._rates = rates(
+                {number: self._jobs[number].way for number in self._left}, self._capacity
+            )
         flow = min(self._left, key=lambda number: self._left[number] / self._rates[number])
         return flow, self._now + self._left[flow] / self._rates[flow]
 
     def _advance(self, now: float) -> None:
-        """Set the time to `now`, in seconds, and subtract from each flow the amount that was moved until then."""
+        """Set the time to `now`, in seconds, and subtract from each flow the amount that was moved
+        until then.
+        """
         for number in self._left:
-            self._left[number] = max(0.0, self._left[number] - self._rates[number] * (now - self._now))
+            self._left[number] = max(
+                0.0, self._left[number] - self._rates[number] * (now - self._now)
+            )
         self._now = now
 
     def _ready(self, number: int) -> None:
@@ -124,7 +134,10 @@ class _Run:
             self._release(other)
 
     def _release(self, number: int) -> None:
-        """Remove one dependency of the job with this index; start or queue the job if no dependency is left."""
+        """Remove one dependency of the job with this index.
+
+        Start or queue the job if no dependency is left.
+        """
         self._waits[number] -= 1
         if not self._waits[number]:
             self._ready(number)
@@ -142,7 +155,10 @@ class _Run:
             self._done(number)
 
     def _done(self, number: int) -> None:
-        """Record that the job with this index has done its work; end it once all jobs in its `overlap` have ended."""
+        """Record that the job with this index has done its work.
+
+        End it once all jobs in its `overlap` have ended.
+        """
         self._worked[number] = True
         if not self._beside[number]:
             self._end(number)
@@ -166,12 +182,16 @@ Flow = TypeVar("Flow", bound=Hashable)
 Resource = TypeVar("Resource", bound=Hashable)
 
 
-def rates(flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]) -> dict[Flow, float]:
-    """Return the max-min fair rate of each flow: a rate can rise only if an equal or smaller rate falls.
+def rates(
+    flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]
+) -> dict[Flow, float]:
+    """Return the max-min fair rate of each flow: a rate can rise only if an equal or smaller rate
+    falls.
 
-    `flows` maps each flow to the resources that it uses, and `capacity` maps each resource to its total rate. The
-    method is progressive filling: all rates grow together until a resource is full. The rates of the flows over that
-    resource are then fixed, and the rates of the remaining flows continue to grow.
+    `flows` maps each flow to the resources that it uses, and `capacity` maps each resource to its
+    total rate. The method is progressive filling: all rates grow together until a resource is full.
+    The rates of the flows over that resource are then fixed, and the rates of the remaining flows
+    continue to grow.
     """
     left = dict(capacity)
     crossing: dict[Resource, set[Flow]] = {}

@@ -1,12 +1,14 @@
-"""Memory: the memory that each device needs for a case, whether it fits, and the largest batch that fits.
+"""Memory: the memory that each device needs for a case, whether it fits, and the largest batch that
+fits.
 
-A tape is the list of all allocations and releases of a case, in order. Each allocation has a number, which identifies
-the allocation in its later release.
+A tape is the list of all allocations and releases of a case, in order. Each allocation has a
+number, which identifies the allocation in its later release.
 
-torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two differences. First, torch
-releases its references to the replicas and outputs at the end of forward. From then on, the autograd graph alone keeps
-weights, inputs and outputs allocated, and backward frees the copied weights of a layer after their last use. Second,
-torch joins gradients into buffers on every device before they are summed, with or without NCCL.
+torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two
+differences. First, torch releases its references to the replicas and outputs at the end of forward.
+From then on, the autograd graph alone keeps weights, inputs and outputs allocated, and backward
+frees the copied weights of a layer after their last use. Second, torch joins gradients into buffers
+on every device before they are summed, with or without NCCL.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ from dpbench.strategies import OWN, optimizer_of, precision_of
 from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
-"""A pair (n, numbers): the numbers of the allocations that are released after the first n backward ops."""
+"""A pair (n, numbers): the numbers of the allocations that are released after the first n backward
+ops.
+"""
 
 
 class WrapperMemory(EngineMemory):
@@ -56,15 +60,22 @@ class WrapperMemory(EngineMemory):
         self._gradients = clear(tape, self._gradients, keeps=self._keeps)
         tape.stage = "scatter"
         target = tape.take_all(0, whole_trace.target.sizes_bytes, "inputs")
-        inputs = [tape.take_all(i, part.inputs.sizes_bytes, "inputs") for i, part in enumerate(parts)]
+        inputs = [
+            tape.take_all(i, part.inputs.sizes_bytes, "inputs") for i, part in enumerate(parts)
+        ]
         tape.stage = "replicate"
-        copies = self._copied(self._sizes, 0), self._copied(whole_trace.buffers.sizes_bytes, len(self._sizes))
+        copies = (
+            self._copied(self._sizes, 0),
+            self._copied(whole_trace.buffers.sizes_bytes, len(self._sizes)),
+        )
         names: list[Names] = [{} for _ in parts]
         for i, part in enumerate(parts):
             play_forward(tape, i, part, names[i])
         gathered = self._gather()
         copied = [[*weights, *buffers] for weights, buffers in zip(*copies, strict=True)]
-        releases = [self._releases(i, part, copied[i], inputs[i], names[i]) for i, part in enumerate(parts)]
+        releases = [
+            self._releases(i, part, copied[i], inputs[i], names[i]) for i, part in enumerate(parts)
+        ]
         for held in releases:
             tape.give([holding for at, holdings in held for holding in holdings if at == 0])
         whole: Names = {}
@@ -79,7 +90,11 @@ class WrapperMemory(EngineMemory):
                 tape.give(holdings)
             play_backward(tape, i, part, names[i], done)
         tape.stage = "reduce"
-        found = [holding for part, held in zip(parts, names, strict=True) for holding in gradients_of(part, held)]
+        found = [
+            holding
+            for part, held in zip(parts, names, strict=True)
+            for holding in gradients_of(part, held)
+        ]
         new = self._sums()
         tape.give(found)
         tape.give(new if self._gradients else [])  # added to the gradients of the step before
@@ -92,10 +107,13 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Add the copies of device 0's tensors of these sizes to the tape; return, for each device, a list of pairs.
+        """Add the copies of device 0's tensors of these sizes to the tape.
 
-        A pair contains the indices of the tensors that were copied together, and the number of the allocation that
-        contains their copies. `first` is the index of the first tensor. Device 0 has no copies; its list is empty.
+        Return, for each device, a list of pairs.
+
+        A pair contains the indices of the tensors that were copied together, and the number of the
+        allocation that contains their copies. `first` is the index of the first tensor. Device 0
+        has no copies; its list is empty.
         """
         tape, found = self._tape, []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
@@ -105,19 +123,29 @@ class WrapperMemory(EngineMemory):
                 numbers = list(range(number, number + len(run)))
                 number += len(run)
                 if i:
-                    joined = tape.take(0, sum(run), "replicas") if self._collective and len(run) > 1 and i == 1 else []
+                    joined = (
+                        tape.take(0, sum(run), "replicas")
+                        if self._collective and len(run) > 1 and i == 1
+                        else []
+                    )
                     mine.append((numbers, tape.take(i, sum(run), "replicas")))
                     tape.give(joined)
             found.append(mine)
         return found
 
     def _releases(
-        self, i: int, part: Trace, copies: Sequence[tuple[list[int], list[int]]], inputs: Sequence[int], names: Names
+        self,
+        i: int,
+        part: Trace,
+        copies: Sequence[tuple[list[int], list[int]]],
+        inputs: Sequence[int],
+        names: Names,
     ) -> list[Release]:
         """Return the releases of the copies, inputs and outputs of device i during backward.
 
-        `copies` is the device's list from `_copied`, and `inputs` are the numbers of the inputs' allocations. `names`
-        maps each allocated storage to the number of its allocation; the outputs are removed from `names`.
+        `copies` is the device's list from `_copied`, and `inputs` are the numbers of the inputs'
+        allocations. `names` maps each allocated storage to the number of its allocation; the
+        outputs are removed from `names`.
         """
         at = part.released_at
         found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
@@ -125,15 +153,19 @@ class WrapperMemory(EngineMemory):
         found += [(at[begin + k], [holding]) for k, holding in enumerate(inputs)]
         begin += len(part.inputs.sizes_bytes)
         return found + [
-            (at[begin + k], [names.pop(storage)]) for k, storage in enumerate(part.outputs) if storage in names
+            (at[begin + k], [names.pop(storage)])
+            for k, storage in enumerate(part.outputs)
+            if storage in names
         ]
 
     def _sums(self) -> list[int]:
-        """Add the reduction to the tape and return the numbers of the summed gradients' allocations.
+        """Add the reduction to the tape and return the numbers of the summed gradients'
+        allocations.
 
-        torch forms groups of gradients. On every device, it joins the gradients of a group into a buffer; then device 0
-        sums the buffers. A variable of torch's loop over the groups refers to the buffers of a group, so they are
-        released only after the buffers of the next group have been allocated. A group of one gradient has no buffers.
+        torch forms groups of gradients. On every device, it joins the gradients of a group into a
+        buffer; then device 0 sums the buffers. A variable of torch's loop over the groups refers to
+        the buffers of a group, so they are released only after the buffers of the next group have
+        been allocated. A group of one gradient has no buffers.
         """
         tape, others = self._tape, list(self._devices[1:])
         sums: list[int] = []
@@ -158,28 +190,33 @@ class WrapperMemory(EngineMemory):
 STEPS = 3
 """The number of training steps that a replay contains.
 
-The first step creates the optimizer's state, the second starts with that state, and the third repeats the second.
+The first step creates the optimizer's state, the second starts with that state, and the third
+repeats the second.
 """
 
 CONTEXT_BYTES = 500 * 2**20
 """The assumed memory of a CUDA context outside the allocator, in bytes.
 
-A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up to 0.92 GB in use. Source: S. Bekman,
-"Machine Learning Engineering Open Book", training/performance. The value is a prior, not a measurement.
+A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up to 0.92 GB in use.
+Source: S. Bekman, "Machine Learning Engineering Open Book", training/performance. The value is a
+prior, not a measurement.
 """
 NCCL_BYTES = 400 * 2**20
 """The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
 
-The value is a prior. Published totals of memory contain 184 pairs of runs with the same batch on GPUs of 2018: one run
-on a single GPU, the other on 2, 4 or 8 GPUs. With several GPUs, GPU 0 uses 30 MiB more in the median, and at most 374
-MiB more in nine of ten pairs. The runs are the group LPT of tests/data/published.csv, which leaves out their memory.
-The source of `CONTEXT_BYTES` has an example of 1.45 GB on nodes of eight H100.
+The value is a prior. Published totals of memory contain 184 pairs of runs with the same batch on
+GPUs of 2018: one run on a single GPU, the other on 2, 4 or 8 GPUs. With several GPUs, GPU 0 uses 30
+MiB more in the median, and at most 374 MiB more in nine of ten pairs. The runs are the group LPT of
+tests/data/published.csv, which leaves out their memory. The source of `CONTEXT_BYTES` has an
+example of 1.45 GB on nodes of eight H100.
 """
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device: the allocator's peaks, and the assumed bytes of the CUDA context and of NCCL."""
+    """The memory of one device: the allocator's peaks, and the assumed bytes of the CUDA context
+    and of NCCL.
+    """
 
     device: int
     peak: Peak
@@ -188,29 +225,40 @@ class DeviceMemory:
 
     @property
     def process_bytes(self) -> int:
-        """Return the total bytes that the driver would show: reserved segments, CUDA context and NCCL."""
+        """Return the total bytes that the driver would show: reserved segments, CUDA context and
+        NCCL.
+        """
         return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
 
 
 class Traces:
     """The traces of one model with one optimizer, made on first use and cached.
 
-    `of(rows)` returns the trace at a batch size. `optimizer(sizes)` returns the ops of the first and of a later
-    optimizer step for tensors of these sizes in bytes.
+    `of(rows)` returns the trace at a batch size. `optimizer(sizes)` returns the ops of the first
+    and of a later optimizer step for tensors of these sizes in bytes.
     """
 
-    def __init__(self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any) -> None:
-        """Prepare the traces; the arguments are those of the function `trace`, and `how` contains its other options."""
-        self.of = lru_cache(maxsize=64)(lambda rows: trace(build, rows, optimizer_fn, device=device, **how))
-        self.optimizer = lru_cache(maxsize=64)(lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device))
+    def __init__(
+        self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any
+    ) -> None:
+        """Prepare the traces.
+
+        The arguments are those of the function `trace`, and `how` contains its other options.
+        """
+        self.of = lru_cache(maxsize=64)(
+            lambda rows: trace(build, rows, optimizer_fn, device=device, **how)
+        )
+        self.optimizer = lru_cache(maxsize=64)(
+            lambda sizes: trace_optimizer(optimizer_fn, sizes, device=device)
+        )
 
 
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     """Return the traces of a case's model.
 
-    For a case on GPUs, the optimizer uses its multi-tensor (foreach) implementation, which is torch's default on GPUs.
-    With `fake_only`, tracing raises an error for a model that fails on fake tensors, instead of running the model on
-    real tensors.
+    For a case on GPUs, the optimizer uses its multi-tensor (foreach) implementation, which is
+    torch's default on GPUs. With `fake_only`, tracing raises an error for a model that fails on
+    fake tensors, instead of running the model on real tensors.
     """
 
     def build() -> models.Model:
@@ -238,7 +286,9 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
 
 
 def fake_device(case: Case) -> str:
-    """Return the device of a case's fake tensors: "lazy:0" (unfused attention) for emulated devices, else "cpu"."""
+    """Return the device of a case's fake tensors: "lazy:0" (unfused attention) for emulated
+    devices, else "cpu".
+    """
     return "lazy:0" if case.device_kind == "emulated" else "cpu"
 
 
@@ -249,7 +299,9 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     """
     tape = Tape()
     role, keeps = case.traits.role, case.zero_grad == "zero"
-    if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):  # torch then calls the module itself
+    if case.traits.one_device or (
+        role is Role.WRAPPER and len(case.rows) == 1
+    ):  # torch then calls the module itself
         strategy_memory.single(tape, traces.of(case.batch_size), steps, keeps=keeps)
     elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = schedule_of(case)
@@ -263,17 +315,23 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         for device, rows in enumerate(case.rows):
             strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
     else:
-        known = ", ".join(registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED))
-        raise ValueError(f"the memory of the strategy {case.strategy!r} is not known; use one of {known}")
+        known = ", ".join(
+            registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED)
+        )
+        raise ValueError(
+            f"the memory of the strategy {case.strategy!r} is not known; use one of {known}"
+        )
     return tape
 
 
-def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None) -> list[DeviceMemory]:
+def needed(
+    case: Case, traces: Traces | None = None, *, capacity_bytes: int | None = None
+) -> list[DeviceMemory]:
     """Return the memory that a case needs on each device, from a replay of its allocations.
 
-    `traces` are the traces of the case's model; None means that this function makes them. `capacity_bytes` is the total
-    memory of a device, None for no limit; the CUDA context and NCCL take an assumed part of this memory. Raises
-    OutOfDeviceMemory if a device needs more.
+    `traces` are the traces of the case's model; None means that this function makes them.
+    `capacity_bytes` is the total memory of a device, None for no limit; the CUDA context and NCCL
+    take an assumed part of this memory. Raises OutOfDeviceMemory if a device needs more.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"
@@ -283,20 +341,26 @@ def needed(case: Case, traces: Traces | None = None, *, capacity_bytes: int | No
     left = None if capacity_bytes is None else capacity_bytes - context - nccl
     if left is not None and left < 0:
         raise OutOfDeviceMemory(
-            f"the device has {capacity_bytes} bytes, but the CUDA context and NCCL alone take {context + nccl} bytes; "
-            "choose a device with more memory"
+            f"the device has {capacity_bytes} bytes, but the CUDA context and NCCL alone take"
+            f" {context + nccl} bytes; choose a device with more memory"
         )
     return [
-        DeviceMemory(i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), context, nccl)
+        DeviceMemory(
+            i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), context, nccl
+        )
         for i in range(len(case.rows))
     ]
 
 
-def largest_batch(case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20) -> int:
-    """Return the largest batch size whose case fits on every device; 0 if a batch of 1 does not fit.
+def largest_batch(
+    case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20
+) -> int:
+    """Return the largest batch size whose case fits on every device; 0 if a batch of 1 does not
+    fit.
 
-    `case_of(batch_size)` returns the case to check, and `capacity_bytes` is the memory of each device. The search
-    doubles the batch size up to `limit` and then bisects. Each batch size is checked by a replay.
+    `case_of(batch_size)` returns the case to check, and `capacity_bytes` is the memory of each
+    device. The search doubles the batch size up to `limit` and then bisects. Each batch size is
+    checked by a replay.
     """
     traces = traces_of(case_of(1))
 

@@ -1,7 +1,8 @@
-"""Network: the links of a machine as a graph, the routes between GPUs and processors, and the speed of collectives.
+"""Network: the links of a machine as a graph, the routes between GPUs and processors, and the speed
+of collectives.
 
-The speed of collectives comes from the links, or from a measured bus bandwidth, which is given as a number or as a file
-with the output of nccl-tests.
+The speed of collectives comes from the links, or from a measured bus bandwidth, which is given as a
+number or as a file with the output of nccl-tests.
 """
 
 from __future__ import annotations
@@ -28,32 +29,40 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
 }
-"""For each collective: a function that takes the number of devices, and returns the bytes that each link of a ring
-carries per byte of the message."""
+"""For each collective: a function that takes the number of devices, and returns the bytes that each
+link of a ring carries per byte of the message.
+"""
 ONE_WAY = ("broadcast", "reduce")
 GB = 1e9
 _LINE = re.compile(
-    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s", re.M
+    r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s",
+    re.M,
 )
-"""Matches a line of all_reduce_perf's output: size in bytes, count, type, operation, root, and for the out-of-place
-all-reduce its time (µs), algbw and busbw (GB/s)."""
+"""Matches a line of all_reduce_perf's output: size in bytes, count, type, operation, root, and for
+the out-of-place all-reduce its time (µs), algbw and busbw (GB/s).
+"""
 FEWEST = 3
 """The minimum number of different sizes to which a curve is fitted."""
 MOST = 1.25
 """The maximum bandwidth of a fitted curve, divided by the best measured bandwidth."""
 LIMITS = (0.01, 10_000.0)
-"""The minimum and the maximum bus bandwidth in GB/s that is accepted; real networks and NVLinks lie well between."""
+"""The minimum and the maximum bus bandwidth in GB/s that is accepted.
+
+Real networks and NVLinks lie well between.
+"""
 _OTHER = re.compile(r"\b(?!all_reduce)(\w+)_perf\b")
 """Matches the name of another program of nccl-tests, whose `busbw` has another meaning."""
 
 
 @lru_cache(maxsize=4096)
 def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
-    """Return the directed links of the route with the fewest hops; a route over NVLink is preferred to any other.
+    """Return the directed links of the route with the fewest hops.
 
-    `source` and `target` are names such as "gpu0"; "host" is the memory of the processor that is nearest to the other
-    end of the route. Two GPUs without NVLink between them and without peer access communicate through host memory.
-    Raises UnknownMachine if no route exists.
+    A route over NVLink is preferred to any other.
+
+    `source` and `target` are names such as "gpu0"; "host" is the memory of the processor that is
+    nearest to the other end of the route. Two GPUs without NVLink between them and without peer
+    access communicate through host memory. Raises UnknownMachine if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -66,8 +75,8 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
     found = _shortest(links, source, target)
     if not found and source != target:
         raise UnknownMachine(
-            f"machine {machine.name}: no route from {source} to {target}; the machine file has the links "
-            f"{_listed(machine)}; add the links that are missing"
+            f"machine {machine.name}: no route from {source} to {target}; the machine file has the"
+            f" links {_listed(machine)}; add the links that are missing"
         )
     return found
 
@@ -76,8 +85,13 @@ def _listed(machine: Machine) -> str:
     return ", ".join(f"{link.a}-{link.b}" for link in machine.links) or "none"
 
 
-def _shortest(links: tuple[Link, ...] | list[Link], source: str, target: str) -> tuple[Direction, ...]:
-    """Return the directed links of the route with the fewest hops over `links`; () if no route exists."""
+def _shortest(
+    links: tuple[Link, ...] | list[Link], source: str, target: str
+) -> tuple[Direction, ...]:
+    """Return the directed links of the route with the fewest hops over `links`.
+
+    () if no route exists.
+    """
     beside: dict[str, list[str]] = {}
     for link in links:
         beside.setdefault(link.a, []).append(link.b)
@@ -113,23 +127,27 @@ def capacities(machine: Machine) -> dict[Direction, float]:
 
 @lru_cache(maxsize=1024)
 def nvlink_cut(machine: Machine, count: int) -> float:
-    """Return the minimum cut between the first `count` GPUs over NVLink only; 0 if NVLink does not connect all of them.
+    """Return the minimum cut between the first `count` GPUs over NVLink only; 0 if NVLink does not
+    connect all of them.
 
-    The unit is bytes per second in each direction. The rings of a collective cross every cut, so the minimum cut limits
-    the bandwidth of the rings.
+    The unit is bytes per second in each direction. The rings of a collective cross every cut, so
+    the minimum cut limits the bandwidth of the rings.
     """
     gpus = [f"gpu{i}" for i in range(count)]
-    return _tightest([link for link in machine.links if link.kind == "nvlink" and _inside(link, gpus)], gpus)
+    return _tightest(
+        [link for link in machine.links if link.kind == "nvlink" and _inside(link, gpus)], gpus
+    )
 
 
 @lru_cache(maxsize=1024)
 def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
-    """Return the bandwidth in bytes per second of a ring over the first `count` GPUs, and its slowest kind of hop.
+    """Return the bandwidth in bytes per second of a ring over the first `count` GPUs, and its
+    slowest kind of hop.
 
-    The bandwidth of the ring is that of its slowest hop while all hops are busy and share links fairly. The kind is
-    "staged" if GPUs without peer access communicate through host memory, "socket" if a hop leads from one processor to
-    another, else "peer". If `closed` is False, the last hop back to the first GPU is left out, as in the chain of a
-    broadcast.
+    The bandwidth of the ring is that of its slowest hop while all hops are busy and share links
+    fairly. The kind is "staged" if GPUs without peer access communicate through host memory,
+    "socket" if a hop leads from one processor to another, else "peer". If `closed` is False, the
+    last hop back to the first GPU is left out, as in the chain of a broadcast.
     """
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
@@ -146,8 +164,12 @@ def _processors(way: tuple[Direction, ...]) -> set[str]:
 
 
 def _inside(link: Link, gpus: list[str]) -> bool:
-    """Return whether each end of a link is one of these GPUs, or a switch or processor of the same node."""
-    return link.kind != "network" and all(not end.startswith("gpu") or end in gpus for end in (link.a, link.b))
+    """Return whether each end of a link is one of these GPUs, or a switch or processor of the same
+    node.
+    """
+    return link.kind != "network" and all(
+        not end.startswith("gpu") or end in gpus for end in (link.a, link.b)
+    )
 
 
 def _tightest(links: list[Link], gpus: list[str]) -> float:
@@ -161,7 +183,9 @@ def _tightest(links: list[Link], gpus: list[str]) -> float:
 
 
 def _flow(links: list[Link], source: str, target: str) -> float:
-    """Return the maximum flow from `source` to `target` in bytes per second (Edmonds-Karp algorithm)."""
+    """Return the maximum flow from `source` to `target` in bytes per second (Edmonds-Karp
+    algorithm).
+    """
     room: dict[str, dict[str, float]] = {}
     for link in links:
         for a, b in ((link.a, link.b), (link.b, link.a)):
@@ -191,7 +215,9 @@ def _flow(links: list[Link], source: str, target: str) -> float:
 
 @dataclass(frozen=True)
 class Bus:
-    """The bus bandwidth between devices for large messages, and the kind of link that limits the bandwidth."""
+    """The bus bandwidth between devices for large messages, and the kind of link that limits the
+    bandwidth.
+    """
 
     bytes_per_s: float
     kind: str  # "nvlink" | "peer" | "staged" | "socket" | "network" | "measured" | "alone"
@@ -199,10 +225,11 @@ class Bus:
 
 @lru_cache(maxsize=4096)
 def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool = False) -> Bus:
-    """Return the bus bandwidth between `devices` GPUs, which occupy all GPUs of one node before the next node.
+    """Return the bus bandwidth between `devices` GPUs, which occupy all GPUs of one node before the
+    next node.
 
-    With `one_way`, return the bandwidth of a broadcast or a reduction to one device, which use links in one direction
-    only.
+    With `one_way`, return the bandwidth of a broadcast or a reduction to one device, which use
+    links in one direction only.
     """
     found = _bus(machine, devices, constants, one_way)
     return Bus(found.bytes_per_s * constants.bus_scale, found.kind)
@@ -222,7 +249,10 @@ def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) ->
 
 
 def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> Bus:
-    """Return the bus bandwidth between `count` GPUs of one node; `one_way` has the same meaning as in `bus`."""
+    """Return the bus bandwidth between `count` GPUs of one node.
+
+    `one_way` has the same meaning as in `bus`.
+    """
     if count < 2:
         return Bus(math.inf, "alone")
     if cut := nvlink_cut(machine, count):
@@ -232,7 +262,9 @@ def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> B
     together = machine.host.staged_bytes_per_s or math.inf
     most = {
         "peer": math.inf,
-        "staged": min(c.staged_bytes_per_s * (c.staged_one_way if one_way else 1.0), together / count),
+        "staged": min(
+            c.staged_bytes_per_s * (c.staged_one_way if one_way else 1.0), together / count
+        ),
         "socket": c.socket_efficiency * machine.socket_bytes_per_s,
     }[kind]
     return Bus(min(most, rate), kind)
@@ -240,7 +272,10 @@ def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> B
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a case, which exchange messages in collectives; the methods return durations of collectives."""
+    """The devices of a case, which exchange messages in collectives.
+
+    The methods return durations of collectives.
+    """
 
     machine: Machine
     devices: int
@@ -252,17 +287,22 @@ class DeviceGroup:
         return -(-self.devices // self.machine.gpu.count)
 
     def coalesced_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of a collective over many tensors, joined into messages of at most 10 MiB.
+        """Return the duration in seconds of a collective over many tensors, joined into messages of
+        at most 10 MiB.
 
-        `kind` is the name of the collective, such as "broadcast", and `size` the total size of the tensors in bytes.
-        One process drives all devices.
+        `kind` is the name of the collective, such as "broadcast", and `size` the total size of the
+        tensors in bytes. One process drives all devices.
         """
         if self.devices < 2 or size <= 0:
             return 0.0
-        return math.ceil(size / self.constants.chunk_bytes) * self.constants.call_s + self._wire(kind, size)
+        return math.ceil(size / self.constants.chunk_bytes) * self.constants.call_s + self._wire(
+            kind, size
+        )
 
     def one_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of one collective, such as "all_reduce", of `size` bytes between processes."""
+        """Return the duration in seconds of one collective, such as "all_reduce", of `size` bytes
+        between processes.
+        """
         if self.devices < 2 or size <= 0:
             return 0.0
         measured = self.machine.collective
@@ -270,7 +310,8 @@ class DeviceGroup:
         return start + 2 * self.constants.hop_s * math.log2(self.nodes) + self._wire(kind, size)
 
     def beside_s(self, seconds: float, size: float) -> float:
-        """Return the duration in seconds of kernels that run concurrently with an all-reduce of `size` bytes.
+        """Return the duration in seconds of kernels that run concurrently with an all-reduce of
+        `size` bytes.
 
         `seconds` is the duration of these kernels without the all-reduce.
         """
@@ -287,11 +328,13 @@ class DeviceGroup:
 
 
 def collective(given: str) -> Collective:
-    """Return the durations of all-reduces as a curve, from a bus bandwidth in GB/s or a file with nccl-tests' output.
+    """Return the durations of all-reduces as a curve, from a bus bandwidth in GB/s or a file with
+    nccl-tests' output.
 
-    `given` is the bandwidth as text or the path of the file. A bandwidth is the `busbw` that all_reduce_perf prints for
-    its largest sizes; the curve then has `start_s` and `root_s` of `constants.DEFAULT`. Raises ValueError for a number
-    outside `LIMITS`, and for a file from which no curve can be fitted.
+    `given` is the bandwidth as text or the path of the file. A bandwidth is the `busbw` that
+    all_reduce_perf prints for its largest sizes; the curve then has `start_s` and `root_s` of
+    `constants.DEFAULT`. Raises ValueError for a number outside `LIMITS`, and for a file from which
+    no curve can be fitted.
     """
     try:
         rate = float(given)
@@ -299,7 +342,10 @@ def collective(given: str) -> Collective:
         return _from_file(Path(given))
     low, high = LIMITS
     if not low <= rate <= high:
-        raise ValueError(f"the bandwidth of the bus must be a number of GB/s from {low:g} to {high:g}, got {given}")
+        raise ValueError(
+            f"the bandwidth of the bus must be a number of GB/s from {low:g} to {high:g}, got"
+            f" {given}"
+        )
     return Collective(bytes_per_s=rate * GB, start_s=DEFAULT.start_s, root_s=DEFAULT.root_s)
 
 
@@ -308,38 +354,51 @@ def _from_file(path: Path) -> Collective:
         text = path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as error:
         raise UnreadableFile(
-            f"{path} is neither a bandwidth in GB/s nor a file that can be read ({error.strerror}); give the busbw of "
-            "the largest sizes, such as 42.5, or a file with the output of all_reduce_perf"
+            f"{path} is neither a bandwidth in GB/s nor a file that can be read ({error.strerror});"
+            " give the busbw of the largest sizes, such as 42.5, or a file with the output of"
+            " all_reduce_perf"
         ) from None
     points = [
-        (int(one["size"]), float(one["time_us"]) * 1e-6, float(one["busbw"]) * GB) for one in _LINE.finditer(text)
+        (int(one["size"]), float(one["time_us"]) * 1e-6, float(one["busbw"]) * GB)
+        for one in _LINE.finditer(text)
     ]
     if other := _OTHER.search(text):
-        raise UnreadableFile(f"{path} is the output of {other[0]}; give the output of all_reduce_perf instead")
+        raise UnreadableFile(
+            f"{path} is the output of {other[0]}; give the output of all_reduce_perf instead"
+        )
     usable = [point for point in points if min(point) > 0]
     if (sizes := len({size for size, _, _ in usable})) < FEWEST:
         raise UnreadableFile(
-            f"{path} has usable lines of all_reduce_perf for {words.count(sizes, 'size')}, but at least {FEWEST} sizes "
-            "are needed; give the whole output, such as that of: all_reduce_perf -b 8 -e 1G -f 2 -g N"
+            f"{path} has usable lines of all_reduce_perf for {words.count(sizes, 'size')}, but at"
+            f" least {FEWEST} sizes are needed; give the whole output, such as that of:"
+            " all_reduce_perf -b 8 -e 1G -f 2 -g N"
         )
     return fitted(usable)
 
 
 def fitted(points: Sequence[tuple[int, float, float]]) -> Collective:
-    """Return the curve fitted to measured all-reduces, each given as (bytes, seconds, bus bandwidth in bytes/s).
+    """Return the curve fitted to measured all-reduces, each given as (bytes, seconds, bus bandwidth
+    in bytes/s).
 
-    The curve is the sum of the start-up time, a term in proportion to the bytes, and a term in proportion to the square
-    root of the bytes; none of the three is negative. The fit minimises the sum of the squared relative errors of the
-    seconds. The bandwidth of the curve is at most `MOST` times the best measured bandwidth.
+    The curve is the sum of the start-up time, a term in proportion to the bytes, and a term in
+    proportion to the square root of the bytes; none of the three is negative. The fit minimises the
+    sum of the squared relative errors of the seconds. The bandwidth of the curve is at most `MOST`
+    times the best measured bandwidth.
     """
     import numpy as np
     from scipy.optimize import nnls
 
     seconds = np.array([spent for _, spent, _ in points])
-    sent = np.array([spent * rate for _, spent, rate in points])  # the bytes that each device sends in a ring
+    sent = np.array(
+        [spent * rate for _, spent, rate in points]
+    )  # the bytes that each device sends in a ring
     (start_s, per_byte, root), _ = nnls(
         np.stack([1 / seconds, sent / seconds, np.sqrt(sent) / seconds], 1), np.ones(len(points))
     )
     best = max(rate for _, _, rate in points)
     per_byte = max(per_byte, 1 / (MOST * best))  # noise may leave a curve without a linear part
-    return Collective(bytes_per_s=float(1 / per_byte), start_s=float(start_s), root_s=float(root / math.sqrt(per_byte)))
+    return Collective(
+        bytes_per_s=float(1 / per_byte),
+        start_s=float(start_s),
+        root_s=float(root / math.sqrt(per_byte)),
+    )

@@ -1,8 +1,8 @@
 """Observed loop: the profile of one device, from the trials of a watched or imported training loop.
 
-dpbench cannot build and trace the script of an observed loop. The sizes of its model and the seconds of
-its phases come from the trials, and the number of kernels that the host launches is estimated from the
-number of parameter tensors, as for a model that is known by name only.
+dpbench cannot build and trace the script of an observed loop. The sizes of its model and the
+seconds of its phases come from the trials, and the number of kernels that the host launches is
+estimated from the number of parameter tensors, as for a model that is known by name only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, led
 from dpbench.records.machine import Machine, UnknownMachine
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
-"""The facts about the model without which a prediction is not possible, by their names in a trial's provenance."""
+"""The facts about the model without which a prediction is not possible, by their names in a trial's
+provenance.
+"""
 PRECISIONS = ("fp32", "bf16")
 """The precisions of observed loops that can be predicted."""
 
 
 @dataclass(frozen=True)
 class ObservedLoop:
-    """An observed loop: its case, its trusted trials with their spans, and the facts stored with its run."""
+    """An observed loop: its case, its trusted trials with their spans, and the facts stored with
+    its run.
+    """
 
     case: Case
     trials: tuple[Trial, ...]
@@ -40,50 +44,83 @@ class ObservedLoop:
     def on(self, target: Machine) -> Stored:
         """Return the loop's profile of one device, for predictions on the machine `target`.
 
-        Raises UnknownMachine if a needed fact is missing, if the loop's precision cannot be predicted, or if the loop
-        did not run on GPUs.
+        Raises UnknownMachine if a needed fact is missing, if the loop's precision cannot be
+        predicted, or if the loop did not run on GPUs.
         """
         self._check()
         device = gpu_of(self.facts)
         label = (self.trials[0].source.value if self.trials else Source.MEASURED.value).upper()
         of = f" (per device, on {self.case.devices} devices)" if self.case.devices > 1 else ""
-        basis = f"its launches are estimated, and the phases of its steps{of} were {label} in the user's own loop"
+        basis = (
+            f"its launches are estimated, and the phases of its steps{of} were {label} in the"
+            " user's own loop"
+        )
         return Stored(self._profile(), device, (self.rows,), target.gpu.name, basis)
 
     def _check(self) -> None:
         lacking = [name for name in NEEDED if name not in self._model]
         problems = [
             (not self.trials, "it has no usable timed step; watch more steps"),
-            (not self.case.batch_size, "its batch size is unknown; give --model FILE.py:NAME and --step-s instead"),
-            (bool(lacking), f"its run lacks {', '.join(lacking)}; give --model FILE.py:NAME and --step-s instead"),
-            (self.case.precision not in PRECISIONS, f"it used {self.case.precision}, but only "
-             f"{' and '.join(PRECISIONS)} can be predicted; watch the loop with one of these precisions"),
-            (self.case.device_kind != "cuda", f"it ran on devices of the kind {self.case.device_kind}, and predictions "
-             "are for GPUs only; watch the loop on a GPU"),
-        ]  # fmt: skip
+            (
+                not self.case.batch_size,
+                "its batch size is unknown; give --model FILE.py:NAME and --step-s instead",
+            ),
+            (
+                bool(lacking),
+                (
+                    f"its run lacks {', '.join(lacking)}; give --model FILE.py:NAME and --step-s"
+                    " instead"
+                ),
+            ),
+            (
+                self.case.precision not in PRECISIONS,
+                (
+                    f"it used {self.case.precision}, but only {' and '.join(PRECISIONS)} can be"
+                    " predicted; watch the loop with one of these precisions"
+                ),
+            ),
+            (
+                self.case.device_kind != "cuda",
+                (
+                    f"it ran on devices of the kind {self.case.device_kind}, and predictions "
+                    "are for GPUs only; watch the loop on a GPU"
+                ),
+            ),
+        ]
         if found := next((text for is_so, text in problems if is_so), ""):
-            raise UnknownMachine(f"the loop {self.case.model} cannot be the basis of a prediction: {found}")
+            raise UnknownMachine(
+                f"the loop {self.case.model} cannot be the basis of a prediction: {found}"
+            )
 
     @property
     def _model(self) -> Mapping[str, float]:
-        return next((one.provenance["model"] for one in self.trials if one.provenance.get("model")), {})
+        return next(
+            (one.provenance["model"] for one in self.trials if one.provenance.get("model")), {}
+        )
 
     def _profile(self) -> Profile:
         """Return the profile of one device, which processes its share of the batch.
 
-        The seconds of each phase are known, but not its FLOP. The FLOP are assumed; they only divide the seconds of a
-        phase among the parts of the phase.
+        The seconds of each phase are known, but not its FLOP. The FLOP are assumed; they only
+        divide the seconds of a phase among the parts of the phase.
         """
         model = self._model
         tensors = int(model["parameter_tensors"])
         forward = int(counts.LAUNCHES * tensors)
         counted = Profile(
-            model=self.case.model, parameter_tensors=tensors, parameter_bytes=int(model["parameter_bytes"]),
-            buffer_bytes=int(model["buffer_bytes"]), buffer_tensors=int(model.get("buffer_tensors", 0)),
-            input_bytes=model["input_bytes"], output_bytes=model["output_bytes"], forward_flop=1.0, backward_flop=2.0,
-            modules=int(model.get("modules") or counts.MODULES * tensors), forward_launches=forward,
+            model=self.case.model,
+            parameter_tensors=tensors,
+            parameter_bytes=int(model["parameter_bytes"]),
+            buffer_bytes=int(model["buffer_bytes"]),
+            buffer_tensors=int(model.get("buffer_tensors", 0)),
+            input_bytes=model["input_bytes"],
+            output_bytes=model["output_bytes"],
+            forward_flop=1.0,
+            backward_flop=2.0,
+            modules=int(model.get("modules") or counts.MODULES * tensors),
+            forward_launches=forward,
             backward_launches=int(counts.BACKWARD * forward),
-        )  # fmt: skip
+        )
         if self.case.devices == 1:
             return of_trials(counted, self.trials)
         return fit_profile(counted, {self.rows: self._phases()})
@@ -91,8 +128,9 @@ class ObservedLoop:
     def _phases(self) -> dict[Phase, float]:
         """Return the seconds of one device in each phase of a step, for a loop on several devices.
 
-        A forward, loss or backward on a single device, such as the loss of DataParallel, processes the samples of all
-        devices. Its seconds are therefore divided by the number of devices. Ranks process their own samples only.
+        A forward, loss or backward on a single device, such as the loss of DataParallel, processes
+        the samples of all devices. Its seconds are therefore divided by the number of devices.
+        Ranks process their own samples only.
         """
         seconds: dict[Phase, list[float]] = defaultdict(list)
         shared: set[Phase] = set()
@@ -102,7 +140,9 @@ class ObservedLoop:
                 for span in spans:
                     each[span.phase][span.device] += span.end_s - span.start_s
                 for phase, by_device in each.items():
-                    real = [s for device, s in by_device.items() if device != HOST] or [*by_device.values()]
+                    real = [s for device, s in by_device.items() if device != HOST] or [
+                        *by_device.values()
+                    ]
                     seconds[phase].append(statistics.median(real))
                     if len(real) == 1 and not self.case.traits.ranks:
                         shared.add(phase)
@@ -112,7 +152,9 @@ class ObservedLoop:
 
 
 def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
-    """Yield the spans of each timed step, or of the median step alone if the trial keeps no other spans."""
+    """Yield the spans of each timed step, or of the median step alone if the trial keeps no other
+    spans.
+    """
     if not trial.spans:
         number, found = trial.ledger.median_step or (None, ())
         yield tuple(span for span in found if span.step == number)
@@ -123,7 +165,9 @@ def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
 
 
 def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> ObservedLoop | None:
-    """Return the observed loop of a run with these trials and facts; None for a run without an observed loop.
+    """Return the observed loop of a run with these trials and facts.
+
+    None for a run without an observed loop.
 
     If the run has several observed loops, return the one with the most timed steps.
     """

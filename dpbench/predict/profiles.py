@@ -1,13 +1,15 @@
-"""Profiles: the durations of a model's phases on one device, from a known step or from FLOP and bytes.
+"""Profiles: the durations of a model's phases on one device, from a known step or from FLOP and
+bytes.
 
-`given` and `split` divide a known step on one device into phases. `counted` derives the durations of
-whole phases from their FLOP and bytes on a described GPU; `profile` does the same op by op for a traced
-model.
+`given` and `split` divide a known step on one device into phases. `counted` derives the durations
+of whole phases from their FLOP and bytes on a described GPU; `profile` does the same op by op for a
+traced model.
 
-The duration of an op is the longest of three durations: that of its computation, that of its memory traffic, and the
-minimum duration of a kernel. Small ops do not reach the best rates: an op with `half_flop` FLOP computes at half of the
-best FLOP rate, and an op with `half_bytes` bytes reads and writes at half of the best memory rate. The model therefore
-adds `half_flop` and `half_bytes` to the work of every op, and divides by the best rates.
+The duration of an op is the longest of three durations: that of its computation, that of its memory
+traffic, and the minimum duration of a kernel. Small ops do not reach the best rates: an op with
+`half_flop` FLOP computes at half of the best FLOP rate, and an op with `half_bytes` bytes reads and
+writes at half of the best memory rate. The model therefore adds `half_flop` and `half_bytes` to the
+work of every op, and divides by the best rates.
 """
 
 from __future__ import annotations
@@ -29,24 +31,26 @@ if TYPE_CHECKING:
 FOREACH_TENSORS = (770, 448, 336, 252, 210)
 """The maximum number of tensors in one multi-tensor launch, for one to five tensor lists.
 
-These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13. The same file
-gives `FOREACH_BLOCKS`, the maximum number of blocks in a launch, and `FOREACH_ELEMENTS`, the elements of a block. With
-CUDA 12, the limits are a seventh of these.
+These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA
+13. The same file gives `FOREACH_BLOCKS`, the maximum number of blocks in a launch, and
+`FOREACH_ELEMENTS`, the elements of a block. With CUDA 12, the limits are a seventh of these.
 """
 FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The speed of a GPU: peaks from its data sheet, attainable shares of the peaks, and the minimum kernel duration.
+    """The speed of a GPU: peaks from its data sheet, attainable shares of the peaks, and the
+    minimum kernel duration.
 
-    `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM 0.87, A100 PCIe
-    0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning Engineering Open Book", MAMF table).
-    `bytes_share` is the attainable share of the memory bandwidth. An op with `half_flop` FLOP or `half_bytes` bytes
-    reaches half of the attainable rate. These two values are fitted to the efficiency tables of Calculon: 60 % at 1
-    GFLOP, 75 % at 10 MB and 90 % at 100 MB. dpbench measured none of the shares. `least_s` is the minimum duration of a
-    kernel. `convolution_flop_per_s` is the peak for convolutions, which cuDNN runs in TF32 by default on GPUs with
-    TF32; 0 means that convolutions have no separate peak.
+    `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM
+    0.87, A100 PCIe 0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning
+    Engineering Open Book", MAMF table). `bytes_share` is the attainable share of the memory
+    bandwidth. An op with `half_flop` FLOP or `half_bytes` bytes reaches half of the attainable
+    rate. These two values are fitted to the efficiency tables of Calculon: 60 % at 1 GFLOP, 75 % at
+    10 MB and 90 % at 100 MB. dpbench measured none of the shares. `least_s` is the minimum duration
+    of a kernel. `convolution_flop_per_s` is the peak for convolutions, which cuDNN runs in TF32 by
+    default on GPUs with TF32; 0 means that convolutions have no separate peak.
     """
 
     flop_per_s: float
@@ -64,20 +68,27 @@ class Speed:
         return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
 
     def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
-        """Return the duration in seconds of one kernel with this FLOP and traffic; 0 if `size_bytes` is 0.
+        """Return the duration in seconds of one kernel with this FLOP and traffic; 0 if
+        `size_bytes` is 0.
 
         `flop_per_s` is the peak to use; None selects the peak of this object.
         """
         if not size_bytes:
             return 0.0
-        compute = (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s)) if flop else 0.0
+        compute = (
+            (flop + self.half_flop) / (self.flop_share * (flop_per_s or self.flop_per_s))
+            if flop
+            else 0.0
+        )
         move = (size_bytes + self.half_bytes) / (self.bytes_share * self.bytes_per_s)
         return max(compute, move, self.least_s)
 
 
 @dataclass(frozen=True)
 class Pass:
-    """One multi-tensor op of an optimizer: `lists` of tensors, and `passes`, the reads and writes for each element."""
+    """One multi-tensor op of an optimizer: `lists` of tensors, and `passes`, the reads and writes
+    for each element.
+    """
 
     lists: int
     passes: int
@@ -90,30 +101,44 @@ UPDATES: dict[str, tuple[Pass, ...]] = {
     "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
 }
 UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
-"""The multi-tensor ops of one step of each optimizer in `torch.optim` (2.13, foreach); SGD is used with momentum."""
+"""The multi-tensor ops of one step of each optimizer in `torch.optim` (2.13, foreach).
+
+SGD is used with momentum.
+"""
 
 
 def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
-    """Return the duration in seconds and the number of launches of an optimizer step for parameters of these sizes.
+    """Return the duration in seconds and the number of launches of an optimizer step for parameters
+    of these sizes.
 
-    The results are calculated from `UPDATES` and not from a trace, because traces are made on the host, where torch
-    splits multi-tensor ops into single-tensor ops. Raises LookupError for an optimizer that is not in `UPDATES`.
+    The results are calculated from `UPDATES` and not from a trace, because traces are made on the
+    host, where torch splits multi-tensor ops into single-tensor ops. Raises LookupError for an
+    optimizer that is not in `UPDATES`.
     """
     if name not in UPDATES:
         raise LookupError(
-            f"the kernels of the optimizer {name} are not known; use one of these optimizers: {', '.join(UPDATES)}"
+            f"the kernels of the optimizer {name} are not known; use one of these optimizers:"
+            f" {', '.join(UPDATES)}"
         )
-    total, blocks = sum(sizes_bytes), sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes)
+    total, blocks = (
+        sum(sizes_bytes),
+        sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes),
+    )
     seconds, count = 0.0, 0
     for one in UPDATES[name]:
-        launches = max(math.ceil(len(sizes_bytes) / FOREACH_TENSORS[one.lists - 1]), math.ceil(blocks / FOREACH_BLOCKS))
+        launches = max(
+            math.ceil(len(sizes_bytes) / FOREACH_TENSORS[one.lists - 1]),
+            math.ceil(blocks / FOREACH_BLOCKS),
+        )
         count += launches
         seconds += launches * speed.seconds(0.0, one.passes * total / max(launches, 1))
     return seconds, count
 
 
 def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
-    """Return the total duration in seconds of the kernels in a phase of a trace, which run one after the other."""
+    """Return the total duration in seconds of the kernels in a phase of a trace, which run one
+    after the other.
+    """
     if phase is Phase.OPTIMIZER:
         return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
     return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
@@ -128,25 +153,34 @@ def of_trace(trace: Trace) -> Profile:
 
     return Profile(
         model=t.model,
-        parameter_tensors=len(t.parameters.sizes_bytes), parameter_bytes=t.parameters.bytes,
-        buffer_bytes=t.buffers.bytes, buffer_tensors=len(t.buffers.sizes_bytes), modules=t.modules,
-        input_bytes=t.inputs.bytes / rows, output_bytes=t.output.bytes / rows,
-        forward_flop=t.flop(Phase.FORWARD) / rows, backward_flop=t.flop(Phase.BACKWARD) / rows,
-        forward_launches=t.launches(Phase.FORWARD), backward_launches=t.launches(Phase.BACKWARD),
-        forward_bytes=moved(Phase.FORWARD), backward_bytes=moved(Phase.BACKWARD),
-        gradient_bytes=tuple(t.parameters.sizes_bytes[n] for n in t.ready), source="traced",
-    )  # fmt: skip
+        parameter_tensors=len(t.parameters.sizes_bytes),
+        parameter_bytes=t.parameters.bytes,
+        buffer_bytes=t.buffers.bytes,
+        buffer_tensors=len(t.buffers.sizes_bytes),
+        modules=t.modules,
+        input_bytes=t.inputs.bytes / rows,
+        output_bytes=t.output.bytes / rows,
+        forward_flop=t.flop(Phase.FORWARD) / rows,
+        backward_flop=t.flop(Phase.BACKWARD) / rows,
+        forward_launches=t.launches(Phase.FORWARD),
+        backward_launches=t.launches(Phase.BACKWARD),
+        forward_bytes=moved(Phase.FORWARD),
+        backward_bytes=moved(Phase.BACKWARD),
+        gradient_bytes=tuple(t.parameters.sizes_bytes[n] for n in t.ready),
+        source="traced",
+    )
 
 
 def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
-    """Return a model's profile on a described GPU, with durations that are linear in the batch size, from two traces.
+    """Return a model's profile on a described GPU, with durations that are linear in the batch
+    size, from two traces.
 
     Raises ValueError unless `high` has the larger batch.
     """
     if low.rows >= high.rows:
         raise ValueError(
-            f"a profile needs traces of two batch sizes, the smaller one first; the traces have {low.rows} and "
-            f"{high.rows} rows"
+            "a profile needs traces of two batch sizes, the smaller one first; the traces have"
+            f" {low.rows} and {high.rows} rows"
         )
 
     def cost(phase: Phase) -> Cost:
@@ -155,22 +189,36 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
         return Cost(max(0.0, second - slope * high.rows), slope)
 
     return replace(
-        of_trace(high), forward=cost(Phase.FORWARD), loss=cost(Phase.LOSS), backward=cost(Phase.BACKWARD),
+        of_trace(high),
+        forward=cost(Phase.FORWARD),
+        loss=cost(Phase.LOSS),
+        backward=cost(Phase.BACKWARD),
         optimizer=cost(Phase.OPTIMIZER),
-    )  # fmt: skip
+    )
 
 
-DTYPES = {"fp32": ("fp32",), "tf32": ("tf32", "fp32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32")}
-"""For each precision: the names of peaks that can apply. The first of them that the machine file states is used."""
+DTYPES = {
+    "fp32": ("fp32",),
+    "tf32": ("tf32", "fp32"),
+    "bf16": ("bf16", "fp16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+}
+"""For each precision: the names of peaks that can apply.
+
+The first of them that the machine file states is used.
+"""
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
-"""The assumed shares of a GPU's peak FLOP/s and of its peak memory bandwidth that whole networks reach.
+"""The assumed shares of a GPU's peak FLOP/s and of its peak memory bandwidth that whole networks
+reach.
 
 Large matrix products reach 0.78-0.87 of the peak FLOP/s (ml-engineering).
 """
 KERNEL_S = 3e-6
 """The duration in seconds that a profile from counts adds for each kernel."""
 FIXED_SHARE = 0.1
-"""The assumed share of a step's duration that does not depend on the batch size, if only one size was measured."""
+"""The assumed share of a step's duration that does not depend on the batch size, if only one size
+was measured.
+"""
 
 
 def given(
@@ -182,10 +230,11 @@ def given(
     *,
     optimizer: str = "sgd",
 ) -> Profile:
-    """Return `profile` with timings such that a step on one device with `samples` samples takes `step_s` seconds.
+    """Return `profile` with timings such that a step on one device with `samples` samples takes
+    `step_s` seconds.
 
-    The rest of the step, besides forward and backward, is simulated; see `split`. Raises ValueError unless `step_s` is
-    positive.
+    The rest of the step, besides forward and backward, is simulated; see `split`. Raises ValueError
+    unless `step_s` is positive.
     """
     alone = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
 
@@ -204,19 +253,25 @@ def split(
     forward_share: float,
     fixed_share: float = FIXED_SHARE,
 ) -> Profile:
-    """Return `profile` with timings of forward and backward, from the duration of a step on one device.
+    """Return `profile` with timings of forward and backward, from the duration of a step on one
+    device.
 
     The step has `samples` samples and takes `step_s` seconds. `rest_s(idle)` returns the calculated
-    duration of the rest of the step, which is its copies, loss and optimizer; `idle` is a profile whose
-    forward and backward take 0 s. The rest is subtracted from `step_s`, unless it exceeds half of
-    `step_s`. The difference is split: forward has the share `forward_share`, and of both forward and
-    backward, the share `fixed_share` does not depend on the batch size. Raises ValueError unless
-    `step_s` is positive.
+    duration of the rest of the step, which is its copies, loss and optimizer; `idle` is a profile
+    whose forward and backward take 0 s. The rest is subtracted from `step_s`, unless it exceeds
+    half of `step_s`. The difference is split: forward has the share `forward_share`, and of both
+    forward and backward, the share `fixed_share` does not depend on the batch size. Raises
+    ValueError unless `step_s` is positive.
     """
     if step_s <= 0:
-        raise ValueError(f"the duration of the step on one device must be more than 0 s, but {step_s} s was given")
+        raise ValueError(
+            f"the duration of the step on one device must be more than 0 s, but {step_s} s was"
+            " given"
+        )
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
-    if (aside := rest_s(idle)) > step_s / 2:  # the batch cannot have been copied from pageable memory
+    if (
+        aside := rest_s(idle)
+    ) > step_s / 2:  # the batch cannot have been copied from pageable memory
         idle = replace(idle, input_bytes=0.0)
         aside = rest_s(idle)
     if aside > step_s / 2:
@@ -240,22 +295,28 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
     Raises UnknownMachine if the machine file lacks one of these two values.
     """
     gpu = machine.gpu
-    peak = next((gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0)
+    peak = next(
+        (gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0
+    )
     if not peak or not gpu.memory_bytes_per_s:
         raise UnknownMachine(
-            f"machine {machine.name}: the section [gpu] of the machine file must state both a peak for {precision} in "
-            f"flop_per_s (stated for: {', '.join(gpu.flop_per_s) or 'none'}) and memory_bytes_per_s (stated: "
-            f"{gpu.memory_bytes_per_s or 'none'}); add the missing values, or give the duration of a step on one "
-            "device with --step-s SECONDS"
+            f"machine {machine.name}: the section [gpu] of the machine file must state both a peak"
+            f" for {precision} in flop_per_s (stated for: {', '.join(gpu.flop_per_s) or 'none'})"
+            f" and memory_bytes_per_s (stated: {gpu.memory_bytes_per_s or 'none'}); add the missing"
+            " values, or give the duration of a step on one device with --step-s SECONDS"
         )
     return peak, gpu.memory_bytes_per_s
 
 
-def counted(profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT) -> Profile:
-    """Return `profile` with timings of forward and backward on a machine's GPU, calculated from FLOP and bytes.
+def counted(
+    profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT
+) -> Profile:
+    """Return `profile` with timings of forward and backward on a machine's GPU, calculated from
+    FLOP and bytes.
 
-    Forward and backward each take the longer of computation and memory traffic, plus `KERNEL_S` for each kernel. Raises
-    UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
+    Forward and backward each take the longer of computation and memory traffic, plus `KERNEL_S` for
+    each kernel. Raises UnknownMachine if the machine file lacks the peak FLOP/s or the memory
+    bandwidth.
     """
     peak, bytes_per_s = peaks(machine, precision)
 
@@ -265,10 +326,11 @@ def counted(profile: Profile, machine: Machine, precision: str = "fp32", constan
 
     p = profile
     found = replace(
-        profile, source="counted",
+        profile,
+        source="counted",
         forward=cost(p.forward_flop, p.forward_bytes, p.forward_launches),
         backward=cost(p.backward_flop, p.backward_bytes, p.backward_launches),
-    )  # fmt: skip
+    )
     return launched(found, machine, constants)
 
 

@@ -1,4 +1,6 @@
-"""Recorder: the operator calls of a running model, their work, and the lifetime of every storage on one device."""
+"""Recorder: the operator calls of a running model, their work, and the lifetime of every storage on
+one device.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ FREE = {
 }
 """Ops that start no kernel. Views start no kernel either, but are not listed."""
 SILENT = {torch.ops.prim.device.default, aten.detach.default}
-"""Ops that are not recorded: they do no work, and there are more of them if hooks on saved tensors are active."""
+"""Ops that are not recorded: they do no work, and there are more of them if hooks on saved tensors
+are active.
+"""
 PASSES = {
-    aten.native_batch_norm: 1, aten.cudnn_batch_norm: 1, aten._batch_norm_with_update: 1,
-    aten.native_batch_norm_backward: 2, aten.cudnn_batch_norm_backward: 2, aten.batch_norm_backward: 2,
-}  # fmt: skip
-"""For each op that reads its first argument more than once: the number of these reads after the first read.
+    aten.native_batch_norm: 1,
+    aten.cudnn_batch_norm: 1,
+    aten._batch_norm_with_update: 1,
+    aten.native_batch_norm_backward: 2,
+    aten.cudnn_batch_norm_backward: 2,
+    aten.batch_norm_backward: 2,
+}
+"""For each op that reads its first argument more than once: the number of these reads after the
+first read.
 
 For example, BatchNorm reads its input once for the statistics and again for the normalisation.
 """
@@ -40,7 +49,9 @@ For example, BatchNorm reads its input once for the statistics and again for the
 
 @dataclass(frozen=True)
 class Event:
-    """The allocation or release of a storage: the storage's number, and its size in bytes, negative for a release."""
+    """The allocation or release of a storage: the storage's number, and its size in bytes, negative
+    for a release.
+    """
 
     storage: int
     size_bytes: int
@@ -48,10 +59,12 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """One operator call: its phase, its work, and the allocations and releases until the next operator call.
+    """One operator call: its phase, its work, and the allocations and releases until the next
+    operator call.
 
-    `bytes` is the number of bytes that the op's kernel reads and writes in memory if it is not fused with other
-    kernels; 0 for an op without a kernel. `events` are the allocations and releases in chronological order.
+    `bytes` is the number of bytes that the op's kernel reads and writes in memory if it is not
+    fused with other kernels; 0 for an op without a kernel. `events` are the allocations and
+    releases in chronological order.
     """
 
     phase: Phase
@@ -62,7 +75,9 @@ class Op:
 
 
 class OpRecorder(TorchDispatchMode):
-    """A dispatch mode that records the ops of each part of a step, and the lifetimes of storages on one device."""
+    """A dispatch mode that records the ops of each part of a step, and the lifetimes of storages on
+    one device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,18 +85,25 @@ class OpRecorder(TorchDispatchMode):
         self._parts: dict[str, list[tuple[Any, ...]]] = {}
         self._phase: Phase | None = None
         self._ops: list[tuple[Any, ...]] = []
-        self._events: list[tuple[int, int]] = []  # events of the latest op; finalizers append at any time
+        self._events: list[
+            tuple[int, int]
+        ] = []  # events of the latest op; finalizers append at any time
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._forgotten: set[int] = set()
         self._count = 0
 
     def part(self, name: str, phase: Phase) -> OpPart:
-        """Return a context manager under which ops are recorded in the part `name` of the step, with this phase."""
+        """Return a context manager under which ops are recorded in the part `name` of the step,
+        with this phase.
+        """
         return OpPart(self, name, phase)
 
     def enter(self, name: str, phase: Phase | None) -> None:
-        """Record all following ops in the part `name` of the step, with this phase; ignore them if `phase` is None."""
+        """Record all following ops in the part `name` of the step, with this phase.
+
+        Ignore them if `phase` is None.
+        """
         self._phase, self._ops, self._events = phase, self._parts.setdefault(name, []), []
 
     @property
@@ -94,7 +116,11 @@ class OpRecorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if self._phase is not None and func not in SILENT:
             packet = func._overloadpacket
-            flop = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+            flop = (
+                flop_registry[packet](*args, **kwargs, out_val=result)
+                if packet in flop_registry
+                else 0
+            )
             moved = _traffic(func, args, kwargs, result)
             self._events = []
             self._ops.append((self._phase, str(packet), float(flop), float(moved), self._events))
@@ -105,7 +131,10 @@ class OpRecorder(TorchDispatchMode):
         return result
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage; if the storage is new, assign a number and record the allocation."""
+        """Return the number of a tensor's storage.
+
+        If the storage is new, assign a number and record the allocation.
+        """
         storage = dense(tensor)[0].untyped_storage()
         if storage not in self._known:
             self._count += 1
@@ -120,7 +149,9 @@ class OpRecorder(TorchDispatchMode):
         self._events.append((number, -size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remove the storages of these tensors from the record, because the tensors are in host memory."""
+        """Remove the storages of these tensors from the record, because the tensors are in host
+        memory.
+        """
         self._forgotten |= {self.storage(tensor) for tensor in tensors}
 
     def ops(self, *parts: str) -> Mapping[str, tuple[Op, ...]]:
@@ -129,11 +160,23 @@ class OpRecorder(TorchDispatchMode):
         Releases of storages that were allocated outside these parts are left out.
         """
         rows = {part: self._parts.get(part, []) for part in parts}
-        taken = {number for ops in rows.values() for *_, events in ops for number, size in events if size > 0}
+        taken = {
+            number
+            for ops in rows.values()
+            for *_, events in ops
+            for number, size in events
+            if size > 0
+        }
         taken -= self._forgotten
         return {
             part: tuple(
-                Op(phase, name, flop, moved, tuple(Event(*event) for event in events if event[0] in taken))
+                Op(
+                    phase,
+                    name,
+                    flop,
+                    moved,
+                    tuple(Event(*event) for event in events if event[0] in taken),
+                )
                 for phase, name, flop, moved, events in ops
             )
             for part, ops in rows.items()
@@ -141,13 +184,47 @@ class OpRecorder(TorchDispatchMode):
 
 
 FULL_PRECISION = {
-    "__pow__", "__rpow__", "binary_cross_entropy_with_logits", "cosine_embedding_loss", "cosine_similarity",
-    "cross_entropy", "cumprod", "cumsum", "dist", "exp", "expm1", "group_norm", "hinge_embedding_loss", "kl_div",
-    "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "margin_ranking_loss", "mse_loss",
-    "nll_loss", "norm", "normalize", "poisson_nll_loss", "pow", "prod", "reciprocal", "rsqrt", "smooth_l1_loss",
-    "soft_margin_loss", "softmax", "softmin", "softplus", "sum", "triplet_margin_loss",
-}  # fmt: skip
-"""The names of functions that autocast computes in fp32 on GPUs (torch's documentation of `torch.amp`).
+    "__pow__",
+    "__rpow__",
+    "binary_cross_entropy_with_logits",
+    "cosine_embedding_loss",
+    "cosine_similarity",
+    "cross_entropy",
+    "cumprod",
+    "cumsum",
+    "dist",
+    "exp",
+    "expm1",
+    "group_norm",
+    "hinge_embedding_loss",
+    "kl_div",
+    "l1_loss",
+    "layer_norm",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "log_softmax",
+    "margin_ranking_loss",
+    "mse_loss",
+    "nll_loss",
+    "norm",
+    "normalize",
+    "poisson_nll_loss",
+    "pow",
+    "prod",
+    "reciprocal",
+    "rsqrt",
+    "smooth_l1_loss",
+    "soft_margin_loss",
+    "softmax",
+    "softmin",
+    "softplus",
+    "sum",
+    "triplet_margin_loss",
+}
+"""The names of functions that autocast computes in fp32 on GPUs (torch's documentation of
+`torch.amp`).
 
 Autocast on the CPU computes most of them in 16 bits.
 """
@@ -156,9 +233,9 @@ Autocast on the CPU computes most of them in 16 bits.
 class AsOnGpus(TorchFunctionMode):
     """A mode under which functions on CPU tensors call the operators that GPUs use.
 
-    For backward, these operators save other tensors than the operators of the CPU. Dropout keeps a mask of one byte per
-    element. Fused attention with dropout keeps a seed instead of a mask. Autocast computes the functions of
-    `FULL_PRECISION` in fp32.
+    For backward, these operators save other tensors than the operators of the CPU. Dropout keeps a
+    mask of one byte per element. Fused attention with dropout keeps a seed instead of a mask.
+    Autocast computes the functions of `FULL_PRECISION` in fp32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,14 +249,18 @@ class AsOnGpus(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout(
+    x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     if not training or not 0 < p < 1 or inplace:
         return F.dropout(x, p, training, inplace)
     return torch.native_dropout(x, p, True)[0]
 
 
 def _causal(args: Sequence[Any]) -> dict[str, Any]:
-    """Return `is_causal` as a keyword argument if the arguments `args` of attention contain it by position, else {}."""
+    """Return `is_causal` as a keyword argument if the arguments `args` of attention contain it by
+    position, else {}.
+    """
     return {"is_causal": args[5]} if len(args) > 5 else {}
 
 
@@ -201,32 +282,53 @@ class OpPart:
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the number of bytes that an op's kernel reads and writes; 0 for an op without a kernel."""
+    """Return the number of bytes that an op's kernel reads and writes; 0 for an op without a
+    kernel.
+    """
     packet = func._overloadpacket
     if func.is_view or packet in FREE:
         return 0
     read = {id(t.untyped_storage()): _touched(t) for t in _strided((args, kwargs))}
-    new = {id(t.untyped_storage()): _touched(t) for t in _strided(result) if id(t.untyped_storage()) not in read}
+    new = {
+        id(t.untyped_storage()): _touched(t)
+        for t in _strided(result)
+        if id(t.untyped_storage()) not in read
+    }
     schema = func._schema.arguments
-    given = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
-    changed = [v for argument, v in given if argument.alias_info is not None and argument.alias_info.is_write]
+    given = [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]
+    changed = [
+        v
+        for argument, v in given
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
     written = {id(t.untyped_storage()): _touched(t) for t in _strided(changed)}
     again = PASSES.get(packet, 0) * _touched(args[0]) if packet in PASSES else 0
     return sum(read.values()) + sum(new.values()) + sum(written.values()) + again
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor's elements; the repeated elements of an expanded tensor count once."""
+    """Return the number of bytes of a tensor's elements.
+
+    The repeated elements of an expanded tensor count once.
+    """
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _strided(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the dense tensors in a nested structure; in place of a sparse tensor, yield its values and its indices."""
+    """Yield the dense tensors in a nested structure.
+
+    In place of a sparse tensor, yield its values and its indices.
+    """
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
             yield from dense(leaf)
 
 
 def dense(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the dense tensors with a tensor's data: the tensor itself, or a sparse tensor's values and indices."""
+    """Return the dense tensors with a tensor's data: the tensor itself, or a sparse tensor's values
+    and indices.
+    """
     return (tensor._values(), tensor._indices()) if tensor.layout == torch.sparse_coo else (tensor,)

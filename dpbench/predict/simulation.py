@@ -1,7 +1,8 @@
-"""Simulation: the timeline of one step of a case on a described machine, from the costs of its tasks.
+"""Simulation: the timeline of one step of a case on a described machine, from the costs of its
+tasks.
 
-A task is a part of a strategy's step. A job is a task with its cost on the described machine. A collective is a single
-job, regardless of the number of devices that take part in the collective.
+A task is a part of a strategy's step. A job is a task with its cost on the described machine. A
+collective is a single job, regardless of the number of devices that take part in the collective.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ LOCAL = "local"
 def jobs_of(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
-    """Return the jobs of a step, the index of the job for each task, and the capacity of each shared resource.
+    """Return the jobs of a step, the index of the job for each task, and the capacity of each
+    shared resource.
 
-    The capacity of a link or of device memory is in bytes per second; that of the interpreter lock is 1.
+    The capacity of a link or of device memory is in bytes per second; that of the interpreter lock
+    is 1.
     """
     overlapped = case.traits.ranks and any(
-        (task.phase is Phase.REDUCE and task.overlap) or task.resource.startswith("reduce_scatter:") for task in tasks
+        (task.phase is Phase.REDUCE and task.overlap) or task.resource.startswith("reduce_scatter:")
+        for task in tasks
     )
-    prices = _Prices(case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1)
+    prices = _Prices(
+        case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1
+    )
     found: list[SimulatedJob] = []
     number: list[int] = []
     together: dict[str, int] = {}
     for task in tasks:
         after = tuple(dict.fromkeys(number[at] for at in task.after))
-        overlap = tuple(at for at in dict.fromkeys(number[at] for at in task.overlap) if at not in after)
+        overlap = tuple(
+            at for at in dict.fromkeys(number[at] for at in task.overlap) if at not in after
+        )
         kind, _, _ = task.resource.partition(":")
         if task.resource in together:
             at = together[task.resource]
@@ -54,7 +62,9 @@ def jobs_of(
             if kind in COLLECTIVES:
                 together[task.resource] = at
             work = prices.job(task)
-            found.append(SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, overlap))
+            found.append(
+                SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, overlap)
+            )
         number.append(at)
     capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
     for way, rate in network.capacities(machine).items():
@@ -70,10 +80,18 @@ COLLECTIVES = tuple(
 
 
 class _Prices:
-    """The costs of the tasks of one case on one machine, from a profile, the machine and the constants."""
+    """The costs of the tasks of one case on one machine, from a profile, the machine and the
+    constants.
+    """
 
     def __init__(
-        self, case: Case, profile: Profile, machine: Machine, constants: Constants, *, overlapped: bool
+        self,
+        case: Case,
+        profile: Profile,
+        machine: Machine,
+        constants: Constants,
+        *,
+        overlapped: bool,
     ) -> None:
         self._overlapped = overlapped
         self._case, self._profile, self._machine, self._c = case, profile, machine, constants
@@ -82,34 +100,45 @@ class _Prices:
         self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
         self._host_costs = host = HostCosts.of(machine.host, constants)
         self._each_s = {
-            "launches": host.launch_s, "modules": host.module_s, "tensors": host.tensor_s, "threads": host.thread_s,
-            "wakes": host.wake_s, "s": 1.0,
-        }  # fmt: skip
+            "launches": host.launch_s,
+            "modules": host.module_s,
+            "tensors": host.tensor_s,
+            "threads": host.thread_s,
+            "wakes": host.wake_s,
+            "s": 1.0,
+        }
         self._update = self._update_scale()
-        self._units: dict[str, Callable[[Task], SimulatedJob]] = {"flop": self._flop, "bytes": self._bytes}
+        self._units: dict[str, Callable[[Task], SimulatedJob]] = {
+            "flop": self._flop,
+            "bytes": self._bytes,
+        }
 
     def job(self, task: Task) -> SimulatedJob:
         """Return the job of one task, without its dependencies."""
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
-        """Return the job of a task whose amount is a number of host operations (such as launches) or of seconds."""
+        """Return the job of a task whose amount is a number of host operations (such as launches)
+        or of seconds.
+        """
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
         if task.unit == "launches":
             spent = self._launches(task, spent)
         if task.resource == GIL:
             # all threads compete for the interpreter lock
-            return SimulatedJob(0.0, amount=spent * (1 + self._host_costs.hand_off * others), way=(GIL,))
+            return SimulatedJob(
+                0.0, amount=spent * (1 + self._host_costs.hand_off * others), way=(GIL,)
+            )
         return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
         """Return the duration in seconds of a task's launches.
 
-        `spent` is the number of launches multiplied by the duration of a launch in forward. Launches in backward and in
-        the optimizer have durations of their own. In forward and in backward, all launches together take at most the
-        share `host_share` of the phase's duration in the profile. In backward, the threads of one process slow down
-        each other's launches.
+        `spent` is the number of launches multiplied by the duration of a launch in forward.
+        Launches in backward and in the optimizer have durations of their own. In forward and in
+        backward, all launches together take at most the share `host_share` of the phase's duration
+        in the profile. In backward, the threads of one process slow down each other's launches.
         """
         profile, rows = self._profile, self._rows[max(0, task.device)]
         if task.phase is Phase.FORWARD:
@@ -117,7 +146,9 @@ class _Prices:
         if task.phase is Phase.BACKWARD:
             backward = self._host_costs.backward_launch_s
             part = task.amount / profile.backward_launches if profile.backward_launches else 1.0
-            whole = _capped(profile.backward_launches * backward, profile.backward, rows, self._c.host_share)
+            whole = _capped(
+                profile.backward_launches * backward, profile.backward, rows, self._c.host_share
+            )
             crowd = 0 if self._case.traits.ranks else len(self._rows) - 1
             return part * whole * (1 + self._c.contention * crowd)
         if task.phase is Phase.OPTIMIZER:
@@ -125,7 +156,9 @@ class _Prices:
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
-        """Return the job of a task whose amount is FLOP of forward or backward, with the duration from the profile."""
+        """Return the job of a task whose amount is FLOP of forward or backward, with the duration
+        from the profile.
+        """
         profile = self._profile
         cost, flop = (
             (profile.forward, profile.forward_flop)
@@ -134,8 +167,9 @@ class _Prices:
         )
         if cost is None:
             raise ValueError(
-                f"the profile of {profile.model} has no duration for the phase {task.phase}; add durations with "
-                "dpbench.predict.profiles.given or dpbench.predict.profiles.counted"
+                f"the profile of {profile.model} has no duration for the phase {task.phase}; add"
+                " durations with dpbench.predict.profiles.given or"
+                " dpbench.predict.profiles.counted"
             )
         rows = self._rows[task.device]
         part = task.amount / (rows * flop) if flop else 1.0
@@ -155,7 +189,9 @@ class _Prices:
         if kind in COLLECTIVES:
             name = kind.removesuffix("_coalesced")
             one = self._group.one_s(name, task.amount)
-            return SimulatedJob(one if name == kind else self._group.coalesced_s(name, task.amount), "collectives")
+            return SimulatedJob(
+                one if name == kind else self._group.coalesced_s(name, task.amount), "collectives"
+            )
         loss, output = self._profile.loss, self._profile.output_bytes
         if task.phase is Phase.LOSS and loss is not None and output:
             return SimulatedJob(loss.at(task.amount / output), task.resource)
@@ -163,19 +199,23 @@ class _Prices:
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return the duration of the optimizer step in the profile, divided by the calculated duration.
+        """Return the duration of the optimizer step in the profile, divided by the calculated
+        duration.
 
         Return 1 if the profile has no duration of the optimizer.
         """
         profile = self._profile
         if profile.optimizer is None:
             return 1.0
-        moved = PASSES.get(self._case.optimizer, 5) * profile.parameter_bytes / self.memory_bytes_per_s
+        moved = (
+            PASSES.get(self._case.optimizer, 5) * profile.parameter_bytes / self.memory_bytes_per_s
+        )
         launches = profile.parameter_tensors * self._host_costs.update_s
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
-        """Return the job of a copy between two devices over links, or from the host's pageable memory to a device.
+        """Return the job of a copy between two devices over links, or from the host's pageable
+        memory to a device.
 
         `source` and `target` are indices of devices as text, or "host".
         """
@@ -184,25 +224,32 @@ class _Prices:
         node = self._machine.gpu.count
         ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
         if source == "host":
-            # the calling thread waits for a pageable copy, so each process runs one such copy at a time
+            # the calling thread waits for a pageable copy, so each process runs one such copy at a
+            # time
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
             return SimulatedJob(
-                self._c.copy_s + task.amount / rate, f"pageable:{task.device if self._case.traits.ranks else 0}"
+                self._c.copy_s + task.amount / rate,
+                f"pageable:{task.device if self._case.traits.ranks else 0}",
             )
-        return SimulatedJob(self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends))
+        return SimulatedJob(
+            self._c.copy_s, amount=task.amount, way=network.route(self._machine, *ends)
+        )
 
 
 def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
-    """Return `spent`, a duration of launches in seconds, limited to a share of the duration of their phase.
+    """Return `spent`, a duration of launches in seconds, limited to a share of the duration of
+    their phase.
 
-    `known` is the cost of the phase in the profile, and `rows` the number of samples. If `known` is None, there is no
-    limit.
+    `known` is the cost of the phase in the profile, and `rows` the number of samples. If `known` is
+    None, there is no limit.
     """
     return min(spent, share * known.at(rows)) if known else spent
 
 
 EXCHANGEABLE = 9
-"""The minimum number of ranks for which only one rank is simulated, because all ranks do the same work."""
+"""The minimum number of ranks for which only one rank is simulated, because all ranks do the same
+work.
+"""
 
 
 @dataclass(frozen=True)
@@ -220,7 +267,8 @@ class Timeline:
     def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
         """Return a span for each task with a duration above 0.
 
-        `step` is the index of the step in its trial, and `start_s` the time in seconds at which the step starts.
+        `step` is the index of the step in its trial, and `start_s` the time in seconds at which the
+        step starts.
         """
         return [
             Span(step, task.phase, task.device, "predicted", start_s + begin, start_s + end)
@@ -236,28 +284,35 @@ def check(case: Case, machine: Machine) -> None:
     """
     if case.devices > machine.devices:
         raise UnknownMachine(
-            f"{case.label}: the machine {machine.name} has {words.count(machine.devices, 'GPU')} (nodes: "
-            f"{machine.nodes}, GPUs per node: {machine.gpu.count}), but the case needs {case.devices}; give --devices "
-            f"up to {machine.devices}, or choose a machine with more nodes"
+            f"{case.label}: the machine {machine.name} has {words.count(machine.devices, 'GPU')}"
+            f" (nodes: {machine.nodes}, GPUs per node: {machine.gpu.count}), but the case needs"
+            f" {case.devices}; give --devices up to {machine.devices}, or choose a machine with"
+            " more nodes"
         )
     if case.traits.threads and case.devices > machine.gpu.count:
         raise UnknownMachine(
-            f"{case.label}: the strategy {case.strategy} drives all devices from one process on one node, but the case "
-            f"has {case.devices} devices and a node of {machine.name} has {words.count(machine.gpu.count, 'GPU')}; "
-            f"give --devices up to {machine.gpu.count}, or --strategies ddp"
+            f"{case.label}: the strategy {case.strategy} drives all devices from one process on one"
+            f" node, but the case has {case.devices} devices and a node of {machine.name} has"
+            f" {words.count(machine.gpu.count, 'GPU')}; give --devices up to {machine.gpu.count},"
+            " or --strategies ddp"
         )
 
 
-def step(case: Case, profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Timeline:
+def step(
+    case: Case, profile: Profile, machine: Machine, constants: Constants = DEFAULT
+) -> Timeline:
     """Return the simulated timeline of one step of a case.
 
-    Raises UnknownMachine if the machine has fewer devices than the case needs, or no route between two of them.
+    Raises UnknownMachine if the machine has fewer devices than the case needs, or no route between
+    two of them.
     """
     check(case, machine)
     return timeline(tasks_of(case, profile), case, profile, machine, constants)
 
 
-def timeline(tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants) -> Timeline:
+def timeline(
+    tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
+) -> Timeline:
     """Return the simulated timeline of `tasks`, which are those of a step of the case."""
     jobs, number, capacity = jobs_of(tasks, case, profile, machine, constants)
     times = events.simulate(jobs, capacity)
@@ -267,14 +322,19 @@ def timeline(tasks: Sequence[Task], case: Case, profile: Profile, machine: Machi
 
 @lru_cache(maxsize=64)
 def tasks_of(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of the strategy's step; with `EXCHANGEABLE` or more ranks, only the tasks of one rank."""
+    """Return the tasks of the strategy's step.
+
+    With `EXCHANGEABLE` or more ranks, only the tasks of one rank.
+    """
     strategy = load(case.strategy)
     many = case.traits.ranks and case.devices >= EXCHANGEABLE
     return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return the expected duration of the slowest rank's step, divided by the mean of all ranks; 1 for one rank."""
+    """Return the expected duration of the slowest rank's step, divided by the mean of all ranks; 1
+    for one rank.
+    """
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))

@@ -31,18 +31,23 @@ from dpbench.store import Store
 
 
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
-    """Return `counted`, a profile without timings, with timings from trials of the strategy `single`.
+    """Return `counted`, a profile without timings, with timings from trials of the strategy
+    `single`.
 
-    The trials have one or more batch sizes. The duration of a phase at one batch size is the median over the trials;
-    each trial contributes the phase's duration in a typical step. Time outside all phases is time in which the GPU
-    waits for launches; it is distributed over the phases in proportion to their durations.
+    The trials have one or more batch sizes. The duration of a phase at one batch size is the median
+    over the trials; each trial contributes the phase's duration in a typical step. Time outside all
+    phases is time in which the GPU waits for launches; it is distributed over the phases in
+    proportion to their durations.
     """
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
         typical = trial.ledger.typical()
         for part in (*(phase.value for phase in Phase), UNATTRIBUTED):
             steps[trial.case.batch_size][part].append(typical.get(part, 0.0))
-    parts = {n: {part: statistics.median(values) for part, values in found.items()} for n, found in steps.items()}
+    parts = {
+        n: {part: statistics.median(values) for part, values in found.items()}
+        for n, found in steps.items()
+    }
     phases: dict[int, dict[Phase, float]] = {}
     for rows, seconds in parts.items():
         covered_s = sum(seconds[phase.value] for phase in Phase)
@@ -52,23 +57,30 @@ def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
 
 
 def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -> Profile:
-    """Return `counted` with timings fitted to `phases`, which maps each measured batch size to the seconds by phase."""
+    """Return `counted` with timings fitted to `phases`, which maps each measured batch size to the
+    seconds by phase.
+    """
     rows = sorted(phases)
 
     def fit(phase: Phase) -> Cost:
         return fit_cost(rows, [phases[n].get(phase, 0.0) for n in rows])
 
     return replace(
-        counted, source="measured", forward=fit(Phase.FORWARD), loss=fit(Phase.LOSS), backward=fit(Phase.BACKWARD),
+        counted,
+        source="measured",
+        forward=fit(Phase.FORWARD),
+        loss=fit(Phase.LOSS),
+        backward=fit(Phase.BACKWARD),
         optimizer=fit(Phase.OPTIMIZER),
-    )  # fmt: skip
+    )
 
 
 def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
     """Return the cost of a phase, fitted to its duration in `seconds` at each batch size in `rows`.
 
-    The fit is seconds = fixed + sample * rows with the least sum of squared relative errors; neither term is negative.
-    A single batch size cannot separate the two terms: `FIXED_SHARE` of the duration is then assumed to be fixed.
+    The fit is seconds = fixed + sample * rows with the least sum of squared relative errors;
+    neither term is negative. A single batch size cannot separate the two terms: `FIXED_SHARE` of
+    the duration is then assumed to be fixed.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -87,7 +99,9 @@ def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
 
 @dataclass(frozen=True)
 class Stored:
-    """A measured profile, the name of the GPU on which it was measured, and the measured batch sizes."""
+    """A measured profile, the name of the GPU on which it was measured, and the measured batch
+    sizes.
+    """
 
     profile: Profile
     device: str
@@ -99,11 +113,19 @@ class Stored:
 
     @property
     def words(self) -> str:
-        """Return the origin of the profile as text, with a warning if the described machine has another device."""
-        sizes = f"batch size{'s' if len(self.batches) > 1 else ''} {', '.join(map(str, self.batches))}"
+        """Return the origin of the profile as text, with a warning if the described machine has
+        another device.
+        """
+        sizes = (
+            f"batch size{'s' if len(self.batches) > 1 else ''} {', '.join(map(str, self.batches))}"
+        )
         said = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
         other = not alike(self.wanted, self.device)
-        return f"{said}; the described machine has {self.wanted}, so the prediction may be far off" if other else said
+        return (
+            f"{said}; the described machine has {self.wanted}, so the prediction may be far off"
+            if other
+            else said
+        )
 
 
 def alike(wanted: str, device: str) -> bool:
@@ -118,9 +140,9 @@ def alike(wanted: str, device: str) -> bool:
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
     """Return the measured profile for the settings of each case, by the key of the profile.
 
-    The settings are model, size, precision, optimizer and kind of device. The profile comes from the newest run in the
-    results file that measured these settings on one device. Raises UnknownMachine if no run measured them; the message
-    then gives the command that measures them.
+    The settings are model, size, precision, optimizer and kind of device. The profile comes from
+    the newest run in the results file that measured these settings on one device. Raises
+    UnknownMachine if no run measured them; the message then gives the command that measures them.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
@@ -130,28 +152,31 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
             trials = [trial for trial in store.trials(run.id) if _usable(trial)]
             known |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():
-                if key not in found and (mine := [trial for trial in trials if _setting(trial.case) == _setting(case)]):
+                if key not in found and (
+                    mine := [trial for trial in trials if _setting(trial.case) == _setting(case)]
+                ):
                     found[key] = _stored(case, mine, gpu_of(run.provenance), machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise UnknownMachine(
-        f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for {machine.name} "
-        f"needs (the file has: {', '.join(sorted(known)) or 'no steps of the strategy single'}); "
-        f"{way_out(missing, path)}"
+        f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for"
+        f" {machine.name} needs (the file has:"
+        f" {', '.join(sorted(known)) or 'no steps of the strategy single'});"
+        f" {way_out(missing, path)}"
     )
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
     """Return instructions for measuring the one-device step that the prediction of a case needs.
 
-    `path` is the results file to write. A model that is known by name only cannot be measured; the instructions then
-    give alternatives.
+    `path` is the results file to write. A model that is known by name only cannot be measured; the
+    instructions then give alternatives.
     """
     if counts.named(case.model):
         return (
-            f"dpbench knows the model {case.model} by name only and cannot measure it: give --step-s SECONDS, or your "
-            "own model as --model package.module:name"
+            f"dpbench knows the model {case.model} by name only and cannot measure it: give"
+            " --step-s SECONDS, or your own model as --model package.module:name"
         )
     flag = "--model" if ":" in case.model else "--models"
     precision = "" if case.precision == "fp32" else f" --precision {case.precision}"
@@ -159,14 +184,16 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
     rows = max(case.rows)
     batches = ",".join(map(str, sorted({max(1, rows // 2), rows})))
     return (
-        f"measure the step with: dpbench run {flag} {case.model} --size {case.size}{precision} "
-        f"--device-kind {case.device_kind} --strategies {registry.of_role(Role.BASELINE)} --batch-sizes {batches} "
-        f"--store {path}"
+        f"measure the step with: dpbench run {flag} {case.model} --size {case.size}{precision}"
+        f" --device-kind {case.device_kind} --strategies {registry.of_role(Role.BASELINE)}"
+        f" --batch-sizes {batches} --store {path}"
     )
 
 
 def _usable(trial: Trial) -> bool:
-    """Return whether a trial is a successful and trusted measurement of `single` in a plain training loop."""
+    """Return whether a trial is a successful and trusted measurement of `single` in a plain
+    training loop.
+    """
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
     return measured and case.traits.role is Role.BASELINE and not case.options and not case.habits
@@ -184,4 +211,6 @@ def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) 
 
 def gpu_of(facts: Mapping[str, Any]) -> str:
     """Return the name of the GPU on which a run was measured, from the run's provenance `facts`."""
-    return str(next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU"))
+    return str(
+        next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU")
+    )

@@ -1,12 +1,13 @@
-"""Strategy memory: the allocations of each strategy on several devices, assembled from traces of one device.
+"""Strategy memory: the allocations of each strategy on several devices, assembled from traces of
+one device.
 
-A tape is the list of all allocations and releases, in order. Each allocation has a number, which identifies the
-allocation in its later release.
+A tape is the list of all allocations and releases, in order. Each allocation has a number, which
+identifies the allocation in its later release.
 
-This module follows the allocations and releases of the strategies and the engine line by line: a tensor stays allocated
-for as long as a variable or an autograd graph keeps it alive in that code. The allocations of forward and
-backward come from traces with the rows of each device. The allocations of the loss of a gathered output come from a
-trace with the whole batch.
+This module follows the allocations and releases of the strategies and the engine line by line: a
+tensor stays allocated for as long as a variable or an autograd graph keeps it alive in that code.
+The allocations of forward and backward come from traces with the rows of each device. The
+allocations of the loss of a gathered output come from a trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,15 @@ from dpbench.predict.allocator import (
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
 from dpbench.records.schedule import Schedule
-from dpbench.records.work import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, buckets, chunks, flat_bytes, owners
+from dpbench.records.work import (
+    COALESCED_BYTES,
+    DDP_SYNC_BYTES,
+    bucket_sizes,
+    buckets,
+    chunks,
+    flat_bytes,
+    owners,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,9 @@ class Shards:
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """A function that takes the sizes of tensors in bytes, and returns the ops of the first and of a later step."""
+    """A function that takes the sizes of tensors in bytes, and returns the ops of the first and of
+    a later step.
+    """
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool = False) -> None:
@@ -63,11 +74,14 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
 
 
 def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tuple[Names, list[int]]:
-    """Add forward, loss and backward on one device to the tape; return (names, gradients), which remain allocated.
+    """Add forward, loss and backward on one device to the tape.
 
-    `names` maps storages of the trace to the numbers of their allocations, and `gradients` are the numbers of the
-    gradients' allocations. `kept` are those of an earlier backward, or empty. If there are any, backward adds each new
-    gradient to the earlier one and releases the new one, and `gradients` is `kept`.
+    Return (names, gradients), which remain allocated.
+
+    `names` maps storages of the trace to the numbers of their allocations, and `gradients` are the
+    numbers of the gradients' allocations. `kept` are those of an earlier backward, or empty. If
+    there are any, backward adds each new gradient to the earlier one and releases the new one, and
+    `gradients` is `kept`.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -84,14 +98,21 @@ def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tupl
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
-    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its device, to the tape.
+    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its
+    device, to the tape.
 
     `trace` is the trace of the rank's rows. With `keeps`, the loop fills gradients with zeros
     instead of dropping them.
     """
     settle(tape, device, trace)
-    trainable = [size for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True) if wants]
-    for chunk in chunks([*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES):
+    trainable = [
+        size
+        for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True)
+        if wants
+    ]
+    for chunk in chunks(
+        [*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES
+    ):
         tape.give(tape.take(device, sum(chunk), "replicas"))
     buckets = [sum(bucket) for bucket in bucket_sizes(trainable[::-1])]
     held = tape.take_all(device, buckets, "buckets")
@@ -115,16 +136,28 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
 class EngineMemory:
     """The allocations of training on several devices under one of the engine's schedules.
 
-    `collective` is True if the devices are distinct GPUs. Collectives then copy weights and buffers and sum gradients,
-    several tensors in one message, except for flat weights and for the gradients of persistent replicas. Each method
-    adds the allocations and releases of one part of a step to the tape. The parameter `names` of a method has one
-    mapping for each device, from the storages of the device's trace to the numbers of their allocations.
+    `collective` is True if the devices are distinct GPUs. Collectives then copy weights and buffers
+    and sum gradients, several tensors in one message, except for flat weights and for the gradients
+    of persistent replicas. Each method adds the allocations and releases of one part of a step to
+    the tape. The parameter `names` of a method has one mapping for each device, from the storages
+    of the device's trace to the numbers of their allocations.
     """
 
     def __init__(
-        self, tape: Tape, shards: Shards, schedule: Schedule, *, collective: bool, keeps: bool = False
+        self,
+        tape: Tape,
+        shards: Shards,
+        schedule: Schedule,
+        *,
+        collective: bool,
+        keeps: bool = False,
     ) -> None:
-        self._tape, self._shards, self._schedule, self._collective = tape, shards, schedule, collective
+        self._tape, self._shards, self._schedule, self._collective = (
+            tape,
+            shards,
+            schedule,
+            collective,
+        )
         self._keeps = keeps
         self._devices = range(len(shards.parts))
         self._sizes = shards.whole.parameters.sizes_bytes
@@ -143,8 +176,9 @@ class EngineMemory:
     def _setup(self) -> None:
         """Add the allocations before the first step to the tape.
 
-        These are the parameters and buffers on device 0. If replicas are persistent, these are also the parameters on
-        the other devices, and each parameter's tensor for the summed gradient on every device that updates it.
+        These are the parameters and buffers on device 0. If replicas are persistent, these are also
+        the parameters on the other devices, and each parameter's tensor for the summed gradient on
+        every device that updates it.
         """
         tape, whole = self._tape, self._shards.whole
         settle(tape, 0, whole)
@@ -156,14 +190,16 @@ class EngineMemory:
             tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
 
     def _owners(self) -> range:
-        """Return the indices of the devices that run an optimizer step: device 0 for `update=root`, otherwise all."""
+        """Return the indices of the devices that run an optimizer step: device 0 for `update=root`,
+        otherwise all.
+        """
         return self._devices[:1] if self._schedule.update == "root" else self._devices
 
     def _owned(self, i: int) -> list[int]:
         """Return the indices of the parameters that device i updates.
 
-        For a sharded update, the parameters are assigned in descending order of size, each to the device that has the
-        fewest bytes so far.
+        For a sharded update, the parameters are assigned in descending order of size, each to the
+        device that has the fewest bytes so far.
         """
         if self._schedule.update != "sharded":
             return self._trainable
@@ -177,9 +213,17 @@ class EngineMemory:
         tape.give(self._gradients)
         tape.stage = "scatter"
         local = schedule.loss == "local"
-        batch = [h for i, trace in enumerate(parts) for h in tape.take_all(i, trace.inputs.sizes_bytes, "inputs")]
+        batch = [
+            h
+            for i, trace in enumerate(parts)
+            for h in tape.take_all(i, trace.inputs.sizes_bytes, "inputs")
+        ]
         if local:
-            batch += [h for i, t in enumerate(parts) for h in tape.take_all(i, t.target.sizes_bytes, "inputs")]
+            batch += [
+                h
+                for i, t in enumerate(parts)
+                for h in tape.take_all(i, t.target.sizes_bytes, "inputs")
+            ]
         self._replicate()
         names: list[Names] = [{} for _ in parts]
         self._gradients = []
@@ -201,8 +245,12 @@ class EngineMemory:
             if schedule.replicas == "rebuilt":
                 tape.give(self._copies)
         losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
-        found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held)]
-        tape.give([*batch, *gathered, *whole.values(), *(h for each in names for h in each.values())])
+        found = [
+            h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held)
+        ]
+        tape.give(
+            [*batch, *gathered, *whole.values(), *(h for each in names for h in each.values())]
+        )
         if self._kept:
             self._reduce([n for n in self._trainable if n not in self._reduced], names)
         self._optimize(step)
@@ -222,10 +270,12 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Add to the tape the copies of device 0's tensors on all other devices; `sizes` are the bytes of the tensors.
+        """Add to the tape the copies of device 0's tensors on all other devices.
 
-        With `flat`, the copies are in one flat buffer per device. Otherwise, a collective copies several tensors in one
-        message; without collectives, the tensors are copied one by one.
+        `sizes` are the bytes of the tensors.
+
+        With `flat`, the copies are in one flat buffer per device. Otherwise, a collective copies
+        several tensors in one message; without collectives, the tensors are copied one by one.
         """
         tape, others = self._tape, self._devices[1:]
         if flat:
@@ -244,7 +294,8 @@ class EngineMemory:
     def _gather(self) -> list[int]:
         """Add the gather to the tape: the outputs are copied to device 0 and concatenated there.
 
-        Return the numbers of the concatenated outputs' allocations; an empty list for a single device.
+        Return the numbers of the concatenated outputs' allocations; an empty list for a single
+        device.
         """
         tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
         tape.stage = "gather"
@@ -252,15 +303,21 @@ class EngineMemory:
             return []
         gathered: list[int] = []
         for j, size in enumerate(whole.output.sizes_bytes):
-            moved = [h for trace in parts[1:] for h in tape.take(0, trace.output.sizes_bytes[j], "outputs")]
+            moved = [
+                h
+                for trace in parts[1:]
+                for h in tape.take(0, trace.output.sizes_bytes[j], "outputs")
+            ]
             gathered += tape.take(0, size, "outputs")
             tape.give(moved)
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Add the backward of the gathered output's loss to the tape, and then the scatter of the output's gradient.
+        """Add the backward of the gathered output's loss to the tape, and then the scatter of the
+        output's gradient.
 
-        `whole` maps the allocated storages of the whole batch's trace to the numbers of their allocations.
+        `whole` maps the allocated storages of the whole batch's trace to the numbers of their
+        allocations.
         """
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
@@ -279,8 +336,8 @@ class EngineMemory:
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
         """Add the loss of each replica's rows and the backward of these losses to the tape.
 
-        In the first step (`first`), also add the loss of the whole batch, because the engine compares this loss with
-        the sum of the replicas' losses.
+        In the first step (`first`), also add the loss of the whole batch, because the engine
+        compares this loss with the sum of the replicas' losses.
         """
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):
@@ -300,14 +357,17 @@ class EngineMemory:
     def _backward(self, names: Sequence[Names]) -> None:
         """Add the backward of all replicas to the tape.
 
-        If the reduction overlaps backward, also add the reduction of each bucket once its gradients are complete.
+        If the reduction overlaps backward, also add the reduction of each bucket once its gradients
+        are complete.
         """
         tape, parts = self._tape, self._shards.parts
         self._reduced: set[int] = set()
         at = [0] * len(parts)
         for bucket in self._buckets() if self._schedule.reduce == "overlap" else []:
             for i, trace in enumerate(parts):
-                end = max(a for n, a in zip(trace.ready, trace.ready_at, strict=True) if n in bucket)
+                end = max(
+                    a for n, a in zip(trace.ready, trace.ready_at, strict=True) if n in bucket
+                )
                 tape.stage = "backward"
                 play_backward(tape, i, trace, names[i], at[i], max(at[i], end))
                 at[i] = max(at[i], end)
@@ -328,7 +388,10 @@ class EngineMemory:
         return sorted(full, key=lambda run: max(ready[n] for n in run))
 
     def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add the reduction of gradients over the replicas to the tape; `numbers` are the indices of the parameters."""
+        """Add the reduction of gradients over the replicas to the tape.
+
+        `numbers` are the indices of the parameters.
+        """
         self._tape.stage = "reduce"
         self._reduced.update(numbers)
         if self._kept:
@@ -337,13 +400,20 @@ class EngineMemory:
             self._sum(numbers, names)
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add the sums of gradients on device 0, which are new tensors, to the tape; release the replicas' gradients.
+        """Add the sums of gradients on device 0, which are new tensors, to the tape.
 
-        A collective sums several gradients in one message; without collectives, gradients are summed one by one.
-        `numbers` are the indices of the parameters. On a single device, the gradients are not summed.
+        Release the replicas' gradients.
+
+        A collective sums several gradients in one message; without collectives, gradients are
+        summed one by one. `numbers` are the indices of the parameters. On a single device, the
+        gradients are not summed.
         """
         tape, parts, count = self._tape, self._shards.parts, len(self._devices)
-        found = [h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held, numbers)]
+        found = [
+            h
+            for trace, held in zip(parts, names, strict=True)
+            for h in gradients_of(trace, held, numbers)
+        ]
         if count == 1:
             self._gradients += found
             return
@@ -360,7 +430,9 @@ class EngineMemory:
             for size in sizes:
                 here = tape.take(0, size, "reduced")
                 self._gradients += tape.take(0, size, "reduced")
-                for _ in range(count - 2):  # the next gradient arrives before the previous one is freed
+                for _ in range(
+                    count - 2
+                ):  # the next gradient arrives before the previous one is freed
                     there = tape.take(0, size, "reduced")
                     tape.give(here)
                     here = there
@@ -370,17 +442,26 @@ class EngineMemory:
     def _collect(self, numbers: Sequence[int]) -> None:
         """Add the reduction of gradients into persistent tensors to the tape.
 
-        For each parameter that it updates, a device allocates copies of the gradients of the other devices, adds the
-        copies to its persistent tensor, and releases them. `numbers` are the indices of the parameters.
+        For each parameter that it updates, a device allocates copies of the gradients of the other
+        devices, adds the copies to its persistent tensor, and releases them. `numbers` are the
+        indices of the parameters.
         """
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():
             for n in self._owned(i):
                 if n in wanted:
-                    tape.give([h for _ in self._devices[1:] for h in tape.take(i, self._sizes[n], "reduced")])
+                    tape.give(
+                        [
+                            h
+                            for _ in self._devices[1:]
+                            for h in tape.take(i, self._sizes[n], "reduced")
+                        ]
+                    )
 
     def _optimize(self, step: int) -> None:
-        """Add the optimizer step with the index `step` to the tape, on each device that updates parameters."""
+        """Add the optimizer step with the index `step` to the tape, on each device that updates
+        parameters.
+        """
         for i in self._owners():
             first, later = self._shards.optimizer(self._units(i))
             play_optimizer(self._tape, i, later if step else first, self._state[i])

@@ -1,11 +1,13 @@
-"""Trace: one training step on one device as lists of ops, with their work, allocations and releases.
+"""Trace: one training step on one device as lists of ops, with their work, allocations and
+releases.
 
-The step runs on fake tensors, which have shapes but no values. A model is therefore traced at any batch size within
-about a second, without the device that the model is meant for. A model whose shapes depend on values (packed sequences)
-is traced on real tensors instead.
+The step runs on fake tensors, which have shapes but no values. A model is therefore traced at any
+batch size within about a second, without the device that the model is meant for. A model whose
+shapes depend on values (packed sequences) is traced on real tensors instead.
 
-The step is split into parts, from which steps on several devices can be assembled: forward, loss, the backward of the
-loss, the backward of the module, the optimizer's first step (which creates its state), and a later optimizer step.
+The step is split into parts, from which steps on several devices can be assembled: forward, loss,
+the backward of the loss, the backward of the module, the optimizer's first step (which creates its
+state), and a later optimizer step.
 """
 
 from __future__ import annotations
@@ -53,12 +55,14 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` are those of the optimizer's first
-    step, which creates its state. `parameters` has the sizes of the parameters, and `trainable` tells which of them
-    require gradients, both in the order of `module.parameters()`. `ready` lists the indices of the parameters in the
-    order in which backward completes their gradients. In the same order, `ready_at` lists the number of backward ops
-    after which each gradient is complete. `outputs`, `output_gradients`, `gradients` and `losses` are the numbers of
-    these tensors' storages; a missing gradient is None. `fake` is False if the model was traced on real tensors.
+    `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` are those of
+    the optimizer's first step, which creates its state. `parameters` has the sizes of the
+    parameters, and `trainable` tells which of them require gradients, both in the order of
+    `module.parameters()`. `ready` lists the indices of the parameters in the order in which
+    backward completes their gradients. In the same order, `ready_at` lists the number of backward
+    ops after which each gradient is complete. `outputs`, `output_gradients`, `gradients` and
+    `losses` are the numbers of these tensors' storages; a missing gradient is None. `fake` is False
+    if the model was traced on real tensors.
     """
 
     model: str
@@ -83,8 +87,9 @@ class Trace:
     gradients: tuple[int | None, ...]
     losses: tuple[int, ...]
     released_at: tuple[int, ...]
-    """For each parameter, buffer, input and output: the number of backward ops after which autograd's graph releases
-    the tensor."""
+    """For each parameter, buffer, input and output: the number of backward ops after which
+    autograd's graph releases the tensor.
+    """
     optimizer_name: str
     fake: bool
 
@@ -94,11 +99,17 @@ class Trace:
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
     def flop(self, *phases: Phase) -> float:
-        """Return the total FLOP of the ops in the given phases; if no phases are given, of all ops."""
+        """Return the total FLOP of the ops in the given phases.
+
+        If no phases are given, of all ops.
+        """
         return sum(op.flop for op in self.ops if not phases or op.phase in phases)
 
     def launches(self, *phases: Phase) -> int:
-        """Return the number of ops that start a kernel in the given phases; if no phases are given, in all phases."""
+        """Return the number of ops that start a kernel in the given phases.
+
+        If no phases are given, in all phases.
+        """
         return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
 
 
@@ -114,20 +125,24 @@ def trace(
 ) -> Trace:
     """Return the trace of one training step of the model `build()` on `rows` samples.
 
-    `device` is the device of the fake tensors, which determines the operators that torch selects: "cpu" works
-    everywhere, "lazy:0" selects the same operators as emulated devices (unfused attention), and "cuda:0" needs a CUDA
-    build of torch and a GPU. Forward and loss run in the context `precision()`. Forward, loss and the backward of the
-    module run in the context `mode()`.
+    `device` is the device of the fake tensors, which determines the operators that torch selects:
+    "cpu" works everywhere, "lazy:0" selects the same operators as emulated devices (unfused
+    attention), and "cuda:0" needs a CUDA build of torch and a GPU. Forward and loss run in the
+    context `precision()`. Forward, loss and the backward of the module run in the context `mode()`.
 
-    A model that fails on fake tensors, because it reads values or hides tensors from torch, is traced on real tensors
-    on the CPU; with `fake_only`, the error propagates instead. An error on real tensors always propagates.
+    A model that fails on fake tensors, because it reads values or hides tensors from torch, is
+    traced on real tensors on the CPU; with `fake_only`, the error propagates instead. An error on
+    real tensors always propagates.
     """
     try:
         model = shapes_of(build)
         inputs, target = model.batch(FEW, 0)
         with FakeTensorMode():
             _place(model.module, torch.device(device))
-            batch = [_rows_of(value, rows, torch.device(device)) for value in (positional(inputs), target)]
+            batch = [
+                _rows_of(value, rows, torch.device(device))
+                for value in (positional(inputs), target)
+            ]
             return _TracedStep(
                 model, rows, batch, torch.device(device), optimizer_fn, precision, mode, fake=True
             ).trace()
@@ -137,13 +152,16 @@ def trace(
         model = build()
         inputs, target = model.batch(rows, 0)
         batch = [positional(inputs), target]
-        return _TracedStep(model, rows, batch, torch.device("cpu"), optimizer_fn, precision, mode, fake=False).trace()
+        return _TracedStep(
+            model, rows, batch, torch.device("cpu"), optimizer_fn, precision, mode, fake=False
+        ).trace()
 
 
 def trace_optimizer(
     optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Return the ops of the first and of a later optimizer step for parameters that are fp32 vectors of these sizes.
+    """Return the ops of the first and of a later optimizer step for parameters that are fp32
+    vectors of these sizes.
 
     `device` is the device of the fake tensors, as in `trace`.
     """
@@ -162,7 +180,9 @@ def trace_optimizer(
 
 
 def shapes_of(build: Build) -> Model:
-    """Return the model, built on the meta device, or on the CPU if its construction needs the values of tensors."""
+    """Return the model, built on the meta device, or on the CPU if its construction needs the
+    values of tensors.
+    """
     try:
         with torch.device("meta"):
             return build()
@@ -171,12 +191,22 @@ def shapes_of(build: Build) -> Model:
 
 
 class _TracedStep:
-    """A model, a batch, an optimizer, and the recorder under which two training steps are traced."""
+    """A model, a batch, an optimizer, and the recorder under which two training steps are
+    traced.
+    """
 
     def __init__(
-        self, model: Model, rows: int, batch: Sequence[Any], device: torch.device, optimizer_fn: OptimizerFactory,
-        precision: Context, mode: Context, *, fake: bool,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        rows: int,
+        batch: Sequence[Any],
+        device: torch.device,
+        optimizer_fn: OptimizerFactory,
+        precision: Context,
+        mode: Context,
+        *,
+        fake: bool,
+    ) -> None:
         self._precision, self._mode = precision, mode
         self._model, self._module, self._rows, self._fake = model, model.module, rows, fake
         self._inputs, self._target = batch
@@ -188,12 +218,14 @@ class _TracedStep:
     def trace(self) -> Trace:
         """Run two training steps and return their combined trace.
 
-        The first step provides the ops of the optimizer's first step and the releases of saved tensors. The second step
-        provides all other fields of the trace.
+        The first step provides the ops of the optimizer's first step and the releases of saved
+        tensors. The second step provides all other fields of the trace.
         """
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: self._ready.append((number[id(p)], self._recorder.at)))
+            p.register_post_accumulate_grad_hook(
+                lambda p: self._ready.append((number[id(p)], self._recorder.at))
+            )
             for p in self._parameters
             if p.requires_grad
         ]
@@ -204,33 +236,51 @@ class _TracedStep:
             hook.remove()
         ops = self._recorder.ops(*PARTS)
         return Trace(
-            model=self._model.name, rows=self._rows,
-            forward=ops["forward"], loss=ops["loss"], loss_backward=ops["loss_backward"], backward=ops["backward"],
-            optimizer_first=ops["optimizer_first"], optimizer=ops["optimizer"],
+            model=self._model.name,
+            rows=self._rows,
+            forward=ops["forward"],
+            loss=ops["loss"],
+            loss_backward=ops["loss_backward"],
+            backward=ops["backward"],
+            optimizer_first=ops["optimizer_first"],
+            optimizer=ops["optimizer"],
             modules=sum(1 for _ in self._module.modules()),
             parameters=_sizes(self._parameters),
             trainable=tuple(p.requires_grad for p in self._parameters),
-            ready=tuple(n for n, _ in self._ready), ready_at=tuple(at for _, at in self._ready),
+            ready=tuple(n for n, _ in self._ready),
+            ready_at=tuple(at for _, at in self._ready),
             buffers=_sizes(self._module.buffers()),
-            inputs=_sizes(self._inputs), target=_sizes(tree_flatten(self._target)[0]),
-            optimizer_name=type(self._optimizer).__name__, fake=self._fake, **roles,
-        )  # fmt: skip
+            inputs=_sizes(self._inputs),
+            target=_sizes(tree_flatten(self._target)[0]),
+            optimizer_name=type(self._optimizer).__name__,
+            fake=self._fake,
+            **roles,
+        )
 
     def _step(self, name: str) -> dict[str, Any]:
-        """Run one step under the recorder; return the fields of `Trace` that describe the step's storages, by name.
+        """Run one step under the recorder.
 
-        `name` is "first" for the first step, in which the releases of saved tensors are recorded, and "" for a later
-        step.
+        Return the fields of `Trace` that describe the step's storages, by name.
+
+        `name` is "first" for the first step, in which the releases of saved tensors are recorded,
+        and "" for a later step.
         """
         record = self._recorder
         self._optimizer.zero_grad(set_to_none=True)
         self._ready.clear()
         saved = _Saved(record)
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack) if name else nullcontext()
+        hooks = (
+            torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack)
+            if name
+            else nullcontext()
+        )
         with record.part(f"{name}forward", Phase.FORWARD), hooks, self._mode(), self._precision():
             output = self._module(*self._inputs)
         leaves, form = tree_flatten(output)
-        cut = [x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x for x in leaves]
+        cut = [
+            x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+            for x in leaves
+        ]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.requires_grad]
         ends = [x for x in cut if isinstance(x, torch.Tensor) and x.requires_grad]
         with record.part(f"{name}loss", Phase.LOSS), self._mode(), self._precision():
@@ -254,7 +304,9 @@ class _TracedStep:
             "output": _sizes(leaves),
             "outputs": tuple(record.storage(x) for x in leaves if isinstance(x, torch.Tensor)),
             "output_gradients": names,
-            "gradients": tuple(None if p.grad is None else record.storage(p.grad) for p in self._parameters),
+            "gradients": tuple(
+                None if p.grad is None else record.storage(p.grad) for p in self._parameters
+            ),
             "losses": (record.storage(loss),),
         }
         with record.part(f"optimizer{'_first' if name else ''}", Phase.OPTIMIZER):
@@ -267,19 +319,32 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 
 
 def _run_backward(end: torch.Tensor) -> None:
-    """Run backward from the scalar `end` with TorchFunctionModes active, which `end.backward()` would deactivate."""
+    """Run backward from the scalar `end` with TorchFunctionModes active, which `end.backward()`
+    would deactivate.
+    """
     engine = torch.autograd.Variable._execution_engine
-    engine.run_backward((end,), (torch.ones_like(end),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine.run_backward(
+        (end,),
+        (torch.ones_like(end),),
+        False,
+        False,
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 class _Edge(Function):
     """The boundary between the module and the loss.
 
-    In backward, this function passes the gradients of the loss to the module and keeps no references to them.
+    In backward, this function passes the gradients of the loss to the module and keeps no
+    references to them.
     """
 
     @staticmethod
-    def forward(ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor
+    ) -> Any:
         ctx.given, ctx.begin = given, begin
         return outputs[0].new_empty(())
 
@@ -292,14 +357,20 @@ class _Edge(Function):
 
 
 class _Saved:
-    """Hooks for the tensors that forward saves for backward; the hooks record when each tensor is released."""
+    """Hooks for the tensors that forward saves for backward.
+
+    The hooks record when each tensor is released.
+    """
 
     def __init__(self, recorder: OpRecorder) -> None:
         self._recorder = recorder
         self._at: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Held:
-        """Return a new object that contains the tensor; the object's finalizer records the release of the tensor."""
+        """Return a new object that contains the tensor.
+
+        The object's finalizer records the release of the tensor.
+        """
         held = _Held(tensor)
         weakref.finalize(held, self._released, self._recorder.storage(tensor)).atexit = False
         return held
@@ -312,9 +383,11 @@ class _Saved:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return the number of backward ops that had run when autograd released its last reference to a tensor.
+        """Return the number of backward ops that had run when autograd released its last reference
+        to a tensor.
 
-        Only the references that forward saved for backward are considered. Return 0 if forward did not save the tensor.
+        Only the references that forward saved for backward are considered. Return 0 if forward did
+        not save the tensor.
         """
         return self._at.get(self._recorder.storage(tensor), 0)
 
@@ -331,22 +404,32 @@ def _sizes(values: Iterable[Any]) -> Tensors:
 
 
 def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
-    """Return the nested structure `value` with fake tensors on a device, which have `rows` rows instead of `FEW`.
+    """Return the nested structure `value` with fake tensors on a device, which have `rows` rows
+    instead of `FEW`.
 
     The caller must have activated a FakeTensorMode.
     """
     leaves, form = tree_flatten(value)
     made = [
-        torch.empty((rows, *x.shape[1:]) if x.dim() and x.shape[0] == FEW else x.shape, dtype=x.dtype, device=device)
-        if isinstance(x, torch.Tensor)
-        else x
+        (
+            torch.empty(
+                (rows, *x.shape[1:]) if x.dim() and x.shape[0] == FEW else x.shape,
+                dtype=x.dtype,
+                device=device,
+            )
+            if isinstance(x, torch.Tensor)
+            else x
+        )
         for x in leaves
     ]
     return tree_unflatten(made, form)
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
-    """Replace all parameters and buffers of a module with fake tensors on a device; tied parameters stay tied."""
+    """Replace all parameters and buffers of a module with fake tensors on a device.
+
+    Tied parameters stay tied.
+    """
     made: dict[int, Any] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
@@ -354,9 +437,13 @@ def _place(module: nn.Module, device: torch.device) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                    fake = torch.empty_strided(
+                        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+                    )
                     wants = tensor.requires_grad
-                    made[id(tensor)] = nn.Parameter(fake, wants) if isinstance(tensor, nn.Parameter) else fake
+                    made[id(tensor)] = (
+                        nn.Parameter(fake, wants) if isinstance(tensor, nn.Parameter) else fake
+                    )
                 held[name] = made[id(tensor)]
         if isinstance(part, nn.RNNBase):  # RNNs keep a second list of their weights
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
@@ -365,8 +452,11 @@ def _place(module: nn.Module, device: torch.device) -> None:
 def _host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's step counters that torch keeps in host memory.
 
-    Return an empty list for an optimizer that is capturable or fused, because its counters are on the device.
+    Return an empty list for an optimizer that is capturable or fused, because its counters are on
+    the device.
     """
-    capturable = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+    capturable = any(
+        group.get("capturable") or group.get("fused") for group in optimizer.param_groups
+    )
     state = [] if capturable else [v for own in optimizer.state.values() for v in own.values()]
     return [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 0]

@@ -1,4 +1,6 @@
-"""What if: predictions of a step after one change, such as another schedule, faster links or a larger batch."""
+"""What if: predictions of a step after one change, such as another schedule, faster links or a
+larger batch.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,13 @@ The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives m
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A change of a case or of its machine, with the predicted duration of the changed step in seconds.
+    """A change of a case or of its machine, with the predicted duration of the changed step in
+    seconds.
 
-    `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is the throughput in
-    samples per second with the change, divided by the throughput without the change; `gain_low` and `gain_high` are the
-    ends of the 80 % interval of `gain`. `schedule` is the rung to which the change sets the schedule; it is empty for
-    all other changes.
+    `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is
+    the throughput in samples per second with the change, divided by the throughput without the
+    change; `gain_low` and `gain_high` are the ends of the 80 % interval of `gain`. `schedule` is
+    the rung to which the change sets the schedule; it is empty for all other changes.
     """
 
     model: str
@@ -40,11 +43,12 @@ class WhatIf:
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
     """Return the what-ifs for one case of each model.
 
-    The what-ifs of a model are in this order: DistributedDataParallel; the engine's schedules in descending order of
-    gain; other changes (a faster machine, a larger batch) in descending order of gain; and the unchanged case.
+    The what-ifs of a model are in this order: DistributedDataParallel; the engine's schedules in
+    descending order of gain; other changes (a faster machine, a larger batch) in descending order
+    of gain; and the unchanged case.
 
-    For each model, the case with the most devices on one node is selected. A model without a case on two or more
-    devices of one node has no what-ifs.
+    For each model, the case with the most devices on one node is selected. A model without a case
+    on two or more devices of one node has no what-ifs.
     """
     found = []
     for model in dict.fromkeys(case.model for case in cases):
@@ -60,22 +64,35 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     """Yield the what-ifs of one case.
 
-    The first what-if is the unchanged case: the engine runs the case with the schedule of torch.nn.DataParallel. All
-    gains are relative to this what-if. The second what-if is DistributedDataParallel.
+    The first what-if is the unchanged case: the engine runs the case with the schedule of
+    torch.nn.DataParallel. All gains are relative to this what-if. The second what-if is
+    DistributedDataParallel.
     """
-    now = replace(case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=())
+    now = replace(
+        case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=()
+    )
     before = predictor.predict(now)
 
     def what_if(change: str, other: Case, rung: str = "", changed: Predictor = predictor) -> WhatIf:
         after = changed.predict(other)
         found = gain(after, before)
         return WhatIf(
-            model=case.model, devices=other.devices, batch=other.batch_size, change=change, seconds=after.seconds,
-            gain=found.value, gain_low=found.low, gain_high=found.high, schedule=rung,
-        )  # fmt: skip
+            model=case.model,
+            devices=other.devices,
+            batch=other.batch_size,
+            change=change,
+            seconds=after.seconds,
+            gain=found.value,
+            gain_low=found.low,
+            gain_high=found.high,
+            schedule=rung,
+        )
 
     yield what_if("unchanged: the schedule of torch.nn.DataParallel", now)
-    yield what_if("DistributedDataParallel", replace(now, strategy=registry.of_role(Role.CONTROL), schedule=""))
+    yield what_if(
+        "DistributedDataParallel",
+        replace(now, strategy=registry.of_role(Role.CONTROL), schedule=""),
+    )
     for name in schedule.LADDER:
         yield what_if(f"dpbench's schedule {name}", replace(now, schedule=name), name)
     faster = replace(predictor, constants=predictor.constants.changed(bus_scale=FASTER))
@@ -83,5 +100,7 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     yield what_if("twice the batch", replace(now, batch_size=2 * now.batch_size))
     host = replace(predictor.machine.host, factor=predictor.machine.host.factor / 2)
     yield what_if(
-        "a host twice as fast", now, changed=replace(predictor, machine=replace(predictor.machine, host=host))
+        "a host twice as fast",
+        now,
+        changed=replace(predictor, machine=replace(predictor.machine, host=host)),
     )

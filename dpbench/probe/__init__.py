@@ -1,8 +1,8 @@
 """Probe: measure the costs and rates of a machine with GPUs, and write them as a machine file.
 
-A figure is one measured number. A pass measures all figures once, in a fresh process. The probe makes
-several passes, because the contention of two threads for the interpreter lock differs from process to
-process, and the load of the machine changes over time.
+A figure is one measured number. A pass measures all figures once, in a fresh process. The probe
+makes several passes, because the contention of two threads for the interpreter lock differs from
+process to process, and the load of the machine changes over time.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PASSES = 3
 BUDGET_S = 58.0
 """The time budget in seconds for all passes together.
 
-Another pass is started only if it would end within the budget, assuming that it takes as long as the
-last pass.
+Another pass is started only if it would end within the budget, assuming that it takes as long as
+the last pass.
 """
 MOSTLY = 0.5
 """The share of a copy's bytes above which NVLink counts as the link between two GPUs."""
@@ -62,11 +62,16 @@ class Probe:
     figures: tuple[Figure, ...]
     seconds: float
     load: foreign_load.Measured
-    """The highest load of other processes on the cores, among the measurements before the probe and in each pass."""
+    """The highest load of other processes on the cores, among the measurements before the probe and
+    in each pass.
+    """
 
     @property
     def peer_access(self) -> bool:
-        """Return whether all GPUs can access each other's memory; False with fewer than two GPUs."""
+        """Return whether all GPUs can access each other's memory.
+
+        False with fewer than two GPUs.
+        """
         return any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)
 
     def __getitem__(self, name: str) -> float:
@@ -74,7 +79,10 @@ class Probe:
         for one in self.figures:
             if one.name == name:
                 return one.value
-        raise LookupError(f"no figure is named {name!r}; known figures: {', '.join(one.name for one in self.figures)}")
+        raise LookupError(
+            f"no figure is named {name!r}; known figures:"
+            f" {', '.join(one.name for one in self.figures)}"
+        )
 
 
 class BusyMachine(RuntimeError):
@@ -85,7 +93,9 @@ class NoGpu(ValueError):
     """The error of a probe on a machine in which torch finds no GPU."""
 
 
-def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
+def probe(
+    say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
+) -> Probe:
     """Measure this machine with its GPUs, and return the figures.
 
     `say` is called with each line of progress and each warning. If other processes keep the cores
@@ -96,14 +106,15 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
     count = torch.cuda.device_count()
     if not count:
         raise NoGpu(
-            "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run` measures "
-            "steps on this processor within minutes"
+            "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run`"
+            " measures steps on this processor within minutes"
         )
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
     if foreign_load.busy(loads[0]) and not anyway:
         raise BusyMachine(
-            f"the machine is too busy for a probe: {loads[0]}; end the other processes, wait longer "
-            f"(--patience SECONDS), or measure anyway and label the machine file {foreign_load.NOISY} (--anyway)"
+            f"the machine is too busy for a probe: {loads[0]}; end the other processes, wait longer"
+            " (--patience SECONDS), or measure anyway and label the machine file"
+            f" {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
@@ -130,8 +141,9 @@ def probe(say: Say = lambda _: None, *, patience_s: float | None = None, anyway:
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
     """Return the load that stands for the whole probe.
 
-    It is the highest known load, if that is too high or if all loads are known. Otherwise, it is an unknown load: the
-    machine was quiet for certain only if all loads are known and none of them is too high.
+    It is the highest known load, if that is too high or if all loads are known. Otherwise, it is an
+    unknown load: the machine was quiet for certain only if all loads are known and none of them is
+    too high.
     """
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
@@ -140,19 +152,24 @@ def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
 
 
 def _endings(found: Probe) -> Iterator[str]:
-    """Yield the warnings about a probe: that it stopped early, and that the load was too high or is unknown."""
+    """Yield the warnings about a probe: that it stopped early, and that the load was too high or is
+    unknown.
+    """
     for passes in range(1, PASSES):
         early = [one for one in found.figures if one.passes == passes]
         if early:
             yield (
-                f"stopped early: {len(early)} of {len(found.figures)} figures are from {passes} of {PASSES} passes, "
-                f"because another pass would have exceeded the probe's budget of {BUDGET_S:.0f} s"
+                f"stopped early: {len(early)} of {len(found.figures)} figures are from {passes} of"
+                f" {PASSES} passes, because another pass would have exceeded the probe's budget of"
+                f" {BUDGET_S:.0f} s"
             )
     yield from _noise(found.load)
 
 
 def _noise(load: foreign_load.Measured) -> Iterator[str]:
-    """Yield a warning if the load was too high, so that the figures are NOISY, or if the load is unknown."""
+    """Yield a warning if the load was too high, so that the figures are NOISY, or if the load is
+    unknown.
+    """
     if foreign_load.busy(load):
         yield f"{foreign_load.NOISY}: {load}"
     elif isinstance(load, foreign_load.UnknownLoad):
@@ -162,14 +179,16 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 def _pass(name: str, say: Say) -> list[Figure]:
     """Run one pass of the probe in a fresh process, and return its figures.
 
-    `say` is called with each line of progress, which contains `name`, the name of the pass. As in a worker, torch uses
-    one thread per operation.
+    `say` is called with each line of progress, which contains `name`, the name of the pass. As in a
+    worker, torch uses one thread per operation.
     """
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
     ):
         assert process.stdout is not None
         for line in process.stdout:
@@ -181,14 +200,17 @@ def _pass(name: str, say: Say) -> list[Figure]:
         if process.wait():
             errors.seek(0)
             raise RuntimeError(
-                f"a pass of the probe ended with exit status {process.returncode}; its error output ends with: "
-                f"{errors.read()[-500:]}"
+                f"a pass of the probe ended with exit status {process.returncode}; its error output"
+                f" ends with: {errors.read()[-500:]}"
             )
     return figures
 
 
 def measure() -> Iterator[str | Figure]:
-    """Measure all figures in this process; yield the name of each part of the probe, then the figures of that part."""
+    """Measure all figures in this process.
+
+    Yield the name of each part of the probe, then the figures of that part.
+    """
     torch.set_num_threads(1)
     processes.keep()
     yield "the host"
@@ -205,21 +227,30 @@ def measure() -> Iterator[str | Figure]:
         yield from all_reduce.figures(count)
 
 
-def measure_toml(say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False) -> str:
-    """Measure this machine and return the text of its machine file; see `probe` for arguments and errors."""
+def measure_toml(
+    say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
+) -> str:
+    """Measure this machine and return the text of its machine file.
+
+    See `probe` for arguments and errors.
+    """
     return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
 
 
 def _links(count: int) -> Iterator[Figure]:
     """Yield the figures of the links of the first `count` GPUs."""
     with open_nvml() as nvml:
-        yield from gpu.links(open_devices("cuda", count), {one.index: one for one in nvml.gpus} if nvml else {})
+        yield from gpu.links(
+            open_devices("cuda", count), {one.index: one for one in nvml.gpus} if nvml else {}
+        )
 
 
 def _processor() -> str:
     """Return the name of this machine's processor, or its architecture if the name is unknown."""
     for line in (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else ()
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if Path("/proc/cpuinfo").exists()
+        else ()
     ):
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -227,10 +258,12 @@ def _processor() -> str:
 
 
 def to_toml(found: Probe) -> str:
-    """Return the text of a machine file: the description of the machine, then a table for each figure.
+    """Return the text of a machine file: the description of the machine, then a table for each
+    figure.
 
-    Peer access is as measured. NVLink between two GPUs becomes a link of the file. With more than two GPUs, copies
-    between pairs do not show which links the pairs share, so a comment in the file says how to add the links.
+    Peer access is as measured. NVLink between two GPUs becomes a link of the file. With more than
+    two GPUs, copies between pairs do not show which links the pairs share, so a comment in the file
+    says how to add the links.
     """
     how = f"measured by dpbench probe in {found.seconds:.0f} s with torch {torch.__version__}"
     how = "; ".join([how, *_noise(found.load)])
@@ -277,19 +310,31 @@ def to_toml(found: Probe) -> str:
 def _between(found: Probe) -> Iterator[str]:
     """Yield the lines of a machine file for the NVLinks between the GPUs.
 
-    With two GPUs, between which NVLink carried most bytes both ways, they are a TOML table. If it carried most
-    bytes between two of several GPUs, or if its share is unknown, they are a comment. Otherwise, there are none.
+    With two GPUs, between which NVLink carried most bytes both ways, they are a TOML table. If it
+    carried most bytes between two of several GPUs, or if its share is unknown, they are a comment.
+    Otherwise, there are none.
     """
     values = {one.name: one.value for one in found.figures}
     pairs = [
-        pair for pair in permutations(range(len(found.gpus)), 2) if "link_{}_{}_bytes_per_s".format(*pair) in values
+        pair
+        for pair in permutations(range(len(found.gpus)), 2)
+        if "link_{}_{}_bytes_per_s".format(*pair) in values
     ]
     shares = [values.get("link_{}_{}_nvlink_ratio".format(*pair)) for pair in pairs]
     if len(pairs) == 2 and all(share is not None and share > MOSTLY for share in shares):
         rate = min(values["link_{}_{}_bytes_per_s".format(*pair)] for pair in pairs)
-        yield from ("", "[[link]]", 'between = ["gpu0", "gpu1"]', 'kind = "nvlink"', f"bytes_per_s = {_number(rate)}")
+        yield from (
+            "",
+            "[[link]]",
+            'between = ["gpu0", "gpu1"]',
+            'kind = "nvlink"',
+            f"bytes_per_s = {_number(rate)}",
+        )
     elif pairs and any(share is None or share > MOSTLY for share in shares):
-        yield "# Add the NVLinks between GPUs if `nvidia-smi topo -m` shows any. The figures link_*_bytes_per_s are the"
+        yield (
+            "# Add the NVLinks between GPUs if `nvidia-smi topo -m` shows any. The figures"
+            " link_*_bytes_per_s are the"
+        )
         yield "# rates of copies between pairs of GPUs, one at a time: pairs may share a link."
 
 
@@ -306,8 +351,17 @@ def _table(one: Figure) -> Iterator[str]:
 
 
 def _number(value: float) -> str:
-    """Return a number as the text of a TOML value; floats are rounded to four or five significant digits."""
-    return str(value) if isinstance(value, int) else f"{value:.4g}" if abs(value) < 1e4 else f"{value:.4e}"
+    """Return a number as the text of a TOML value.
+
+    Floats are rounded to four or five significant digits.
+    """
+    return (
+        str(value)
+        if isinstance(value, int)
+        else f"{value:.4g}"
+        if abs(value) < 1e4
+        else f"{value:.4e}"
+    )
 
 
 def _text(value: str) -> str:

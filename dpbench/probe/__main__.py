@@ -1,4 +1,6 @@
-"""One pass of the probe in a separate process, which prints the name of each part and each figure as a line of JSON."""
+"""One pass of the probe in a separate process, which prints the name of each part and each figure
+as a line of JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,4 +18,6 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output goes to stderr and is not read as a figure
     for found in measure():
-        print(json.dumps(found if isinstance(found, str) else asdict(found)), file=answers, flush=True)
+        print(
+            json.dumps(found if isinstance(found, str) else asdict(found)), file=answers, flush=True
+        )

@@ -1,7 +1,8 @@
-"""All-reduce: the probe's figures of all-reduces between the GPUs of this machine, one process per GPU.
+"""All-reduce: the probe's figures of all-reduces between the GPUs of this machine, one process per
+GPU.
 
-A fresh process forks the ranks, because a process that has run tensor operations or initialised CUDA
-must not fork.
+A fresh process forks the ranks, because a process that has run tensor operations or initialised
+CUDA must not fork.
 """
 
 from __future__ import annotations
@@ -32,17 +33,20 @@ SIZES = tuple(32 * KIB * 4**i for i in range(6))
 COMPUTED_S = 1e-3
 """The duration in seconds of the computation before each all-reduce."""
 WARM = 3
-"""The number of all-reduces of each size that are not timed: they connect ranks and allocate pages."""
+"""The number of all-reduces of each size that are not timed: they connect ranks and allocate
+pages.
+"""
 LIMIT_S = 60.0
 
 
 def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield the seconds of an all-reduce of each size, and the start-up time and rate of their line.
+    """Yield the seconds of an all-reduce of each size, and the start-up time and rate of their
+    line.
 
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
-    processes. The line is fitted to the seconds as a function of the bytes that each rank sends in a
-    ring all-reduce. For n ranks, these bytes are 2 (n - 1) / n times the size. Raises RuntimeError if
-    a rank fails.
+    processes. The line is fitted to the seconds as a function of the bytes that each rank sends in
+    a ring all-reduce. For n ranks, these bytes are 2 (n - 1) / n times the size. Raises
+    RuntimeError if a rank fails.
     """
     timings = _measured(ranks, backend, sizes)
     for size, spent in timings:
@@ -53,17 +57,23 @@ def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> 
         yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
     sent = 2 * (ranks - 1) / ranks
     starts_s, per_bytes = lines([(sent * size, spent) for size, spent in timings])
-    line = "a line fitted to the seconds of an all_reduce as a function of the bytes that each rank sends"
+    line = (
+        "a line fitted to the seconds of an all_reduce as a function of the bytes that each rank"
+        " sends"
+    )
     yield spread("all_reduce_start_s", starts_s, f"the intercept of {line}")
     yield spread(
         "all_reduce_bytes_per_s",
         [1 / per_byte for per_byte in per_bytes],
-        f"the inverse slope of {line}, or the best rate of any size if the seconds do not grow with the bytes",
+        f"the inverse slope of {line}, or the best rate of any size if the seconds do not grow with"
+        " the bytes",
     )
 
 
 def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int, Timing]]:
-    """Return each size with the timing of its all-reduce, from a fresh process that forks the ranks."""
+    """Return each size with the timing of its all-reduce, from a fresh process that forks the
+    ranks.
+    """
     with scratch.folder() as folder:
         command = [sys.executable, "-m", "dpbench.probe.all_reduce", str(os.getpid()), str(folder)]
         done = subprocess.run(
@@ -75,8 +85,8 @@ def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int,
         )
     if done.returncode:
         raise RuntimeError(
-            f"the probe's ranks ended with exit status {done.returncode}; their error output ends with: "
-            f"{done.stderr[-500:]}"
+            f"the probe's ranks ended with exit status {done.returncode}; their error output ends"
+            f" with: {done.stderr[-500:]}"
         )
     answer = json.loads(done.stdout.splitlines()[-1])
     return [(size, Timing(**seconds)) for size, seconds in answer]
@@ -85,9 +95,9 @@ def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int,
 def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict[str, float]]]:
     """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
 
-    As in a step, each all-reduce follows a computation, because an idle or waiting core takes longer
-    to respond than a busy one. An all-reduce lasts from the time at which the last rank starts it to
-    the time at which the last rank finishes it.
+    As in a step, each all-reduce follows a computation, because an idle or waiting core takes
+    longer to respond than a busy one. An all-reduce lasts from the time at which the last rank
+    starts it to the time at which the last rank finishes it.
     """
     torch.set_num_threads(1)
     processes.keep()
@@ -107,7 +117,9 @@ def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict
                 torch.cuda.synchronize(device)
             times.append((begin, time.perf_counter()))
         by_step = zip(*_of_all_ranks(times), strict=True)
-        seconds = [max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in by_step]
+        seconds = [
+            max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in by_step
+        ]
         answer.append((size, asdict(timing(seconds[WARM:]))))
     return answer
 

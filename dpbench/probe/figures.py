@@ -1,4 +1,6 @@
-"""Figures: the numbers that a probe measures, each with its range and method, and the timing of short calls."""
+"""Figures: the numbers that a probe measures, each with its range and method, and the timing of
+short calls.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +111,9 @@ def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcont
     return time_together([work], repeats, setting=setting)
 
 
-def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
+def time_together(
+    works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext
+) -> Timing:
     """Return the timing of concurrent calls of all `works`, from the first start to the last end.
 
     Each function runs in a separate thread, which first enters the context that `setting` returns.
@@ -123,7 +127,9 @@ def time_together(works: Sequence[Work], repeats: int = REPEATS, *, setting: Set
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the seconds of `loops` calls of each function, from the first start to the last end."""
+    """Return the seconds of `loops` calls of each function, from the first start to the last
+    end.
+    """
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()
@@ -168,10 +174,10 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the intercept, at least 0, and the slope, above 0, of the line through the points.
 
-    The line has the least squared relative errors. The points are pairs of an amount of work and its
-    seconds. Noise can make large amounts as quick as small ones, so that the fitted slope is 0. The
-    slope is then the smallest measured number of seconds per unit of work, and only the intercept is
-    fitted.
+    The line has the least squared relative errors. The points are pairs of an amount of work and
+    its seconds. Noise can make large amounts as quick as small ones, so that the fitted slope is 0.
+    The slope is then the smallest measured number of seconds per unit of work, and only the
+    intercept is fitted.
     """
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)

@@ -1,7 +1,8 @@
-"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and of the links between GPUs.
+"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and of the links
+between GPUs.
 
-Times on the device are measured by CUDA events around many kernels in a row. The time that the host needs to launch a
-kernel is measured by the host's clock, without waiting for the device.
+Times on the device are measured by CUDA events around many kernels in a row. The time that the host
+needs to launch a kernel is measured by the host's clock, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -36,21 +37,25 @@ def figures() -> Iterator[Figure]:
 
 
 def _context() -> Figure:
-    """Return the bytes in use on the GPU after CUDA has started, without those of torch's allocator.
+    """Return the bytes in use on the GPU after CUDA has started, without those of torch's
+    allocator.
 
     They are the memory of the CUDA context and of other processes on the GPU.
     """
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(0)
     return Figure(
-        "context_bytes", float(total - free - torch.cuda.memory_reserved(0)),
-        "the memory in use on the GPU after CUDA has started, including that of other processes, but without that of "
-        "torch's allocator",
-    )  # fmt: skip
+        "context_bytes",
+        float(total - free - torch.cuda.memory_reserved(0)),
+        "the memory in use on the GPU after CUDA has started, including that of other processes,"
+        " but without that of torch's allocator",
+    )
 
 
 def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the mean seconds that a call of `work` takes on the device, measured by events around `repeats` calls."""
+    """Return the mean seconds that a call of `work` takes on the device, measured by events around
+    `repeats` calls.
+    """
     for _ in range(3):
         work()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -84,7 +89,9 @@ def _memory() -> Iterator[Figure]:
         points.append((2.0 * size, _seconds(lambda s=source, t=target: t.copy_(s))))  # type: ignore[misc]
     start_s, per_byte = line(points)
     best = max(work / seconds for work, seconds in points)
-    how = "copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and the bytes written"
+    how = (
+        "copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and the bytes written"
+    )
     yield Figure("gpu_memory_bytes_per_s", best, f"the best rate of {how}")
     half = f"the size, in bytes, at which a copy {HALF} {how}"
     yield Figure("gpu_half_bytes", start_s / per_byte, half)
@@ -92,7 +99,10 @@ def _memory() -> Iterator[Figure]:
 
 def _launches() -> Iterator[Figure]:
     x = torch.zeros(1, device="cuda")
-    how = f"a kernel that adds a number to one element: the mean of {EMPTY} such kernels between two CUDA events"
+    how = (
+        f"a kernel that adds a number to one element: the mean of {EMPTY} such kernels between two"
+        " CUDA events"
+    )
     yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), how)
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -100,7 +110,11 @@ def _launches() -> Iterator[Figure]:
         x.add_(1)
     spent = time.perf_counter() - begin
     torch.cuda.synchronize()
-    yield Figure("launch_s", spent / 500, "the host's time to launch one operation, without waiting for the device")
+    yield Figure(
+        "launch_s",
+        spent / 500,
+        "the host's time to launch one operation, without waiting for the device",
+    )
 
 
 def _transfers() -> Iterator[Figure]:
@@ -110,39 +124,59 @@ def _transfers() -> Iterator[Figure]:
         here = torch.zeros(size // 4, pin_memory=pinned)
         up = _seconds(lambda h=here: there.copy_(h, non_blocking=True))  # type: ignore[misc]
         down = _seconds(lambda h=here: h.copy_(there, non_blocking=True))  # type: ignore[misc]
-        yield Figure(f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} host memory")
-        yield Figure(f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} host memory")
+        yield Figure(
+            f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} host memory"
+        )
+        yield Figure(
+            f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} host memory"
+        )
 
 
 def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterator[Figure]:
-    """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one copy at a time.
+    """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one
+    copy at a time.
 
-    The figures are the share of the pairs with peer access, and the rate of each link. If the GPU from which a link
-    starts has an NVLink counter, another figure is the share of the copied bytes that NVLink carried. `counters` maps
-    CUDA ordinals to NVML's GPUs.
+    The figures are the share of the pairs with peer access, and the rate of each link. If the GPU
+    from which a link starts has an NVLink counter, another figure is the share of the copied bytes
+    that NVLink carried. `counters` maps CUDA ordinals to NVML's GPUs.
     """
     pairs = list(permutations([device.torch_device.index for device in devices], 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    how = "the share of the ordered pairs of GPUs in which the first can access the memory of the second"
+    how = (
+        "the share of the ordered pairs of GPUs in which the first can access the memory of the"
+        " second"
+    )
     yield Figure("peer_access_ratio", reached / len(pairs), how)
     before = _sent(counters)
     for link in facts.links(devices):
         after, size = _sent(counters), f"{link.bytes // KIB} KiB"
         source, target = (
-            f"GPU {end}" if end != HOST else "the host's pinned memory" for end in (link.source, link.target)
+            f"GPU {end}" if end != HOST else "the host's pinned memory"
+            for end in (link.source, link.target)
         )
         name = f"link_{'host' if link.source == HOST else link.source}_{link.target}"
         spent = timing(link.seconds)
         rates = [link.bytes / seconds for seconds in (spent.seconds, spent.low_s, spent.high_s)]
-        yield spread(f"{name}_bytes_per_s", rates, f"copies of {size} from {source} to {target}, one at a time")
+        yield spread(
+            f"{name}_bytes_per_s",
+            rates,
+            f"copies of {size} from {source} to {target}, one at a time",
+        )
         if link.source in after and link.source in before:
-            share = (after[link.source] - before[link.source]) / (link.bytes * (1 + facts.LINK_COPIES))
-            how = f"the bytes that NVML's counter shows as sent by {source} over NVLink, per byte copied to {target}"
+            share = (after[link.source] - before[link.source]) / (
+                link.bytes * (1 + facts.LINK_COPIES)
+            )
+            how = (
+                f"the bytes that NVML's counter shows as sent by {source} over NVLink, per byte"
+                f" copied to {target}"
+            )
             yield Figure(f"{name}_nvlink_ratio", share, how)
         before = after
 
 
 def _sent(counters: Mapping[int, NvmlGpu]) -> dict[int, float]:
-    """Return the bytes that each GPU with an NVLink counter has sent over NVLink so far, by CUDA ordinal."""
+    """Return the bytes that each GPU with an NVLink counter has sent over NVLink so far, by CUDA
+    ordinal.
+    """
     found = {ordinal: gpu.read("nvlink_sent_bytes") for ordinal, gpu in counters.items()}
     return {ordinal: sent for ordinal, sent in found.items() if sent is not None}

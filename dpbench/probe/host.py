@@ -33,7 +33,8 @@ def _module_copy() -> Figure:
     return figure(
         "module_replica_s",
         time_call(lambda: rebuild(module, table)),
-        f"the time per module when dpbench rebuilds a ResNet-18 of {modules} modules for a replica, without tensors",
+        f"the time per module when dpbench rebuilds a ResNet-18 of {modules} modules for a replica,"
+        " without tensors",
         per=modules,
     )
 
@@ -60,7 +61,9 @@ def _new_thread() -> Figure:
 
 
 def _interpreter_lock() -> Figure:
-    """Return the slowdown of operations in two threads; 1 if they take turns without a loss of time."""
+    """Return the slowdown of operations in two threads; 1 if they take turns without a loss of
+    time.
+    """
     count = 2
     size = 4096
     alone = time_call(_addition(size), setting=torch.inference_mode)
@@ -73,8 +76,8 @@ def _interpreter_lock() -> Figure:
     return spread(
         "long_ops_2_threads_ratio",
         [together_s / alone_s / count for together_s, alone_s in pairs],
-        f"torch.add of {size} elements in {count} threads, relative to the same total number of calls "
-        "in one thread: the cost of passing the interpreter lock between threads",
+        f"torch.add of {size} elements in {count} threads, relative to the same total number of"
+        " calls in one thread: the cost of passing the interpreter lock between threads",
     )
 
 

@@ -1,6 +1,7 @@
 """Records: the data types of dpbench, for cases, trials, schedules, machines and estimates.
 
-The dataclasses are frozen. Besides the standard library, the package imports only msgspec, which checks types.
+The dataclasses are frozen. Besides the standard library, the package imports only msgspec, which
+checks types.
 """
 
 from dpbench.records.case import (

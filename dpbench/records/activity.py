@@ -1,9 +1,11 @@
-"""Activity: arithmetic of time intervals, and how long a device computes, copies, communicates and is idle.
+"""Activity: arithmetic of time intervals, and how long a device computes, copies, communicates and
+is idle.
 
-An activity is one kernel, copy or collective on a device; its kind is compute, copy or communication. Activities of
-different streams overlap, so the time of a kind is the length of the union of its intervals, and not their sum.
-Communication is exposed where no compute kernel runs at the same time: |C| - |C and K|, with the union C of the
-communication and the union K of the compute kernels. The functions on intervals work with any unit of time.
+An activity is one kernel, copy or collective on a device; its kind is compute, copy or
+communication. Activities of different streams overlap, so the time of a kind is the length of the
+union of its intervals, and not their sum. Communication is exposed where no compute kernel runs at
+the same time: |C| - |C and K|, with the union C of the communication and the union K of the compute
+kernels. The functions on intervals work with any unit of time.
 """
 
 from __future__ import annotations
@@ -36,9 +38,13 @@ _COPY = re.compile(r"Memcpy|Memset|dma")
 _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
 KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
-"""The metrics of a device in one step: seconds of kernels and copies, of communication, of exposed communication."""
+"""The metrics of a device in one step: seconds of kernels and copies, of communication, of exposed
+communication.
+"""
 EXPOSED_REDUCTION = "exposed_reduction_s"
-"""The metric of a rank's device in one step: the exposed seconds of the collectives that reduce gradients."""
+"""The metric of a rank's device in one step: the exposed seconds of the collectives that reduce
+gradients.
+"""
 
 
 @lru_cache(maxsize=4096)
@@ -51,10 +57,11 @@ def kind_of(name: str) -> Kind:
 
 @lru_cache(maxsize=4096)
 def phase_of_collective(name: str) -> Phase | None:
-    """Return the phase of a collective from the name of its kernel, whichever phase launched the kernel.
+    """Return the phase of a collective from the name of its kernel, whichever phase launched the
+    kernel.
 
-    All-gather and broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. Return None for other
-    collectives, such as all-to-all, which count for the phase that launched them.
+    All-gather and broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. Return
+    None for other collectives, such as all-to-all, which count for the phase that launched them.
     """
     if _SHARES.search(name):
         return Phase.REPLICATE
@@ -62,7 +69,9 @@ def phase_of_collective(name: str) -> Phase | None:
 
 
 class Activity(NamedTuple):
-    """One kernel, copy or collective on a device: its name in the profile, and its start and its end in seconds."""
+    """One kernel, copy or collective on a device: its name in the profile, and its start and its
+    end in seconds.
+    """
 
     device: int
     name: str
@@ -71,7 +80,10 @@ class Activity(NamedTuple):
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as disjoint intervals in order of time; empty intervals are left out."""
+    """Return the union of intervals as disjoint intervals in order of time.
+
+    Empty intervals are left out.
+    """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -124,12 +136,14 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """The seconds in which a device computed, copied, communicated and was idle; 0 without activities.
+    """The seconds in which a device computed, copied, communicated and was idle; 0 without
+    activities.
 
-    `span_s` is the time from the device's first to its last activity. `compute_s`, `copies_s` and `communication_s` are
-    the times with at least one activity of that kind; these times may overlap. `exposed_copies_s` and
-    `exposed_communication_s` are the parts of these times in which the device ran no compute kernel. `kernels_s` is the
-    time with at least one compute kernel or copy, and `idle_s` the time without any activity.
+    `span_s` is the time from the device's first to its last activity. `compute_s`, `copies_s` and
+    `communication_s` are the times with at least one activity of that kind; these times may
+    overlap. `exposed_copies_s` and `exposed_communication_s` are the parts of these times in which
+    the device ran no compute kernel. `kernels_s` is the time with at least one compute kernel or
+    copy, and `idle_s` the time without any activity.
     """
 
     span_s: float = 0.0
@@ -143,7 +157,10 @@ class Busy:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the device's seconds by metric; metrics of communication are left out if there was none."""
+        """Return the device's seconds by metric.
+
+        Metrics of communication are left out if there was none.
+        """
         found = {COLLECTIVES: self.communication_s, EXPOSED: self.exposed_communication_s}
         return {KERNELS: self.kernels_s} | (found if self.communication_s else {})
 
@@ -152,7 +169,9 @@ def busy(activities: Iterable[Activity]) -> dict[int, Busy]:
     """Return the `Busy` of each device that has an activity, by the device's index."""
     by_device: dict[int, dict[Kind, list[Interval]]] = {}
     for device, name, start_s, end_s in activities:
-        by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append((start_s, end_s))
+        by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append(
+            (start_s, end_s)
+        )
     return {device: _busy(kinds) for device, kinds in sorted(by_device.items())}
 
 

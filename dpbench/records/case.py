@@ -1,4 +1,6 @@
-"""Case: one point of a sweep, the phases of a training step, and the limits for measuring a case."""
+"""Case: one point of a sweep, the phases of a training step, and the limits for measuring a
+case.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,27 @@ from dpbench.records import registry, visible
 from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
-"""The device index of the host; in a trial on several machines, the index of the first machine's host."""
+"""The device index of the host.
+
+In a trial on several machines, the index of the first machine's host.
+"""
 
 
 def host_device(number: int) -> int:
-    """Return the device index of the host of machine `number`, counted from 0: -1, -2, -3 and so on."""
+    """Return the device index of the host of machine `number`, counted from 0: -1, -2, -3 and so
+    on.
+    """
     return HOST - number
 
 
 class Phase(StrEnum):
     """The phases of one training step, in the order in which DataParallel runs them.
 
-    `data` is the host's wait for a batch from a DataLoader. `clip` is the clipping of gradients, and `read` the host's
-    wait for values from a device, such as the loss. Only observed training loops have `clip` and `read`. Host-to-device
-    copies count as `scatter`, and `zero_grad` counts as `optimizer`. All-reduce and reduce-scatter count as `reduce`.
-    All-gather, weight refresh and buffer synchronisation count as `replicate`.
+    `data` is the host's wait for a batch from a DataLoader. `clip` is the clipping of gradients,
+    and `read` the host's wait for values from a device, such as the loss. Only observed training
+    loops have `clip` and `read`. Host-to-device copies count as `scatter`, and `zero_grad` counts
+    as `optimizer`. All-reduce and reduce-scatter count as `reduce`. All-gather, weight refresh and
+    buffer synchronisation count as `replicate`.
     """
 
     DATA = "data"
@@ -53,23 +61,35 @@ UNATTRIBUTED = "unattributed"
 """The name under which a ledger lists the time that no phase covers."""
 
 Mark = Callable[[Phase, int], AbstractContextManager[Any]]
-"""A function for `with mark(phase, device):`, which records when the phase starts and ends on the device."""
+"""A function for `with mark(phase, device):`, which records when the phase starts and ends on the
+device.
+"""
 
 
 def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
-    """Return a context manager that records nothing; `no_mark` is the default of every `mark` argument."""
+    """Return a context manager that records nothing.
+
+    `no_mark` is the default of every `mark` argument.
+    """
     return nullcontext()
 
 
 TRAIN = "train"
 MODES = (TRAIN, "forward", "no_grad", "inference")
-"""The modes of a step: training, or the forward alone, with autograd, under no_grad or under inference_mode."""
+"""The modes of a step: training, or the forward alone, with autograd, under no_grad or under
+inference_mode.
+"""
 HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero_grad")
-"""The habits: the fields of `Case` that describe how a training loop works. Each can be an axis of a sweep."""
+"""The habits: the fields of `Case` that describe how a training loop works.
+
+Each can be an axis of a sweep.
+"""
 
 
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
-    """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows; they may be fewer than `chunks`.
+    """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows.
+
+    They may be fewer than `chunks`.
 
     The result is empty for 0 rows.
     """
@@ -81,18 +101,24 @@ def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
 
 
 MOST_DEVICES = 2**16
-"""The largest number of devices of a stored case; the loops over the devices of a damaged one would not end."""
+"""The largest number of devices of a stored case.
+
+The loops over the devices of a damaged one would not end.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of a sweep: a model, a strategy, a batch and devices. `Effort` has the limits for measuring it.
+    """One point of a sweep: a model, a strategy, a batch and devices.
 
-    `batch_size` is the global batch size, 0 if it is unknown, as in some observed loops. `devices` is the number of
-    devices. `device_ids` are the indices of the GPUs to use, in order; empty means the first GPUs. `schedule` is empty
-    unless the strategy is the engine. `placement` is "spread" (one replica per device) or "colocated" (all replicas on
-    one GPU). `options` are sorted (name, value) pairs for the strategy. `device_memory_bytes` limits the memory of each
-    emulated device; 0 means no limit.
+    `Effort` has the limits for measuring it.
+
+    `batch_size` is the global batch size, 0 if it is unknown, as in some observed loops. `devices`
+    is the number of devices. `device_ids` are the indices of the GPUs to use, in order; empty means
+    the first GPUs. `schedule` is empty unless the strategy is the engine. `placement` is "spread"
+    (one replica per device) or "colocated" (all replicas on one GPU). `options` are sorted (name,
+    value) pairs for the strategy. `device_memory_bytes` limits the memory of each emulated device;
+    0 means no limit.
     """
 
     model: str
@@ -110,70 +136,102 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
     device_memory_bytes: int = 0
     inputs: str = "pinned"
-    """The place of the batch before a step: "pageable" or "pinned" host memory, or "device" for device 0.
+    """The place of the batch before a step: "pageable" or "pinned" host memory, or "device" for
+    device 0.
 
-    If a strategy has one process per device, "device" puts the whole batch on each device, and memory peaks include it.
+    If a strategy has one process per device, "device" puts the whole batch on each device, and
+    memory peaks include it.
     """
     hosts: int = 1
-    """The number of machines on which torchrun or srun started the ranks; 1 for a strategy without ranks."""
+    """The number of machines on which torchrun or srun started the ranks; 1 for a strategy without
+    ranks.
+    """
     read_loss: int = 0
-    """The loop reads the loss as a number in step 0 and every `read_loss` steps after it; 0 means never."""
+    """The loop reads the loss as a number in step 0 and every `read_loss` steps after it; 0 means
+    never.
+    """
     zero_grad: str = "none"
-    """The way in which the training loop clears gradients: "none" drops them, and "zero" fills them with zeros."""
+    """The way in which the training loop clears gradients: "none" drops them, and "zero" fills them
+    with zeros.
+    """
     compile: bool = False
     """Whether torch.compile has compiled the forward of the module."""
     loader: int = -1
-    """The number of workers of the DataLoader from which the loop takes each batch; 0 loads in the loop itself.
+    """The number of workers of the DataLoader from which the loop takes each batch; 0 loads in the
+    loop itself.
 
     With -1, the loop has its batches before it starts.
     """
     mode: str = TRAIN
-    """The mode of a step, which is one of `MODES`. In a forward alone, the module is in eval mode."""
+    """The mode of a step, which is one of `MODES`.
+
+    In a forward alone, the module is in eval mode.
+    """
     neighbour: str = ""
-    """The name of a second model, or the same one, that takes steps concurrently on the next devices; "" for none."""
+    """The name of a second model, or the same one, that takes steps concurrently on the next
+    devices; "" for none.
+    """
     unverified: bool = False
-    """Whether the steps were timed although they were not compared with the reference; labelled UNVERIFIED."""
+    """Whether the steps were timed although they were not compared with the reference.
+
+    Labelled UNVERIFIED.
+    """
     declared: Traits | None = field(default=None, compare=False, repr=False)
-    """The traits of an external strategy, stored so that they are known without its code; else None."""
+    """The traits of an external strategy, stored so that they are known without its code.
+
+    Else None.
+    """
 
     @property
     def traits(self) -> Traits:
-        """Return the traits of the case's strategy; those of an external strategy may be stored in the case."""
+        """Return the traits of the case's strategy.
+
+        Those of an external strategy may be stored in the case.
+        """
         if self.declared and self.declared.strategy == self.strategy:
             return self.declared
         return registry.traits(self.strategy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return, by name, the fields that differ from their defaults, so that new fields do not change old records."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        """Return, by name, the fields that differ from their defaults, so that new fields do not
+        change old records.
+        """
+        found = {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
         return found | ({"declared": self.declared.to_dict()} if self.declared else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """Return the case with the fields that `to_dict` returned, also after a conversion to JSON and back.
+        """Return the case with the fields that `to_dict` returned, also after a conversion to JSON
+        and back.
 
-        Control characters in the texts are escaped. Raises ValueError for an unknown field, for a value of another type
-        than the field's, and for a number of devices, machines or samples that no case can have.
+        Control characters in the texts are escaped. Raises ValueError for an unknown field, for a
+        value of another type than the field's, and for a number of devices, machines or samples
+        that no case can have.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown:
             expected = ", ".join(sorted(known))
             raise ValueError(
-                f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}; update dpbench if a newer "
-                "version wrote the case"
+                f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}; update"
+                " dpbench if a newer version wrote the case"
             )
         case = msgspec.convert(visible.everywhere(data), cls)
         if not (1 <= case.devices <= MOST_DEVICES and case.hosts >= 1 and case.batch_size >= 0):
             raise ValueError(
-                f"no case has {case.devices} devices on {case.hosts} machines and a batch of {case.batch_size}; a "
-                f"case has 1 to {MOST_DEVICES} devices"
+                f"no case has {case.devices} devices on {case.hosts} machines and a batch of"
+                f" {case.batch_size}; a case has 1 to {MOST_DEVICES} devices"
             )
         return case
 
     @property
     def fingerprint(self) -> str:
-        """Return the permanent id of this case: the SHA-256 of a JSON text of all fields except `declared`.
+        """Return the permanent id of this case: the SHA-256 of a JSON text of all fields except
+        `declared`.
 
         Fields at their default are left out of the text.
         """
@@ -185,8 +243,8 @@ class Case:
     def rows(self) -> tuple[int, ...]:
         """Return the number of samples of each replica, as `torch.chunk` splits the batch.
 
-        Replicas that get no samples are left out, so there may be fewer numbers than replicas. If the batch size is
-        unknown, every number is 0.
+        Replicas that get no samples are left out, so there may be fewer numbers than replicas. If
+        the batch size is unknown, every number is 0.
         """
         replicas = max(1, self.devices // self.traits.devices_per_replica)
         return chunk_sizes(self.batch_size, replicas) if self.batch_size else (0,) * replicas
@@ -200,8 +258,8 @@ class Case:
     def working(self) -> int:
         """Return the number of devices that do work; a replica without samples does none.
 
-        If the batch size is unknown, all devices count. They also count if the parallelism is OTHER, in
-        which devices do not share out the samples.
+        If the batch size is unknown, all devices count. They also count if the parallelism is
+        OTHER, in which devices do not share out the samples.
         """
         if self.traits.parallelism is Parallelism.OTHER or not self.batch_size:
             return self.devices
@@ -214,11 +272,16 @@ class Case:
 
     @cached_property
     def habits(self) -> tuple[str, ...]:
-        """Return a short text for each habit, a field in `HABITS`, whose value is not the default."""
+        """Return a short text for each habit, a field in `HABITS`, whose value is not the
+        default.
+        """
         return tuple(filter(None, map(self.habit, HABITS)))
 
     def habit(self, name: str) -> str:
-        """Return a short text about the field `name`, one of `HABITS`; an empty text if the field has its default."""
+        """Return a short text about the field `name`, one of `HABITS`.
+
+        An empty text if the field has its default.
+        """
         if getattr(self, name) == getattr(type(self), name):
             return ""
         every = f" every {self.read_loss}" if self.read_loss > 1 else ""
@@ -227,17 +290,21 @@ class Case:
         )
         workers = f"{self.loader or 'no'} worker{'' if self.loader == 1 else 's'}"
         texts = {
-            "compile": "compiled", "inputs": f"inputs {self.inputs}", "loader": f"DataLoader with {workers}",
-            "mode": f"forward {autograd}", "neighbour": f"concurrent with {self.neighbour}",
-            "read_loss": f"loss read{every}", "zero_grad": "gradients zeroed",
-        }  # fmt: skip
+            "compile": "compiled",
+            "inputs": f"inputs {self.inputs}",
+            "loader": f"DataLoader with {workers}",
+            "mode": f"forward {autograd}",
+            "neighbour": f"concurrent with {self.neighbour}",
+            "read_loss": f"loss read{every}",
+            "zero_grad": "gradients zeroed",
+        }
         return texts[name]
 
     def without(self, habit: str) -> Case:
         """Return the case with the field `habit`, one of `HABITS`, set to its default.
 
-        If the case runs a forward alone, the habit `mode` is set to "forward" (with autograd). Its default, training,
-        would be different work.
+        If the case runs a forward alone, the habit `mode` is set to "forward" (with autograd). Its
+        default, training, would be different work.
         """
         if habit == "mode" and not self.trains:
             return replace(self, mode="forward")
@@ -245,7 +312,9 @@ class Case:
 
     @property
     def extent(self) -> str:
-        """Return the number of devices as text, with the number of machines if there are several."""
+        """Return the number of devices as text, with the number of machines if there are
+        several.
+        """
         return f"{self.devices} on {self.hosts} hosts" if self.hosts > 1 else str(self.devices)
 
     @property
@@ -258,10 +327,16 @@ class Case:
         precision = "" if self.precision == "fp32" else f" {self.precision}"
         bound = f" within {self.device_memory_bytes} bytes" if self.device_memory_bytes else ""
         habits = "".join(f" {habit}" for habit in self.habits)
-        optimizer = "" if self.optimizer == "sgd" else f" {self.optimizer} optimizer".replace("own", "model's own")
+        optimizer = (
+            ""
+            if self.optimizer == "sgd"
+            else f" {self.optimizer} optimizer".replace("own", "model's own")
+        )
         unverified = " unverified" if self.unverified else ""
         work = f"batch {self.batch}{precision}{optimizer}{bound}{habits}{unverified}"
-        return f"{self.model}{size} {self.strategy}{schedule} x{self.extent}{kind}{colocated} {work}"
+        return (
+            f"{self.model}{size} {self.strategy}{schedule} x{self.extent}{kind}{colocated} {work}"
+        )
 
 
 CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)
@@ -270,17 +345,32 @@ CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The limits on the number and the time of a trial's steps, and the additional measurements of the trial."""
+    """The limits on the number and the time of a trial's steps, and the additional measurements of
+    the trial.
+    """
 
     budget_s: float = 1.5
-    """The total seconds of timed steps after which a trial stops, even if its median step is not yet precise."""
+    """The total seconds of timed steps after which a trial stops, even if its median step is not
+    yet precise.
+    """
     warmup_steps: int = 5
-    """The least number of steps that count as warm-up. More count if the step times become steady only later."""
+    """The least number of steps that count as warm-up.
+
+    More count if the step times become steady only later.
+    """
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10
-    """The number of steps after which the trial checks again whether to stop; all ranks stop at the same step."""
+    """The number of steps after which the trial checks again whether to stop.
+
+    All ranks stop at the same step.
+    """
     trace: str = ""
-    """The file for a Chrome trace of one additional step, which is profiled after the timed steps; empty: no trace."""
+    """The file for a Chrome trace of one additional step, which is profiled after the timed steps.
+
+    Empty: no trace.
+    """
     memory_by_phase: bool = True
-    """Whether two additional steps measure each device's memory peak in each phase, after the timed steps."""
+    """Whether two additional steps measure each device's memory peak in each phase, after the timed
+    steps.
+    """

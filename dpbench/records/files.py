@@ -10,10 +10,11 @@ BOM = codecs.BOM_UTF8
 
 
 class UnreadableFile(ValueError, LookupError):
-    """The error that a file which the user gave does not exist, or is not of the kind that is read there.
+    """The error that a file which the user gave does not exist, or is not of the kind that is read
+    there.
 
-    A command that raises it exits with the code of an OSError, as for a file that the system cannot read, and not with
-    the code of a wrong argument.
+    A command that raises it exits with the code of an OSError, as for a file that the system cannot
+    read, and not with the code of a wrong argument.
     """
 
 

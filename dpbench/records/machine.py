@@ -1,8 +1,9 @@
-"""Machines: descriptions of the GPUs, the host and the links of a machine, from which its steps are predicted.
+"""Machines: descriptions of the GPUs, the host and the links of a machine, from which its steps are
+predicted.
 
-Descriptions are TOML files, whose tables name the `source` of their values. A missing value is an error and is never
-guessed from a GPU's name, because a prediction depends mainly on whether GPUs can access each other's memory, and over
-which links.
+Descriptions are TOML files, whose tables name the `source` of their values. A missing value is an
+error and is never guessed from a GPU's name, because a prediction depends mainly on whether GPUs
+can access each other's memory, and over which links.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network")
 """The kinds of links. `socket` joins processors, `network` joins nodes."""
 HOST_NODE = "cpu"
-"""The prefix of the processors' names, such as cpu0; as the end of a link, a processor means its host memory."""
+"""The prefix of the processors' names, such as cpu0.
+
+As the end of a link, a processor means its host memory.
+"""
 
 Record = TypeVar("Record")
 MOST_GPUS = 256
@@ -45,7 +49,9 @@ class UnknownMachine(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The GPUs of one node: their number, and for each GPU the memory and the peak FLOP per second by dtype."""
+    """The GPUs of one node: their number, and for each GPU the memory and the peak FLOP per second
+    by dtype.
+    """
 
     name: str
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_GPUS)]
@@ -56,7 +62,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the devices or processors `a` and `b`, with its bytes per second in each direction."""
+    """A link between the devices or processors `a` and `b`, with its bytes per second in each
+    direction.
+    """
 
     a: str
     b: str
@@ -68,11 +76,11 @@ class Link:
 class Host:
     """The costs of operations on the host's processor.
 
-    The predictor has a constant for the duration of each operation, which was measured on another machine. On this
-    host, an operation takes `factor` times as long. A field such as `launch_s` is the duration of one operation, as
-    measured on this host; it replaces the operation's constant. `hand_off` is the fraction by which each additional
-    thread slows down the interpreter. None means that a value is unknown; for `cores` and the
-    rates, 0 means this.
+    The predictor has a constant for the duration of each operation, which was measured on another
+    machine. On this host, an operation takes `factor` times as long. A field such as `launch_s` is
+    the duration of one operation, as measured on this host; it replaces the operation's constant.
+    `hand_off` is the fraction by which each additional thread slows down the interpreter. None
+    means that a value is unknown; for `cores` and the rates, 0 means this.
     """
 
     factor: Positive = 1.0
@@ -89,9 +97,11 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The constants of an all-reduce over all devices, which takes start_s + w + root_s * sqrt(w) seconds.
+    """The constants of an all-reduce over all devices, which takes start_s + w + root_s * sqrt(w)
+    seconds.
 
-    w is the number of bytes that each device sends, divided by `bytes_per_s`. `root_s` is in square roots of seconds.
+    w is the number of bytes that each device sends, divided by `bytes_per_s`. `root_s` is in square
+    roots of seconds.
     """
 
     bytes_per_s: Positive
@@ -103,7 +113,8 @@ class Collective:
 class Machine:
     """A machine of one or more equal nodes; `gpu` and `links` describe one node.
 
-    `peer_access` is whether GPUs can access each other's memory. `sources` has the origin of the values by table.
+    `peer_access` is whether GPUs can access each other's memory. `sources` has the origin of the
+    values by table.
     """
 
     name: str
@@ -133,7 +144,9 @@ class Machine:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.name, self.gpu.name, self.gpu.count, self.nodes, self.links, self.peer_access))
+        return hash(
+            (self.name, self.gpu.name, self.gpu.count, self.nodes, self.links, self.peer_access)
+        )
 
 
 def names() -> list[str]:
@@ -144,18 +157,23 @@ def names() -> list[str]:
 def load(name: str) -> Machine:
     """Return the described machine; `name` is one of `names()`, or the path of a TOML file.
 
-    Raises LookupError for an unknown name, OSError for a file that cannot be read, UnreadableFile for one that is not
-    TOML, and UnknownMachine for an incomplete or invalid description.
+    Raises LookupError for an unknown name, OSError for a file that cannot be read, UnreadableFile
+    for one that is not TOML, and UnknownMachine for an incomplete or invalid description.
     """
     path = Path(name)
     if name not in names():
         if path.suffix != ".toml":
-            raise LookupError(f"{_unknown('machine', name, names())}; or give a file whose name ends in .toml")
+            raise LookupError(
+                f"{_unknown('machine', name, names())}; or give a file whose name ends in .toml"
+            )
     else:
         path = FOLDER / f"{name}.toml"
     try:
         data = tomllib.loads(text_of(path))
-    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8, and numbers of too many digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also bytes that are not UTF-8, and numbers of too many digits
         raise UnreadableFile(f"{path} is not valid TOML: {error}") from None
     try:
         return read(data, path.stem)
@@ -191,45 +209,67 @@ class _LinkRow:
 
 
 def read(data: Mapping[str, Any], name: str) -> Machine:
-    """Return the machine that `data`, the content of a TOML file, describes; `name` becomes the machine's name.
+    """Return the machine that `data`, the content of a TOML file, describes.
 
-    Raises UnknownMachine for keys that are missing or unknown, and for values of a wrong type or out of their range.
+    `name` becomes the machine's name.
+
+    Raises UnknownMachine for keys that are missing or unknown, and for values of a wrong type or
+    out of their range.
     """
     data = everywhere(data)
     for key, why in (
-        ("peer_access", "true if GPUs can access each other's memory, else false; see `nvidia-smi topo -p2p r`"),
+        (
+            "peer_access",
+            "true if GPUs can access each other's memory, else false; see `nvidia-smi topo -p2p r`",
+        ),
         ("gpu", "the table [gpu] with the keys `name` and `count`"),
         (
             "link",
-            "one table [[link]] per link, with the keys `between`, `kind` and `bytes_per_s`; see `nvidia-smi topo -m`",
+            (
+                "one table [[link]] per link, with the keys `between`, `kind` and `bytes_per_s`;"
+                " see `nvidia-smi topo -m`"
+            ),
         ),
     ):
         if key not in data:
             _known(data, name, [f.name for f in fields(_File)])
             raise UnknownMachine(
-                f"machine {name}: `{key}` is missing, and it is not guessed from the GPU's name; add it to the "
-                f"description: {why}"
+                f"machine {name}: `{key}` is missing, and it is not guessed from the GPU's name;"
+                f" add it to the description: {why}"
             )
     file = _record(_File, data, name)
     machine = Machine(
-        name=name, description=file.description, peer_access=file.peer_access, nodes=file.nodes,
-        gpu=_record(Gpu, file.gpu, f"{name}: [gpu]"), host=_record(Host, file.host, f"{name}: [host]"),
-        links=tuple(link for row in file.link for link in _links(row, name)), sources=dict(_sources(data)),
-        collective=_record(Collective, file.collective, f"{name}: [collective]") if file.collective else None,
+        name=name,
+        description=file.description,
+        peer_access=file.peer_access,
+        nodes=file.nodes,
+        gpu=_record(Gpu, file.gpu, f"{name}: [gpu]"),
+        host=_record(Host, file.host, f"{name}: [host]"),
+        links=tuple(link for row in file.link for link in _links(row, name)),
+        sources=dict(_sources(data)),
+        collective=(
+            _record(Collective, file.collective, f"{name}: [collective]")
+            if file.collective
+            else None
+        ),
         probe={key: figure.value for key, figure in file.probe.items()},
-    )  # fmt: skip
+    )
     _check(machine)
     return machine
 
 
 def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
-    """Yield the links that one [[link]] table describes; an end such as `gpu0-3` means four GPUs."""
+    """Yield the links that one [[link]] table describes.
+
+    An end such as `gpu0-3` means four GPUs.
+    """
     where = f"{name}: [[link]] {table.get('between', '')}"
     row = _record(_LinkRow, table, where)
     if row.kind == "memory":
         raise UnknownMachine(
-            f"machine {where}: a link of the kind memory describes logical CPU devices, and predictions are for GPUs "
-            "only; `dpbench run` measures steps on the processor within minutes"
+            f"machine {where}: a link of the kind memory describes logical CPU devices, and"
+            " predictions are for GPUs only; `dpbench run` measures steps on the processor within"
+            " minutes"
         )
     if row.kind not in KINDS:
         raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row.kind, list(KINDS))}")
@@ -240,9 +280,11 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str, where: str) -> list[str]:
-    """Return the names of the devices in `text`, one end of a link: `gpu0-3` means gpu0, gpu1, gpu2 and gpu3.
+    """Return the names of the devices in `text`, one end of a link: `gpu0-3` means gpu0, gpu1, gpu2
+    and gpu3.
 
-    `where` names the link in messages. Raises UnknownMachine for a range that descends or reaches `MOST_GPUS`.
+    `where` names the link in messages. Raises UnknownMachine for a range that descends or reaches
+    `MOST_GPUS`.
     """
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
@@ -250,8 +292,8 @@ def _each(text: str, where: str) -> list[str]:
     first, last = (int(digits) if len(digits) < 9 else MOST_GPUS for digits in match.groups()[1:])
     if not first <= last < MOST_GPUS:
         raise UnknownMachine(
-            f"machine {where}: `between` has the range {abridged(text)}; a range such as gpu0-3 must ascend and "
-            f"end below {MOST_GPUS}"
+            f"machine {where}: `between` has the range {abridged(text)}; a range such as gpu0-3"
+            f" must ascend and end below {MOST_GPUS}"
         )
     return [f"{match[1]}{i}" for i in range(first, last + 1)]
 
@@ -282,7 +324,10 @@ def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
-    """Raise UnknownMachine if a table has a key that is not in `known`; `where` names the table in the message."""
+    """Raise UnknownMachine if a table has a key that is not in `known`.
+
+    `where` names the table in the message.
+    """
     for key in data:
         if key not in known:
             raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(known))}")
@@ -290,7 +335,9 @@ def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (
+        f"; did you mean {near[0]!r}?" if near else ""
+    )
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -300,26 +347,32 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif isinstance(value, dict) and "source" in value:
             yield key, str(value["source"])
         elif isinstance(value, list):
-            yield from ((f"{key} {row['between']}", str(row["source"])) for row in value if "source" in row)
+            yield from (
+                (f"{key} {row['between']}", str(row["source"])) for row in value if "source" in row
+            )
 
 
 def _check(machine: Machine) -> None:
-    """Raise UnknownMachine for a GPU without a link, a link without a GPU, and several nodes without a network."""
+    """Raise UnknownMachine for a GPU without a link, a link without a GPU, and several nodes
+    without a network.
+    """
     ends = {end for link in machine.links for end in (link.a, link.b)}
     lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
     if lost:
         raise UnknownMachine(
-            f"machine {machine.name}: no link leads to {', '.join(lost)}; add a table [[link]] with between = "
-            f"['{lost[0]}', ...]"
+            f"machine {machine.name}: no link leads to {', '.join(lost)}; add a table [[link]] with"
+            f" between = ['{lost[0]}', ...]"
         )
     gpus = {f"gpu{i}" for i in range(machine.gpu.count)}
     if extra := sorted(end for end in ends - gpus if re.fullmatch(r"gpu\d+", end)):
         raise UnknownMachine(
-            f"machine {machine.name}: a [[link]] leads to {extra[0]}, but [gpu] has `count` {machine.gpu.count}, so "
-            f"the last GPU is gpu{machine.gpu.count - 1}; correct `between` or `count`"
+            f"machine {machine.name}: a [[link]] leads to {extra[0]}, but [gpu] has `count`"
+            f" {machine.gpu.count}, so the last GPU is gpu{machine.gpu.count - 1}; correct"
+            " `between` or `count`"
         )
     if machine.nodes > 1 and not any(link.kind == "network" for link in machine.links):
         raise UnknownMachine(
-            f"machine {machine.name}: it has {machine.nodes} nodes and no link of kind 'network'; "
-            "add a table [[link]] with between = ['cpu0', 'network'] and the network card's bytes_per_s"
+            f"machine {machine.name}: it has {machine.nodes} nodes and no link of kind 'network';"
+            " add a table [[link]] with between = ['cpu0', 'network'] and the network card's"
+            " bytes_per_s"
         )

@@ -1,4 +1,6 @@
-"""Options: the cases and the measurements of a run, the values that its axes may have, and the checks of values."""
+"""Options: the cases and the measurements of a run, the values that its axes may have, and the
+checks of values.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ HABIT_VALUES = (
     ("zero_grad", "way to clear gradients", ZERO_GRAD),
     ("mode", "mode", MODES),
 )
-"""The fields of `HABITS` with a fixed set of values, as (the name of the field, its description, the values)."""
+"""The fields of `HABITS` with a fixed set of values, as (the name of the field, its description,
+the values).
+"""
 MOST_ROUNDS = 10_000
 MOST = 10**9
 """The largest number of devices, and the largest batch size, of a sweep."""
@@ -31,19 +35,31 @@ AUTO = "auto"
 """The value of `rounds` with which a run adds rounds until its speed-ups are precise."""
 SCENARIOS = ("seeds",)
 AXES = (
-    "scenario", "together", "models", "model", "strategies", "strategy", "schedules", "ladder", "devices",
-    "batch_sizes", "batch_per_device",
-)  # fmt: skip
-"""The options that select cases. If none of them is given, a run is short and uses default cases."""
+    "scenario",
+    "together",
+    "models",
+    "model",
+    "strategies",
+    "strategy",
+    "schedules",
+    "ladder",
+    "devices",
+    "batch_sizes",
+    "batch_per_device",
+)
+"""The options that select cases.
+
+If none of them is given, a run is short and uses default cases.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options that select the cases and the measurements of a run.
 
-    Each field has the name and the default of an option of `dpbench run`, whose --help explains it. An empty value
-    means the default on this machine, which `measure.selection` inserts. `model` and `strategy` name the user's own
-    models and strategies.
+    Each field has the name and the default of an option of `dpbench run`, whose --help explains it.
+    An empty value means the default on this machine, which `measure.selection` inserts. `model` and
+    `strategy` name the user's own models and strategies.
     """
 
     models: tuple[str, ...] = ()
@@ -87,8 +103,8 @@ class Options:
     def of(cls, **given: Any) -> Self:
         """Return the options with these values, from the command line or from a caller in Python.
 
-        None means the default. Lists become tuples, and one value becomes a tuple of one value. Raises ValueError for a
-        value of a wrong type, and TypeError for an unknown option.
+        None means the default. Lists become tuples, and one value becomes a tuple of one value.
+        Raises ValueError for a value of a wrong type, and TypeError for an unknown option.
         """
         kinds = _kinds()
         named = {name: value for name, value in given.items() if value is not None}
@@ -97,15 +113,27 @@ class Options:
         return cls(**{name: _typed(name, value, kinds[name]) for name, value in named.items()})
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number out of its range, an unknown word, or optimizer "own" for dpbench's models."""
+        """Raise ValueError for a number out of its range, an unknown word, or optimizer "own" for
+        dpbench's models.
+        """
         if self.optimizer == "own" and (self.models or not self.model):
-            raise ValueError("--optimizer own takes the optimizer of your model's file: give --model, and no --models")
-        if self.rounds != AUTO and (isinstance(self.rounds, str) or not 1 <= self.rounds <= MOST_ROUNDS):
             raise ValueError(
-                f"--rounds: {self.rounds!r} is neither a number of rounds from 1 to {MOST_ROUNDS} nor auto"
+                "--optimizer own takes the optimizer of your model's file: give --model, and no"
+                " --models"
             )
-        for name, least, most in (("within", 1e-4, 1.0), ("budget", 1.0, None), ("limit", 1.0, None),
-                                  ("patience", 0.0, None)):  # fmt: skip
+        if self.rounds != AUTO and (
+            isinstance(self.rounds, str) or not 1 <= self.rounds <= MOST_ROUNDS
+        ):
+            raise ValueError(
+                f"--rounds: {self.rounds!r} is neither a number of rounds from 1 to {MOST_ROUNDS}"
+                " nor auto"
+            )
+        for name, least, most in (
+            ("within", 1e-4, 1.0),
+            ("budget", 1.0, None),
+            ("limit", 1.0, None),
+            ("patience", 0.0, None),
+        ):
             value = getattr(self, name)
             if value is not None and not least <= value <= (float("inf") if most is None else most):
                 bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
@@ -117,15 +145,21 @@ class Options:
             ("optimizer", OPTIMIZERS),
         ):
             if getattr(self, name) not in ("", *known):
-                raise ValueError(registry.unknown(name.replace("_", " "), getattr(self, name), [*known]))
+                raise ValueError(
+                    registry.unknown(name.replace("_", " "), getattr(self, name), [*known])
+                )
 
     @property
     def quick(self) -> bool:
-        """Return whether no option selects cases, so that the run is short and uses default cases."""
+        """Return whether no option selects cases, so that the run is short and uses default
+        cases.
+        """
         return not any(getattr(self, axis) for axis in AXES)
 
     def command(self, *more: str, config: bool = True) -> str:
-        """Return these options as the text of a `dpbench run` command; `more` are further arguments.
+        """Return these options as the text of a `dpbench run` command.
+
+        `more` are further arguments.
 
         With `config=False`, the command ignores the defaults in files.
         """
@@ -148,7 +182,10 @@ def _kinds() -> dict[str, str]:
 
 
 REPEATED = ("model", "strategy", "tag")
-"""The options that are given once per value on the command line; any other list is one text with commas."""
+"""The options that are given once per value on the command line.
+
+Any other list is one text with commas.
+"""
 
 
 def _text(value: object, name: str = "") -> str:
@@ -161,33 +198,58 @@ def _text(value: object, name: str = "") -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-KINDS: dict[str, type | tuple[type, ...]] = {"int": int, "str": str, "bool": bool, "float": (int, float)}
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "str": str,
+    "bool": bool,
+    "float": (int, float),
+}
 
 
 def _typed(name: str, value: Any, kind: str) -> Any:
-    """Return `value` for the option `name`; if `kind` is a tuple type, return lists and single values as tuples.
+    """Return `value` for the option `name`.
 
-    `kind` is the text of the option's annotation, such as "tuple[int, ...]". Raises ValueError for a value of another
-    type.
+    If `kind` is a tuple type, return lists and single values as tuples.
+
+    `kind` is the text of the option's annotation, such as "tuple[int, ...]". Raises ValueError for
+    a value of another type.
     """
     several = kind.startswith("tuple[")
-    allowed = [one for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ") if one in KINDS]
-    values = tuple(value) if several and isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    allowed = [
+        one
+        for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ")
+        if one in KINDS
+    ]
+    values = (
+        tuple(value)
+        if several and isinstance(value, Iterable) and not isinstance(value, str)
+        else (value,)
+    )
     for one in values:
         # True is an int in Python, but not a number of devices
-        fits = any(isinstance(one, KINDS[each]) and isinstance(one, bool) <= (each == "bool") for each in allowed)
+        fits = any(
+            isinstance(one, KINDS[each]) and isinstance(one, bool) <= (each == "bool")
+            for each in allowed
+        )
         if not fits:
             listed = f"a list of {' or '.join(allowed)}" if several else " or ".join(allowed)
-            raise ValueError(f"--{name.replace('_', '-')} must be {listed}, got {one!r} ({type(one).__name__})")
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be {listed}, got {one!r} ({type(one).__name__})"
+            )
     if several and not values:
-        raise ValueError(f"--{name.replace('_', '-')}: the list is empty; give at least one value, or leave it out")
+        raise ValueError(
+            f"--{name.replace('_', '-')}: the list is empty; give at least one value, or leave"
+            " it out"
+        )
     return values if several else value
 
 
 def check_names(
     models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a number out of range."""
+    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a
+    number out of range.
+    """
     for model in models:
         check_model(model)
     for strategy in strategies:
@@ -195,57 +257,80 @@ def check_names(
     for kind, values in (("number of devices", devices), ("batch size", batches)):
         for value in values:
             if not 1 <= value <= MOST:
-                raise ValueError(f"each {kind} of a sweep must be at least 1 and at most {MOST}, got {value}")
+                raise ValueError(
+                    f"each {kind} of a sweep must be at least 1 and at most {MOST}, got {value}"
+                )
     if not models:
-        raise ValueError(f"no model given; --models takes any of: {', '.join(registry.names('models'))}")
+        raise ValueError(
+            f"no model given; --models takes any of: {', '.join(registry.names('models'))}"
+        )
     if not strategies:
-        raise ValueError(f"no strategy given; --strategies takes any of: {', '.join(registry.names('strategies'))}")
+        raise ValueError(
+            "no strategy given; --strategies takes any of:"
+            f" {', '.join(registry.names('strategies'))}"
+        )
     if not devices:
         raise ValueError("no device count given; --devices takes numbers, such as 1,2")
 
 
 def check_model(name: str) -> None:
-    """Raise LookupError if dpbench has no model `name`; a name with a colon, a user's own model, is not checked."""
+    """Raise LookupError if dpbench has no model `name`.
+
+    A name with a colon, a user's own model, is not checked.
+    """
     if ":" in name:
         return
     try:
         registry.check("models", name)
     except LookupError as error:
-        raise LookupError(f"{error}; for your own model, give --model package.module:name") from None
+        raise LookupError(
+            f"{error}; for your own model, give --model package.module:name"
+        ) from None
 
 
 def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
-    """Raise ValueError if the placement or the device ids do not suit the kind and the number of the devices."""
+    """Raise ValueError if the placement or the device ids do not suit the kind and the number of
+    the devices.
+    """
     one_of("device kind", kind, DEVICE_KINDS)
     one_of("placement", placement, PLACEMENTS)
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
     if others and ids:
-        raise ValueError(f"--device-ids selects GPUs, but {others} have no ids: leave out --device-ids")
+        raise ValueError(
+            f"--device-ids selects GPUs, but {others} have no ids: leave out --device-ids"
+        )
     if others and placement == "colocated":
-        raise ValueError(f"--placement colocated puts all replicas on one GPU: for {others}, give --placement spread")
+        raise ValueError(
+            f"--placement colocated puts all replicas on one GPU: for {others}, give --placement"
+            " spread"
+        )
     if len(set(ids)) < len(ids):
         raise ValueError(
-            f"--device-ids names a GPU twice: {list(ids)}; to put all replicas on one GPU, give --placement colocated"
+            f"--device-ids names a GPU twice: {list(ids)}; to put all replicas on one GPU, give"
+            " --placement colocated"
         )
     if ids and placement == "spread" and max(devices) > len(ids):
         raise ValueError(
-            f"{max(devices)} devices are requested, but --device-ids names only {list(ids)}; give more ids or fewer "
-            "devices"
+            f"{max(devices)} devices are requested, but --device-ids names only {list(ids)}; give"
+            " more ids or fewer devices"
         )
 
 
 def check_memory(kind: str, size: int) -> None:
-    """Raise ValueError if the memory limit `size` is negative, or if it is given for devices that are not emulated."""
+    """Raise ValueError if the memory limit `size` is negative, or if it is given for devices that
+    are not emulated.
+    """
     if size < 0:
         raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
     if size and kind == "cpu":
         raise ValueError(
-            "--device-memory limits emulated devices; logical CPU devices share the host's memory: give "
-            "--device-kind emulated"
+            "--device-memory limits emulated devices; logical CPU devices share the host's memory:"
+            " give --device-kind emulated"
         )
     if size and kind == "cuda":
         raise ValueError(
-            "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave out --device-memory"
+            "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave"
+            " out --device-memory"
         )
 
 
@@ -254,16 +339,19 @@ def check_precision(precision: str, kind: str) -> None:
     one_of("precision", precision, PRECISIONS)
     if precision == "tf32" and kind != "cuda":
         raise ValueError(
-            f"--precision tf32 is for GPUs, and the devices are {kind} devices: give --precision fp32 or bf16"
+            f"--precision tf32 is for GPUs, and the devices are {kind} devices: give --precision"
+            " fp32 or bf16"
         )
     if precision != "fp32" and kind == "emulated":
         raise ValueError(
-            f"emulated devices have no autocast: leave out --precision {precision}, or give --device-kind cpu or cuda"
+            f"emulated devices have no autocast: leave out --precision {precision}, or give"
+            " --device-kind cpu or cuda"
         )
 
 
 def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if a value of a habit is unknown, or cannot be used with this kind of device or another habit.
+    """Raise ValueError if a value of a habit is unknown, or cannot be used with this kind of device
+    or another habit.
 
     Habits are the axes in `HABITS`. `habits` maps each of these names to the values of that axis.
     """
@@ -273,21 +361,25 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
     others = {*habits["inputs"]} - {"pinned"}
     if kind == "cpu" and others:
         raise ValueError(
-            f"--inputs {others.pop()} has no effect on logical CPU devices, which read the host's memory: leave out "
-            "--inputs"
+            f"--inputs {others.pop()} has no effect on logical CPU devices, which read the host's"
+            " memory: leave out --inputs"
         )
     if kind == "emulated" and "pageable" in others:
-        raise ValueError("--inputs pageable has no effect on emulated devices: give --inputs pinned or device")
+        raise ValueError(
+            "--inputs pageable has no effect on emulated devices: give --inputs pinned or device"
+        )
     if (every := min(habits["read_loss"])) < 0:
         raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
     if (workers := min(habits["loader"])) < -1:
         raise ValueError(f"--loader must be off or a number of workers, 0 or more, got {workers}")
     if any(habits["compile"]) and kind == "emulated":
-        raise ValueError("torch.compile cannot trace the tensors of emulated devices: leave out --compile")
+        raise ValueError(
+            "torch.compile cannot trace the tensors of emulated devices: leave out --compile"
+        )
     if any(habits["neighbour"]) and kind == "emulated":
         raise ValueError(
-            "emulated devices run one at a time, so two models cannot run concurrently on them: give --device-kind cpu "
-            "or cuda"
+            "emulated devices run one at a time, so two models cannot run concurrently on them:"
+            " give --device-kind cpu or cuda"
         )
     for model in filter(None, habits["neighbour"]):
         check_model(model)
@@ -295,21 +387,26 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if the value of one habit has no effect because of the value of another habit."""
+    """Raise ValueError if the value of one habit has no effect because of the value of another
+    habit.
+    """
     if max(habits["loader"]) >= 0 and "device" in habits["inputs"]:
         raise ValueError(
-            "a DataLoader puts batches in the host's memory, so --inputs device has no effect: leave out --loader or "
-            "--inputs"
+            "a DataLoader puts batches in the host's memory, so --inputs device has no effect:"
+            " leave out --loader or --inputs"
         )
     for name, option in (("read_loss", "--read-loss"), ("zero_grad", "--zero-grad")):
         if {*habits["mode"]} - {TRAIN} and {*habits[name]} - {getattr(Case, name)}:
             raise ValueError(
-                f"{option} has no effect on a forward alone, which has no loss and no gradients: leave out {option}, "
-                f"or give --mode {TRAIN}"
+                f"{option} has no effect on a forward alone, which has no loss and no gradients:"
+                f" leave out {option}, or give --mode {TRAIN}"
             )
 
 
 def one_of(kind: str, value: str, known: Sequence[str]) -> None:
-    """Raise ValueError, with the known values, if a value of an axis is unknown; `kind` names the axis."""
+    """Raise ValueError, with the known values, if a value of an axis is unknown.
+
+    `kind` names the axis.
+    """
     if value not in known:
         raise ValueError(registry.unknown(kind, value, list(known)))

@@ -1,4 +1,6 @@
-"""Plan: turn the axes of a sweep into cases, which are checked, normalised and free of duplicates."""
+"""Plan: turn the axes of a sweep into cases, which are checked, normalised and free of
+duplicates.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,11 @@ from dpbench.records.case import TRAIN
 from dpbench.records.registry import Role
 
 LIMIT = (("role", "limit"),)
-"""The options that mark a case as the limit: the strategy `single` on one device's share of the batch.
+"""The options that mark a case as the limit: the strategy `single` on one device's share of the
+batch.
 
-The limit's step time is a lower bound for the step time of every schedule. Without these options, other comparisons
-would use this case as their baseline.
+The limit's step time is a lower bound for the step time of every schedule. Without these options,
+other comparisons would use this case as their baseline.
 """
 
 
@@ -38,19 +41,27 @@ def sweep(
     device_memory_bytes: int = 0,
     **habits: Sequence[Any],
 ) -> list[Case]:
-    """Return a case for each combination of values of the axes; an axis is an argument that takes several values.
+    """Return a case for each combination of values of the axes.
 
-    Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global batch sizes (strong
-    scaling), and those in `batch_per_device` are multiplied by the number of devices (weak scaling).
-    `device_memory_bytes` limits the memory of each emulated device. `habits` are further axes, named as in `HABITS`.
-    Raises LookupError for unknown names, and ValueError for other values with which no case can run.
+    An axis is an argument that takes several values.
+
+    Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global
+    batch sizes (strong scaling), and those in `batch_per_device` are multiplied by the number of
+    devices (weak scaling). `device_memory_bytes` limits the memory of each emulated device.
+    `habits` are further axes, named as in `HABITS`. Raises LookupError for unknown names, and
+    ValueError for other values with which no case can run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
-        raise ValueError("give either batch sizes (strong scaling) or a batch per device (weak scaling), and not both")
+        raise ValueError(
+            "give either batch sizes (strong scaling) or a batch per device (weak scaling), and not"
+            " both"
+        )
     loops = {name: habits.pop(name, (getattr(Case, name),)) for name in HABITS}
     if habits:
         known = ", ".join(HABITS)
-        raise TypeError(f"a sweep has no axis {', '.join(habits)}; its axes for the training loop are {known}")
+        raise TypeError(
+            f"a sweep has no axis {', '.join(habits)}; its axes for the training loop are {known}"
+        )
     options.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
     schedules = [_schedule(text) for text in schedules]
     options.check_placement(devices, device_kind, device_ids, placement)
@@ -63,20 +74,30 @@ def sweep(
         for batch in batch_sizes or [each * count for each in batch_per_device]:
             for written, *loop in itertools.product(schedules, *loops.values()):
                 case = Case(
-                    model=model, strategy=strategy, devices=count, batch_size=batch, size=size, schedule=written,
-                    device_kind=device_kind, device_ids=tuple(device_ids[: max(devices)]), placement=placement,
-                    precision=precision, device_memory_bytes=device_memory_bytes,
-                    declared=registry.declared(strategy), **dict(zip(loops, loop, strict=True)),
-                )  # fmt: skip
+                    model=model,
+                    strategy=strategy,
+                    devices=count,
+                    batch_size=batch,
+                    size=size,
+                    schedule=written,
+                    device_kind=device_kind,
+                    device_ids=tuple(device_ids[: max(devices)]),
+                    placement=placement,
+                    precision=precision,
+                    device_memory_bytes=device_memory_bytes,
+                    declared=registry.declared(strategy),
+                    **dict(zip(loops, loop, strict=True)),
+                )
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
     return list(dict.fromkeys(cases))
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return the cases of a ladder: every rung, ablations of the best rung, default strategies, and those of `limit`.
+    """Return the cases of a ladder: every rung, ablations of the best rung, default strategies, and
+    those of `limit`.
 
-    `axes` are further axes of `sweep`. Raises ValueError if no
-    number of devices is above one, and for a mode other than training, because rungs are schedules of training steps.
+    `axes` are further axes of `sweep`. Raises ValueError if no number of devices is above one, and
+    for a mode other than training, because rungs are schedules of training steps.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
         raise ValueError("--ladder compares schedules of a training step: leave out --mode")
@@ -86,34 +107,61 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     ablations = schedule.ablations(schedule.RUNGS[schedule.BEST])
     schedules = [*schedule.RUNGS, *map(str, ablations.values())]
     rivals = default_strategies(device_kind)
-    cases = sweep(strategies=rivals, schedules=schedules, devices=several, device_kind=device_kind, **axes)
+    cases = sweep(
+        strategies=rivals, schedules=schedules, devices=several, device_kind=device_kind, **axes
+    )
     limits = [found for case in cases if case.traits.scheduled and (found := limit(case))]
-    return list(dict.fromkeys([*cases, *(case for case in limits if replace(case, options=()) not in cases)]))
+    return list(
+        dict.fromkeys(
+            [*cases, *(case for case in limits if replace(case, options=()) not in cases)]
+        )
+    )
 
 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
     """Return the cases of common situations in multi-GPU training, on two devices of `device_kind`.
 
-    The situations are: every strategy; the batch in each kind of memory before a step (only on GPUs and emulated
-    devices); loss read in every step or every tenth; gradients filled with zeros; bf16, fp16 and torch.compile; the
-    forward alone, with autograd and under no_grad; batches from a DataLoader without and with workers; each model
-    concurrent with itself. For a CPU, strategies of one process also run on emulated devices. `axes` are further axes
-    of `sweep`.
+    The situations are: every strategy; the batch in each kind of memory before a step (only on GPUs
+    and emulated devices); loss read in every step or every tenth; gradients filled with zeros;
+    bf16, fp16 and torch.compile; the forward alone, with autograd and under no_grad; batches from a
+    DataLoader without and with workers; each model concurrent with itself. For a CPU, strategies of
+    one process also run on emulated devices. `axes` are further axes of `sweep`.
     """
-    cases = sweep(strategies=registry.names("strategies"), devices=(2,), device_kind=device_kind, **axes)
-    usual = {"strategies": default_strategies(device_kind), "devices": (2,), "device_kind": device_kind, **axes}
-    cases += sweep(read_loss=(1, 10), **usual) + sweep(zero_grad=("zero",), **usual) + sweep(compile=(True,), **usual)
+    cases = sweep(
+        strategies=registry.names("strategies"), devices=(2,), device_kind=device_kind, **axes
+    )
+    usual = {
+        "strategies": default_strategies(device_kind),
+        "devices": (2,),
+        "device_kind": device_kind,
+        **axes,
+    }
+    cases += (
+        sweep(read_loss=(1, 10), **usual)
+        + sweep(zero_grad=("zero",), **usual)
+        + sweep(compile=(True,), **usual)
+    )
     cases += sweep(mode=("forward", "no_grad"), **usual) + sweep(loader=(0, 2), **usual)
     alone = {**usual, "strategies": (registry.of_role(Role.BASELINE),), "devices": (1,)}
-    cases += [case for model in axes["models"] for case in sweep(**{**alone, "models": (model,)}, neighbour=(model,))]
+    cases += [
+        case
+        for model in axes["models"]
+        for case in sweep(**{**alone, "models": (model,)}, neighbour=(model,))
+    ]
     for precision in ("bf16", "fp16"):
         cases += sweep(precision=precision, **usual)
     if device_kind == "cuda":
         return list(dict.fromkeys([*cases, *sweep(inputs=options.INPUTS, **usual)]))
     emulated = {"devices": (2,), "device_kind": "emulated", **axes}
     cases += sweep(strategies=registry.names("strategies"), **emulated)
-    cases += sweep(strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated)
-    return list(dict.fromkeys(case for case in cases if case.device_kind != "emulated" or not case.traits.ranks))
+    cases += sweep(
+        strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated
+    )
+    return list(
+        dict.fromkeys(
+            case for case in cases if case.device_kind != "emulated" or not case.traits.ranks
+        )
+    )
 
 
 def together(models: Sequence[str], **axes: Any) -> list[Case]:
@@ -122,14 +170,19 @@ def together(models: Sequence[str], **axes: Any) -> list[Case]:
     `axes` are further axes of `sweep`. Raises ValueError for another number of models.
     """
     if len(models) != 2:
-        raise ValueError(f"--together takes two models, such as mlp,resnet18, but got {len(models)}")
+        raise ValueError(
+            f"--together takes two models, such as mlp,resnet18, but got {len(models)}"
+        )
     pairs = (models, models[::-1])
-    found = [case for one, other in pairs for case in sweep(models=(one,), neighbour=("", other), **axes)]
+    found = [
+        case for one, other in pairs for case in sweep(models=(one,), neighbour=("", other), **axes)
+    ]
     return list(dict.fromkeys(found))
 
 
 def limit(case: Case) -> Case | None:
-    """Return the limit of a case: the case in which a device runs its share of the batch alone and without a wrapper.
+    """Return the limit of a case: the case in which a device runs its share of the batch alone and
+    without a wrapper.
 
     Return None if the devices' shares are unequal, or if the devices share one GPU or are emulated.
     """
@@ -144,36 +197,52 @@ def alone(case: Case, batch_size: int) -> Case:
     """Return a copy of a case that runs `batch_size` samples on one device without a wrapper."""
     baseline = registry.of_role(Role.BASELINE)
     return replace(
-        case, strategy=baseline, schedule="", devices=1, hosts=1, batch_size=batch_size, placement="spread", options=()
+        case,
+        strategy=baseline,
+        schedule="",
+        devices=1,
+        hosts=1,
+        batch_size=batch_size,
+        placement="spread",
+        options=(),
     )
 
 
 def baseline(**axes: Any) -> Case:
-    """Return a case on one device without a wrapper; `axes` are the other fields of the case by name."""
+    """Return a case on one device without a wrapper.
+
+    `axes` are the other fields of the case by name.
+    """
     return Case(strategy=registry.of_role(Role.BASELINE), devices=1, **axes)
 
 
 def model_check(case: Case) -> Case:
-    """Return the case that is run to check the model of `case` before a run: one sample on one device.
+    """Return the case that is run to check the model of `case` before a run: one sample on one
+    device.
 
-    It is the same for all cases with the same model and model settings. For emulated devices, it runs on the CPU. For a
-    DataLoader, it loads one batch without workers.
+    It is the same for all cases with the same model and model settings. For emulated devices, it
+    runs on the CPU. For a DataLoader, it loads one batch without workers.
     """
     if case.traits.loads:
         return replace(case, batch_size=1, loader=0)
     return baseline(
-        model=case.model, batch_size=1, size=case.size, precision=case.precision, seed=case.seed,
-        optimizer=case.optimizer, device_ids=case.device_ids[:1],
+        model=case.model,
+        batch_size=1,
+        size=case.size,
+        precision=case.precision,
+        seed=case.seed,
+        optimizer=case.optimizer,
+        device_ids=case.device_ids[:1],
         device_kind="cuda" if case.device_kind == "cuda" else "cpu",
-    )  # fmt: skip
+    )
 
 
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     """Return the normal form of a case, so that two cases with equal work are equal.
 
-    A strategy for one device gets `devices` 1. A case with one device gets the default placement. Only the engine keeps
-    its schedule. `weak_batches` are the batch sizes per device; if there are any, a strategy for one device gets one
-    device's share of the batch.
+    A strategy for one device gets `devices` 1. A case with one device gets the default placement.
+    Only the engine keeps its schedule. `weak_batches` are the batch sizes per device; if there are
+    any, a strategy for one device gets one device's share of the batch.
     """
     if case.traits.one_device and case.devices > 1:
         # in weak scaling, the baseline is one device with its share of the batch
@@ -185,10 +254,11 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Return the cases in groups that one worker can measure together: cases of the same model, settings and devices.
+    """Return the cases in groups that one worker can measure together: cases of the same model,
+    settings and devices.
 
-    Models from the same user module count as one model. A case is a group by itself if its strategy needs a separate
-    worker, or if it has a neighbour.
+    Models from the same user module count as one model. A case is a group by itself if its strategy
+    needs a separate worker, or if it has a neighbour.
     """
     groups: dict[tuple[object, ...], list[Case]] = {}
     for case in cases:
@@ -206,7 +276,9 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
 
 
 def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
-    """Return a hash that identifies a plan: the set of its cases, the rounds, and the measurement settings `how`."""
+    """Return a hash that identifies a plan: the set of its cases, the rounds, and the measurement
+    settings `how`.
+    """
     text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -214,7 +286,8 @@ def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
 def split_schedules(text: str) -> list[str]:
     """Return the schedules that a comma-separated list contains.
 
-    Adjacent switches, such as workers=pool,replicas=cached, form one schedule; a `;` separates two schedules.
+    Adjacent switches, such as workers=pool,replicas=cached, form one schedule; a `;` separates two
+    schedules.
     """
     schedules: list[str] = []
     for group in text.split(";"):
@@ -229,13 +302,16 @@ def split_schedules(text: str) -> list[str]:
 
 
 def _together(switches: Sequence[str]) -> str:
-    """Return the switches of one schedule, joined by commas. Raises ValueError if a switch occurs twice."""
+    """Return the switches of one schedule, joined by commas.
+
+    Raises ValueError if a switch occurs twice.
+    """
     names = [item.partition("=")[0].strip() for item in switches]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ValueError(
-            f"--schedules sets the switch {twice} twice in {','.join(switches)!r}; put a ';' between two schedules, "
-            "or give the option twice"
+            f"--schedules sets the switch {twice} twice in {','.join(switches)!r}; put a ';'"
+            " between two schedules, or give the option twice"
         )
     return ",".join(switches)
 
@@ -246,7 +322,9 @@ def _schedule(text: str) -> str:
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the names of the default strategies for a kind of device, or for the ranks of a launch ("launch")."""
+    """Return the names of the default strategies for a kind of device, or for the ranks of a launch
+    ("launch").
+    """
     by_kind = {
         "launch": ("single", "ddp", "fsdp"),
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
@@ -257,13 +335,26 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the default numbers of devices of a sweep: 1, 2 and `available`; for the placement "colocated", 1 and 2.
+    """Return the default numbers of devices of a sweep: 1, 2 and `available`.
 
-    A sweep of 1, 2, 4 and 8 GPUs would exceed the default budget, because each trial creates a context on each GPU.
+    For the placement "colocated", 1 and 2.
+
+    A sweep of 1, 2, 4 and 8 GPUs would exceed the default budget, because each trial creates a
+    context on each GPU.
     """
-    return (1, 2) if placement == "colocated" else tuple(sorted({1, min(2, available), available} - {0}))
+    return (
+        (1, 2)
+        if placement == "colocated"
+        else tuple(sorted({1, min(2, available), available} - {0}))
+    )
 
 
 def place(text: str) -> tuple[int, str]:
-    """Return the sort key of a schedule's text, which puts the rungs in ladder order before all other schedules."""
-    return ([*schedule.RUNGS].index(text), "") if text in schedule.RUNGS else (len(schedule.RUNGS), text)
+    """Return the sort key of a schedule's text, which puts the rungs in ladder order before all
+    other schedules.
+    """
+    return (
+        ([*schedule.RUNGS].index(text), "")
+        if text in schedule.RUNGS
+        else (len(schedule.RUNGS), text)
+    )

@@ -1,8 +1,10 @@
-"""Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy declares.
+"""Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy
+declares.
 
-A model, strategy or sampler of dpbench is a file in one of its packages, and is named after this file; the object in a
-strategy's file is called `strategy`. An external strategy comes from a file (`file.py:name`), from an importable module
-(`package.module:name`), or from an installed distribution that has an entry point in the group `dpbench.strategies`.
+A model, strategy or sampler of dpbench is a file in one of its packages, and is named after this
+file; the object in a strategy's file is called `strategy`. An external strategy comes from a file
+(`file.py:name`), from an importable module (`package.module:name`), or from an installed
+distribution that has an entry point in the group `dpbench.strategies`.
 
 Plans, predictions and reports depend on the traits of a strategy, never on the strategy's name.
 """
@@ -36,13 +38,18 @@ class Role(StrEnum):
     BASELINE = "baseline"
     """Training on one device without a wrapper; speed-ups are relative to this strategy."""
     ALL_CORES = "all cores"
-    """Training on one CPU device that uses all cores; it shows the gain from more cores without data parallelism."""
+    """Training on one CPU device that uses all cores.
+
+    It shows the gain from more cores without data parallelism.
+    """
     WRAPPER = "wrapper"
     """torch.nn.DataParallel itself."""
     ENGINE = "engine"
     """dpbench's engine, whose steps follow a schedule."""
     CONTROL = "control"
-    """DistributedDataParallel: its ranks do equal work, so differences between its devices are due to the machine."""
+    """DistributedDataParallel: its ranks do equal work, so differences between its devices are due
+    to the machine.
+    """
     OTHER = "other"
     OBSERVED = "observed"
     """A training loop of the user, which dpbench watched, or whose trace dpbench imported."""
@@ -59,7 +66,8 @@ class Parallelism(StrEnum):
     RANKS = "ranks"
     """Each device has a separate process, which is a rank of one process group."""
     OTHER = "other"
-    """One process runs all devices, and they are not replicas: for example, each has some of the layers.
+    """One process runs all devices, and they are not replicas: for example, each has some of the
+    layers.
 
     Also the parallelism of a stored case whose strategy is unknown here, or stored another value.
     """
@@ -77,7 +85,10 @@ class Reduction(StrEnum):
     IN_BACKWARD = "in backward"
     """The `backward` phase contains all the time in which gradients are added."""
     OVERLAPPED = "overlapped"
-    """Gradients are added during backward; the `reduce` phase contains only the adding that outlasts backward."""
+    """Gradients are added during backward.
+
+    The `reduce` phase contains only the adding that outlasts backward.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +106,17 @@ class Traits:
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
     rounds_gradients: bool = False
-    """Whether gradients are rounded to 16 bits for transfers; if so, verification permits larger errors."""
+    """Whether gradients are rounded to 16 bits for transfers.
+
+    If so, verification permits larger errors.
+    """
     strategy: str = ""
 
     @property
     def one_device(self) -> bool:
-        """Return whether the strategy uses only one device, even if a sweep asks for more devices."""
+        """Return whether the strategy uses only one device, even if a sweep asks for more
+        devices.
+        """
         return self.parallelism is Parallelism.NONE
 
     @property
@@ -110,12 +126,16 @@ class Traits:
 
     @property
     def threads(self) -> bool:
-        """Return whether the strategy runs a replica on each device in one process, coordinated by device 0."""
+        """Return whether the strategy runs a replica on each device in one process, coordinated by
+        device 0.
+        """
         return self.parallelism is Parallelism.THREADS
 
     @property
     def replicated(self) -> bool:
-        """Return whether each device has a whole replica of the module, so that equal rows are equal work."""
+        """Return whether each device has a whole replica of the module, so that equal rows are
+        equal work.
+        """
         return self.parallelism is not Parallelism.OTHER and self.devices_per_replica == 1
 
     @property
@@ -125,7 +145,9 @@ class Traits:
 
     @property
     def observed(self) -> bool:
-        """Return whether the case is a user's training loop that dpbench observed and did not run itself."""
+        """Return whether the case is a user's training loop that dpbench observed and did not run
+        itself.
+        """
         return self.role is Role.OBSERVED
 
     @property
@@ -140,7 +162,9 @@ class Traits:
 
     @property
     def alone(self) -> bool:
-        """Return whether a case of the strategy must be measured in a worker that measures no other case."""
+        """Return whether a case of the strategy must be measured in a worker that measures no other
+        case.
+        """
         return self.ranks or self.all_cores
 
     def to_dict(self) -> dict[str, Any]:
@@ -152,7 +176,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
 """The package under `dpbench` that contains the plug-ins of each kind."""
 LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "vision"}
-"""The libraries whose models a user can name, as in `transformers:gpt2`, and dpbench's extra that installs each."""
+"""The libraries whose models a user can name, as in `transformers:gpt2`, and dpbench's extra that
+installs each.
+"""
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
 
@@ -163,7 +189,9 @@ def folder_of(kind: str) -> Path:
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted names of all plug-ins of a kind: dpbench's own, and strategies of installed distributions."""
+    """Return the sorted names of all plug-ins of a kind: dpbench's own, and strategies of installed
+    distributions.
+    """
     return sorted({*own(kind), *(_installed() if kind == "strategies" else ())})
 
 
@@ -177,17 +205,23 @@ def own(kind: str) -> list[str]:
 
 @lru_cache(maxsize=16)
 def _modules(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_")))
+    return tuple(
+        sorted(m.name for m in pkgutil.iter_modules([str(folder)]) if not m.name.startswith("_"))
+    )
 
 
 def load(kind: str, name: str) -> Any:
-    """Import one of dpbench's own plug-ins and return its module. Raises LookupError for an unknown name."""
+    """Import one of dpbench's own plug-ins and return its module.
+
+    Raises LookupError for an unknown name.
+    """
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
 
 def check(kind: str, name: str) -> None:
-    """Raise LookupError, with the known names, if no plug-in of the kind `kind` has the name `name`.
+    """Raise LookupError, with the known names, if no plug-in of the kind `kind` has the name
+    `name`.
 
     Only a strategy named `file.py:name` or `package.module:name` is imported.
     """
@@ -201,7 +235,8 @@ def check(kind: str, name: str) -> None:
 
 
 def strategy(name: str) -> Any:
-    """Return the strategy with the name `name`, an object with the interface of `dpbench.strategies.Strategy`.
+    """Return the strategy with the name `name`, an object with the interface of
+    `dpbench.strategies.Strategy`.
 
     Raises LookupError if no strategy has this name, or if the object lacks a part of the interface.
     """
@@ -211,8 +246,9 @@ def strategy(name: str) -> Any:
     missing = [part for part, there in _parts(instance) if not there]
     if missing:
         raise LookupError(
-            f"strategy {name}: this {type(instance).__name__} has no {' and no '.join(missing)}; write a subclass of "
-            "dpbench.strategies.Strategy and give the name of an instance of that class"
+            f"strategy {name}: this {type(instance).__name__} has no {' and no '.join(missing)};"
+            " write a subclass of dpbench.strategies.Strategy and give the name of an instance of"
+            " that class"
         )
     return instance
 
@@ -225,12 +261,18 @@ def _parts(found: Any) -> list[tuple[str, bool]]:
 
 
 def _named(name: str) -> Any:
-    return load("strategies", name).strategy if name in own("strategies") else _installed()[name].load()
+    return (
+        load("strategies", name).strategy
+        if name in own("strategies")
+        else _installed()[name].load()
+    )
 
 
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, Any]:
-    """Return the entry points of strategies from installed distributions, by the strategy's name."""
+    """Return the entry points of strategies from installed distributions, by the strategy's
+    name.
+    """
     from importlib.metadata import entry_points  # imported late, because it takes 30 ms
 
     return {one.name: one for one in entry_points(group=GROUP)}
@@ -240,8 +282,8 @@ def _installed() -> dict[str, Any]:
 def outside(kind: str, name: str) -> Any:
     """Return the object that `name` denotes in the form `file.py:name` or `package.module:name`.
 
-    Modules are also searched for in the current folder. Raises LookupError, which names the `kind` of object, if the
-    file or module cannot be imported, or has no such object.
+    Modules are also searched for in the current folder. Raises LookupError, which names the `kind`
+    of object, if the file or module cannot be imported, or has no such object.
     """
     _check_visible(kind, name)
     place, _, attribute = name.rpartition(":")
@@ -257,21 +299,31 @@ def outside(kind: str, name: str) -> Any:
             module = importlib.import_module(place)
     except Exception as error:  # the user's code may raise any error
         told = f"{type(error).__name__}: {error}"
-        raise LookupError(f"{kind} {name}: cannot import {place} in the folder {here}: {told}") from error
+        raise LookupError(
+            f"{kind} {name}: cannot import {place} in the folder {here}: {told}"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
-        raise LookupError(f"{kind} {name}: {place} has no object {attribute!r}; correct the name after ':'")
+        raise LookupError(
+            f"{kind} {name}: {place} has no object {attribute!r}; correct the name after ':'"
+        )
     return found
 
 
 def _check_exists(kind: str, name: str, path: str) -> None:
-    """Raise UnreadableFile if the file of the user's object `name` does not exist; `kind` is the kind of object."""
+    """Raise UnreadableFile if the file of the user's object `name` does not exist.
+
+    `kind` is the kind of object.
+    """
     if not Path(path).is_file():
-        raise UnreadableFile(f"{kind} {name}: the file {path} does not exist in the folder {Path.cwd()}")
+        raise UnreadableFile(
+            f"{kind} {name}: the file {path} does not exist in the folder {Path.cwd()}"
+        )
 
 
 def _executed(path: Path) -> Any:
-    """Execute the Python file `path` and return it as a module of a package that stands for the file's folder.
+    """Execute the Python file `path` and return it as a module of a package that stands for the
+    file's folder.
 
     The name of the package is unique to the folder. The file can import its neighbours with
     `from .neighbour import name`.
@@ -294,8 +346,8 @@ def _executed(path: Path) -> Any:
 def traits(name: str) -> Traits:
     """Return the traits of the strategy with the name `name`.
 
-    If the strategy cannot be loaded, its parallelism is OTHER, because it is unknown. Stored cases of
-    external strategies contain the traits of their strategy; see `Case.traits`.
+    If the strategy cannot be loaded, its parallelism is OTHER, because it is unknown. Stored cases
+    of external strategies contain the traits of their strategy; see `Case.traits`.
     """
     try:
         declared: Traits = strategy(name).traits
@@ -305,7 +357,10 @@ def traits(name: str) -> Traits:
 
 
 def declared(name: str) -> Traits | None:
-    """Return the traits to store in the cases of an external strategy; None for one of dpbench's own strategies."""
+    """Return the traits to store in the cases of an external strategy.
+
+    None for one of dpbench's own strategies.
+    """
     return None if name in own("strategies") else traits(name)
 
 
@@ -320,8 +375,8 @@ def check_module(name: str, option: str = "--model") -> None:
 
     Raise UnreadableFile, which is a LookupError, if its file does not exist.
 
-    `name` is `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`. `option` is
-    the option that gives the name. Nothing is imported.
+    `name` is `file.py:object`, `package.module:object`, or a library's model, such as
+    `transformers:gpt2`. `option` is the option that gives the name. Nothing is imported.
     """
     _check_visible(option, name)
     place, colon, _ = name.rpartition(":")
@@ -335,22 +390,31 @@ def check_module(name: str, option: str = "--model") -> None:
     missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
     if missing and top in LIBRARIES:
         raise LookupError(
-            f"{option} {name} needs {top}, which is not installed: pip install 'torch-dpbench[{LIBRARIES[top]}]'"
+            f"{option} {name} needs {top}, which is not installed: pip install"
+            f" 'torch-dpbench[{LIBRARIES[top]}]'"
         )
     if missing:
-        raise LookupError(f"{option} {name}: cannot find the module {top!r} in the folder {here} or on Python's path")
+        raise LookupError(
+            f"{option} {name}: cannot find the module {top!r} in the folder {here} or on Python's"
+            " path"
+        )
 
 
 def _check_visible(kind: str, name: str) -> None:
-    """Raise LookupError if `name` has characters that a stored case would escape; the message begins with `kind`."""
+    """Raise LookupError if `name` has characters that a stored case would escape.
+
+    The message begins with `kind`.
+    """
     if visible(name) != name:
         raise LookupError(
-            f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8; rename the file"
+            f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8;"
+            " rename the file"
         )
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return a message that reports an unknown name, lists the known names and suggests the most similar one.
+    """Return a message that reports an unknown name, lists the known names and suggests the most
+    similar one.
 
     `kind` is the kind of the named thing in words, such as "model".
     """

@@ -1,8 +1,10 @@
-"""Schedules: the ways in which the engine can run a step; a schedule is a combination of positions of eight switches.
+"""Schedules: the ways in which the engine can run a step.
 
-The ladder is a series of named schedules, which are its rungs: each rung changes one more switch than the rung below. A
-schedule is written as the name of a rung (`"cached"`) or as switches with positions (`"workers=pool,replicas=cached"`).
-The table `RULES` defines the permitted combinations.
+A schedule is a combination of positions of eight switches.
+
+The ladder is a series of named schedules, which are its rungs: each rung changes one more switch
+than the rung below. A schedule is written as the name of a rung (`"cached"`) or as switches with
+positions (`"workers=pool,replicas=cached"`). The table `RULES` defines the permitted combinations.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "update": ("root", "each", "sharded"),
     "optimizer": ("per_parameter", "flat"),
 }
-"""The positions of each switch. The first positions form the rung `reference`, which works as torch's DataParallel."""
+"""The positions of each switch.
+
+The first positions form the rung `reference`, which works as torch's DataParallel.
+"""
 
 LADDER: dict[str, tuple[str, str]] = {
     "pool": ("workers", "pool"),
@@ -33,7 +38,9 @@ LADDER: dict[str, tuple[str, str]] = {
     "flat_optimizer": ("optimizer", "flat"),
     "zero1": ("update", "sharded"),
 }
-"""The switch that each rung above `reference` changes, and the new position of this switch, in ladder order."""
+"""The switch that each rung above `reference` changes, and the new position of this switch, in
+ladder order.
+"""
 EFFECTS: dict[str, str] = {
     "pool": "threads persist between steps",
     "cached": "replicas are refreshed and not rebuilt",
@@ -42,9 +49,13 @@ EFFECTS: dict[str, str] = {
     "local_loss": "each device computes its part of the loss",
     "local_backward": "each device runs its own backward",
     "overlap": "gradients are added during backward",
-    "allreduce": "every device updates its own weights, and must notice all other writes to weights",
+    "allreduce": (
+        "every device updates its own weights, and must notice all other writes to weights"
+    ),
     "flat_optimizer": "the optimizer updates one buffer",
-    "zero1": "each device updates a part of the weights, and must notice all other writes to weights",
+    "zero1": (
+        "each device updates a part of the weights, and must notice all other writes to weights"
+    ),
 }
 """The effect of the switch position that each rung sets, as a clause."""
 
@@ -65,14 +76,17 @@ RULES: tuple[tuple[str, str, str], ...] = (
 """Rules as (switch, position, need): the switch may have this position only if the need is met.
 
 A need is a position of another switch, or the use of TrainStep. Persistent replicas need TrainStep,
-because DataParallel cannot detect the optimizer's step: the weights of the replicas would be outdated, or would be
-overwritten between a forward and its backward.
+because DataParallel cannot detect the optimizer's step: the weights of the replicas would be
+outdated, or would be overwritten between a forward and its backward.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A way to run a step: one position for each switch. `parse` reads the text that `str()` returns."""
+    """A way to run a step: one position for each switch.
+
+    `parse` reads the text that `str()` returns.
+    """
 
     workers: str = "spawn"
     replicas: str = "rebuilt"
@@ -87,16 +101,23 @@ class Schedule:
         for switch, positions in SWITCHES.items():
             if getattr(self, switch) not in positions:
                 raise ValueError(
-                    f"the switch {switch} must be one of {', '.join(positions)}, not {getattr(self, switch)!r}"
+                    f"the switch {switch} must be one of {', '.join(positions)}, not"
+                    f" {getattr(self, switch)!r}"
                 )
 
     def __str__(self) -> str:
         name = next((name for name, schedule in RUNGS.items() if schedule == self), "")
-        return name or ",".join(f"{switch}={position}" for switch, position in self.turned().items())
+        return name or ",".join(
+            f"{switch}={position}" for switch, position in self.turned().items()
+        )
 
     def turned(self) -> dict[str, str]:
         """Return, by switch, the positions that differ from those of `reference`."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
 
     def missing(self, *, train_step: bool = True) -> list[str]:
         """Return a text for each need of this schedule that is not met.
@@ -119,7 +140,10 @@ class Schedule:
         Raises ValueError if one of its needs is not met; `train_step` is that of `missing`.
         """
         if missing := self.missing(train_step=train_step):
-            raise ValueError(f"the schedule {str(self)!r} cannot run, because needs are not met: {'; '.join(missing)}")
+            raise ValueError(
+                f"the schedule {str(self)!r} cannot run, because needs are not met:"
+                f" {'; '.join(missing)}"
+            )
         return self
 
 
@@ -161,7 +185,8 @@ is idle during backward.
 
 
 def parse(text: str | Schedule) -> Schedule:
-    """Return the schedule that `text` describes: the name of a rung, or switches as `switch=position,...`.
+    """Return the schedule that `text` describes: the name of a rung, or switches as
+    `switch=position,...`.
 
     A `Schedule` is returned unchanged. Raises ValueError for an unknown name, and for the names in
     `SELECTED`, because only TrainStep can select their schedules.
@@ -173,13 +198,17 @@ def parse(text: str | Schedule) -> Schedule:
     if "=" not in text:
         known = ", ".join((*RUNGS, *SELECTED))
         raise ValueError(
-            f"unknown schedule {text!r}; give one of {known}, or switches, such as workers=pool,replicas=cached"
+            f"unknown schedule {text!r}; give one of {known}, or switches, such as"
+            " workers=pool,replicas=cached"
         )
     given: dict[str, str] = {}
     for part in text.split(","):
         switch, _, position = part.strip().partition("=")
         if switch not in SWITCHES:
-            raise ValueError(f"unknown switch {switch!r} in schedule {text!r}; known switches: {', '.join(SWITCHES)}")
+            raise ValueError(
+                f"unknown switch {switch!r} in schedule {text!r}; known switches:"
+                f" {', '.join(SWITCHES)}"
+            )
         if switch in given:
             raise ValueError(f"schedule {text!r} sets {switch} twice")
         given[switch] = position
@@ -187,7 +216,9 @@ def parse(text: str | Schedule) -> Schedule:
 
 
 def known(text: str | Schedule) -> Schedule | None:
-    """Return the schedule that `text` describes; None for the names in `SELECTED`, and for those of other versions.
+    """Return the schedule that `text` describes.
+
+    None for the names in `SELECTED`, and for those of other versions.
 
     Stored runs keep the names of the version that measured them.
     """
@@ -198,7 +229,8 @@ def known(text: str | Schedule) -> Schedule | None:
 
 
 def ablations(best: Schedule) -> dict[str, Schedule]:
-    """Return, by switch, the schedule that equals `best` except that this switch is set back to its first position.
+    """Return, by switch, the schedule that equals `best` except that this switch is set back to its
+    first position.
 
     Schedules whose needs are not met are left out.
     """

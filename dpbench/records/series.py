@@ -1,7 +1,7 @@
 """Series: the steps, the spans and the samples of a trial; steps and samples are stored by column.
 
-A long run has millions of steps and samples, but a report reads few of them one by one. One object per step and sample
-would take most of a report's time and memory.
+A long run has millions of steps and samples, but a report reads few of them one by one. One object
+per step and sample would take most of a report's time and memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Step:
 class Steps(Sequence[Step]):
     """The steps of a trial, by column; the object of a step is built when a caller asks for it."""
 
-    def __init__(self, seconds: Sequence[float], warmup: Sequence[bool], ends: Sequence[float]) -> None:
+    def __init__(
+        self, seconds: Sequence[float], warmup: Sequence[bool], ends: Sequence[float]
+    ) -> None:
         """Take the fields of all steps: three sequences of equal length."""
         self.seconds = seconds
         self.warmup = warmup
@@ -49,13 +51,17 @@ class Steps(Sequence[Step]):
         return cls(*zip(*rows, strict=True)) if rows else cls((), (), ())
 
     def timed(self, values: Iterable[Value]) -> list[Value]:
-        """Return the values of the steps that are not warm-up; `values` has one value for each step.
+        """Return the values of the steps that are not warm-up.
+
+        `values` has one value for each step.
 
         Raises ValueError if there are more or fewer values than steps.
         """
         found = values if isinstance(values, Sequence) else [*values]
         if len(found) != len(self):
-            raise ValueError(f"expected one value per step, but got values: {len(found)}, steps: {len(self)}")
+            raise ValueError(
+                f"expected one value per step, but got values: {len(found)}, steps: {len(self)}"
+            )
         return list(compress(found, self._timed))
 
     @cached_property
@@ -93,8 +99,8 @@ JOINT = "_joint"
 class Span:
     """The start and the end of one phase on one device in the step with the index `step`.
 
-    `device` is -1 for the host. `clock` names the clock that measured the times. All times are converted to the
-    machine's monotonic clock.
+    `device` is -1 for the host. `clock` names the clock that measured the times. All times are
+    converted to the machine's monotonic clock.
     """
 
     step: int
@@ -122,7 +128,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading of one metric of a device; the name of the metric ends with the unit of the value."""
+    """One reading of one metric of a device.
+
+    The name of the metric ends with the unit of the value.
+    """
 
     time_s: float
     device: int
@@ -138,16 +147,25 @@ class Series(NamedTuple):
 
 
 class Samples(Sequence[Sample]):
-    """The samples of a trial, one series after the other; a series is read when a caller first asks for its metric."""
+    """The samples of a trial, one series after the other.
+
+    A series is read when a caller first asks for its metric.
+    """
 
     def __init__(self, readers: Mapping[tuple[int, str], Callable[[], Series]]) -> None:
-        """Take a function for each (device, metric); the function returns the series of that metric on that device."""
+        """Take a function for each (device, metric).
+
+        The function returns the series of that metric on that device.
+        """
         self._readers = readers
         self._read: dict[str, dict[int, Series]] = {}
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Self:
-        """Return the same samples, grouped by device and metric; an instance of this class is returned unchanged."""
+        """Return the same samples, grouped by device and metric.
+
+        An instance of this class is returned unchanged.
+        """
         if isinstance(samples, cls):
             return samples
         groups: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
@@ -163,9 +181,14 @@ class Samples(Sequence[Sample]):
         return tuple(dict.fromkeys(metric for _, metric in self._readers))
 
     def series(self, metric: str) -> Mapping[int, Series]:
-        """Return the series of a metric by device; the dict is empty if no device has the metric."""
+        """Return the series of a metric by device.
+
+        The dict is empty if no device has the metric.
+        """
         if metric not in self._read:
-            self._read[metric] = {device: read() for (device, name), read in self._readers.items() if name == metric}
+            self._read[metric] = {
+                device: read() for (device, name), read in self._readers.items() if name == metric
+            }
         return self._read[metric]
 
     def __iter__(self) -> Iterator[Sample]:
@@ -174,7 +197,9 @@ class Samples(Sequence[Sample]):
                 yield Sample(time_s, device, metric, value)
 
     def __len__(self) -> int:
-        return sum(len(found.times) for metric in self.metrics for found in self.series(metric).values())
+        return sum(
+            len(found.times) for metric in self.metrics for found in self.series(metric).values()
+        )
 
     @overload
     def __getitem__(self, place: int) -> Sample: ...

@@ -1,7 +1,8 @@
-"""Trial: the data types for the measurements of one case, and for estimates, which are numbers with intervals.
+"""Trial: the data types for the measurements of one case, and for estimates, which are numbers with
+intervals.
 
-Times are seconds on the machine's monotonic clock; sizes are bytes. The schema of `Trial` has version 2. This version
-added the memory by phase and by kind, and the device that failed.
+Times are seconds on the machine's monotonic clock; sizes are bytes. The schema of `Trial` has
+version 2. This version added the memory by phase and by kind, and the device that failed.
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ class Doubt(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with the low and the high end of its interval; the value was computed from `n` rounds.
+    """A value with the low and the high end of its interval.
 
-    `level` is the probability with which the interval contains the true value. It exceeds 0.95 for estimates that are
-    judged together, so that all of their intervals contain the true values with 95 %. For a prediction, `n` is 0 and
-    the interval is the 80 % interval of the predictor. A `signed` estimate is a difference. It may be 0 or negative, so
-    the ratio of its interval's ends has no meaning. `noisy` is True if the estimate compares cases by rounds in which
-    other processes used the cores. Such a load takes cores from cases with several processes first, an error that no
-    interval contains.
+    The value was computed from `n` rounds.
+
+    `level` is the probability with which the interval contains the true value. It exceeds 0.95 for
+    estimates that are judged together, so that all of their intervals contain the true values with
+    95 %. For a prediction, `n` is 0 and the interval is the 80 % interval of the predictor. A
+    `signed` estimate is a difference. It may be 0 or negative, so the ratio of its interval's ends
+    has no meaning. `noisy` is True if the estimate compares cases by rounds in which other
+    processes used the cores. Such a load takes cores from cases with several processes first, an
+    error that no interval contains.
     """
 
     value: float
@@ -50,13 +54,20 @@ class Estimate:
     level: float = 0.95
     noisy: bool = False
     ROUNDS: ClassVar[int] = 3
-    """The least number of rounds for which an estimate is shown: two rounds do not show how much rounds differ."""
+    """The least number of rounds for which an estimate is shown: two rounds do not show how much
+    rounds differ.
+    """
     WIDEST: ClassVar[float] = 4.0
-    """The largest ratio of the interval's high end to its low end with which an estimate is shown."""
+    """The largest ratio of the interval's high end to its low end with which an estimate is
+    shown.
+    """
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return the reason why the estimate must not be shown as a result; None if it may be shown."""
+        """Return the reason why the estimate must not be shown as a result.
+
+        None if it may be shown.
+        """
         if self.n == 0:
             return None
         if self.n < self.ROUNDS:
@@ -73,27 +84,33 @@ LONGEST_S = 1e9
 
 
 AVERAGING = "averaging"
-"""The key of a trial's provenance for gradients that are the mean of those of the ranks' own losses.
+"""The key of a trial's provenance for gradients that are the mean of those of the ranks' own
+losses.
 
-They are right for the strategy, but are not the gradient of the whole batch. `low` and `high` are the smallest and the
-largest relative difference of a parameter's gradient, in a step of `rows` samples.
+They are right for the strategy, but are not the gradient of the whole batch. `low` and `high` are
+the smallest and the largest relative difference of a parameter's gradient, in a step of `rows`
+samples.
 """
 
 
 HOSTS = "hosts"
 """The key of the provenance of a trial, and of a run, for the machines of the ranks."""
 FAILED_HOSTS = "failed_hosts"
-"""The key of a baseline's provenance for the reasons, by machine, why other machines could not run the baseline."""
+"""The key of a baseline's provenance for the reasons, by machine, why other machines could not run
+the baseline.
+"""
 ALONE = "step_alone_s"
-"""The metric for the seconds of a baseline step, which all machines of a launch run at once, without communication."""
+"""The metric for the seconds of a baseline step, which all machines of a launch run at once,
+without communication.
+"""
 
 
 @dataclass(frozen=True)
 class TrialHost:
     """One machine of a trial: its name and the ranks that run on it.
 
-    `machine` is the id of the machine's current boot, or the host name if there is no such id. `cores` is the number of
-    cores that these ranks may use together; 0 means unknown.
+    `machine` is the id of the machine's current boot, or the host name if there is no such id.
+    `cores` is the number of cores that these ranks may use together; 0 means unknown.
     """
 
     name: str
@@ -108,7 +125,9 @@ class TrialHost:
 
 
 class Source(StrEnum):
-    """The origin of a trial: a measurement, a prediction, or a profiler's trace that was imported from a file."""
+    """The origin of a trial: a measurement, a prediction, or a profiler's trace that was imported
+    from a file.
+    """
 
     MEASURED = "measured"
     PREDICTED = "predicted"
@@ -123,9 +142,10 @@ class Source(StrEnum):
 class Status(StrEnum):
     """The status of a trial that ended.
 
-    The status is `killed` if the run ended before the trial, or if a fault that has nothing to do with the case ended
-    both attempts at the trial, such as a signal of another process. A resumed run repeats every trial with this status.
-    It repeats trials with another status only if `--retry` lists that status.
+    The status is `killed` if the run ended before the trial, or if a fault that has nothing to do
+    with the case ended both attempts at the trial, such as a signal of another process. A resumed
+    run repeats every trial with this status. It repeats trials with another status only if
+    `--retry` lists that status.
     """
 
     OK = "ok"
@@ -145,10 +165,11 @@ class Fault(StrEnum):
 
 
 class Verified(StrEnum):
-    """The result of comparing a step's gradients, or the outputs of a forward alone, with the chunked reference.
+    """The result of comparing a step's gradients, or the outputs of a forward alone, with the
+    chunked reference.
 
-    The chunked reference runs copies of the model on the chunks of the batch, one after the other. The best result is
-    the first member.
+    The chunked reference runs copies of the model on the chunks of the batch, one after the other.
+    The best result is the first member.
     """
 
     BITWISE = "bitwise"
@@ -161,9 +182,9 @@ class Verified(StrEnum):
 class Memory:
     """The peak memory of one device, in one phase or, if `phase` is empty, in whole steps.
 
-    `source` is allocator (torch's statistics), rss (the resident memory of the process) or ledger (the byte count of
-    emulated devices). `kind` is allocated (by tensors, or by the process) or reserved (by the allocator from the
-    driver).
+    `source` is allocator (torch's statistics), rss (the resident memory of the process) or ledger
+    (the byte count of emulated devices). `kind` is allocated (by tensors, or by the process) or
+    reserved (by the allocator from the driver).
     """
 
     device: int
@@ -175,12 +196,13 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One measurement or prediction of a case: all recorded data, without values that are computed from them.
+    """One measurement or prediction of a case: all recorded data, without values that are computed
+    from them.
 
-    `round` is the index of the round. `reason` is a text that explains a status other than `ok`. `setup` maps the
-    stages of the trial, such as verification, to their durations in seconds. `provenance` has the facts about the host
-    and torch that are needed to reproduce the numbers. `failed_device` is the index of the device that failed first, if
-    any.
+    `round` is the index of the round. `reason` is a text that explains a status other than `ok`.
+    `setup` maps the stages of the trial, such as verification, to their durations in seconds.
+    `provenance` has the facts about the host and torch that are needed to reproduce the numbers.
+    `failed_device` is the index of the device that failed first, if any.
     """
 
     case: Case
@@ -206,14 +228,19 @@ class Trial:
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
-        """Return the trial without its spans, but with its computed ledger, which keeps the spans of the median step.
+        """Return the trial without its spans, but with its computed ledger, which keeps the spans
+        of the median step.
 
-        Do not pass the result to `dataclasses.replace`: the new trial would compute its ledger from no spans.
+        Do not pass the result to `dataclasses.replace`: the new trial would compute its ledger from
+        no spans.
         """
         return replace(self, spans=()).with_ledger(self.ledger.close())
 
     def with_ledger(self, ledger: Ledger) -> Trial:
-        """Set the ledger of this trial, because the trial has no spans from which to compute it; return the trial."""
+        """Set the ledger of this trial, because the trial has no spans from which to compute it.
+
+        Return the trial.
+        """
         self.__dict__["ledger"] = ledger
         return self
 
@@ -226,7 +253,11 @@ class Trial:
         warm_s = max(compress(steps.ends, steps.warmup) if timed else (), default=float("-inf"))
         # readings of a profiled step, which is outside the series, have time 0
         found = {
-            device: [value for time_s, value in zip(*series, strict=True) if time_s > warm_s or time_s == 0.0]
+            device: [
+                value
+                for time_s, value in zip(*series, strict=True)
+                if time_s > warm_s or time_s == 0.0
+            ]
             for device, series in self.grouped.series(metric).items()
         }
         return {device: values for device, values in found.items() if values}
@@ -243,7 +274,10 @@ class Trial:
 
     @property
     def hosts(self) -> tuple[TrialHost, ...]:
-        """Return the machines of the trial's ranks, that of rank 0 first; empty if no launch measured the trial."""
+        """Return the machines of the trial's ranks, that of rank 0 first.
+
+        Empty if no launch measured the trial.
+        """
         return tuple(TrialHost.from_dict(one) for one in self.provenance.get(HOSTS, ()))
 
     @cached_property
@@ -268,12 +302,17 @@ class Trial:
 
     @property
     def refusal(self) -> str:
-        """Return, as text, the reason why the trial has no usable step times; an empty text if it has them."""
+        """Return, as text, the reason why the trial has no usable step times.
+
+        An empty text if it has them.
+        """
         if self.status is Status.OK and self.fault is None:
             return ""
         reasons = {
-            Fault.CLOCK: f"the clock is wrong: a timed step took {self._impossible_s} s; a duration must be above 0 "
-            f"and below {LONGEST_S:.0e} s",
+            Fault.CLOCK: (
+                f"the clock is wrong: a timed step took {self._impossible_s} s; a duration must be"
+                f" above 0 and below {LONGEST_S:.0e} s"
+            ),
             Fault.UNTIMED: "no step was timed",
         }
         return reasons.get(self.fault or Fault.UNVERIFIED) or self.reason or "no reason given"
@@ -286,12 +325,16 @@ class Trial:
     def trusted(self) -> bool:
         """Return whether the trial's numbers may be shown.
 
-        A trial without timed steps is trusted too, because it may have other numbers, such as memory peaks.
+        A trial without timed steps is trusted too, because it may have other numbers, such as
+        memory peaks.
         """
         return self.status is Status.OK and self.fault in (None, Fault.UNTIMED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trial as plain data for JSON; series of steps, spans, samples and memory are stored by column."""
+        """Return the trial as plain data for JSON.
+
+        Series of steps, spans, samples and memory are stored by column.
+        """
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["case"] = self.case.to_dict()
         plain["setup"], plain["provenance"] = dict(self.setup), dict(self.provenance)
@@ -302,19 +345,23 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial from the data that `to_dict` returned, also after a conversion to JSON and back.
+        """Return the trial from the data that `to_dict` returned, also after a conversion to JSON
+        and back.
 
-        Control characters in the texts are escaped. Raises ValueError for a schema newer than `SCHEMA`, and for a value
-        of another type than its field's.
+        Control characters in the texts are escaped. Raises ValueError for a schema newer than
+        `SCHEMA`, and for a value of another type than its field's.
         """
         if (schema := data.get("schema", SCHEMA)) > SCHEMA:
             raise ValueError(
-                f"the trial has schema {schema}, but dpbench reads only schemas up to {SCHEMA}: update dpbench"
+                f"the trial has schema {schema}, but dpbench reads only schemas up to {SCHEMA}:"
+                " update dpbench"
             )
         values = dict(data)
         values["case"] = Case.from_dict(values["case"])
         values["reason"] = visible.visible(values.get("reason", ""), lines=True)
-        values |= {name: visible.everywhere(values.get(name, {})) for name in ("setup", "provenance")}
+        values |= {
+            name: visible.everywhere(values.get(name, {})) for name in ("setup", "provenance")
+        }
         for name, kind in _SCALARS.items():
             if name in values:
                 values[name] = msgspec.convert(values[name], kind)
@@ -334,19 +381,25 @@ class Trial:
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
     """Return the steps and the spans of all ranks, merged as if they came from one process.
 
-    `parts` are the trials of the ranks. Each step of the result is that of the rank that finished it last. A reduction
-    starts only when the last rank arrives. Each rank's reduce span is therefore cut to begin at that time. A rank's
-    backward span that contains the beginning of the rank's last reduce span is cut to end there. The time in which
-    ranks wait for the last rank is thus charged to the last rank's spans.
+    `parts` are the trials of the ranks. Each step of the result is that of the rank that finished
+    it last. A reduction starts only when the last rank arrives. Each rank's reduce span is
+    therefore cut to begin at that time. A rank's backward span that contains the beginning of the
+    rank's last reduce span is cut to end there. The time in which ranks wait for the last rank is
+    thus charged to the last rank's spans.
     """
-    steps = tuple(max(row, key=lambda step: step.end_s) for row in zip(*(part.steps for part in parts), strict=False))
+    steps = tuple(
+        max(row, key=lambda step: step.end_s)
+        for row in zip(*(part.steps for part in parts), strict=False)
+    )
     spans = [span for part in parts for span in part.spans]
     arrived: dict[int, float] = {}
     arrivals: dict[tuple[int, int], float] = {}
     for span in spans:
         if span.phase is Phase.REDUCE:
             arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))
-            arrivals[span.step, span.device] = max(span.start_s, arrivals.get((span.step, span.device), span.start_s))
+            arrivals[span.step, span.device] = max(
+                span.start_s, arrivals.get((span.step, span.device), span.start_s)
+            )
 
     def cut(span: Span) -> Span:
         if span.phase is Phase.REDUCE:
@@ -369,7 +422,9 @@ _SCALARS: dict[str, Any] = {
     "setup": dict[str, float],
     "failed_device": int | None,
 }
-"""The types of the fields that are not series, for which `Trial` itself states more general ones."""
+"""The types of the fields that are not series, for which `Trial` itself states more general
+ones.
+"""
 _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
 
 
@@ -407,15 +462,21 @@ class Failure:
     def from_json(cls, text: str) -> Self:
         """Return the record from the text that `to_json` returned."""
         fields = json.loads(text)
-        return cls(**fields | {"status": Status(fields["status"]), "verified": Verified(fields["verified"])})
+        return cls(
+            **fields
+            | {
+                "status": Status(fields["status"]),
+                "verified": Verified(fields["verified"]),
+            }
+        )
 
 
 def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     """Return the failures in order of time, except that the likely cause comes first.
 
-    When a process dies, its connections close before its parent detects the death. In the meantime, other ranks may
-    report a lost connection. If the earliest failure may be such a report, the earliest record of a rank that died or
-    ran out of memory is moved to the front.
+    When a process dies, its connections close before its parent detects the death. In the meantime,
+    other ranks may report a lost connection. If the earliest failure may be such a report, the
+    earliest record of a rank that died or ran out of memory is moved to the front.
     """
     by_time = sorted(failures, key=lambda failure: failure.at_s)
     causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
@@ -425,10 +486,12 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def cause_of(failures: Sequence[Failure], case: Case) -> Failure:
-    """Return the failure that likely caused the others; `failures` are the failures of a case's ranks.
+    """Return the failure that likely caused the others.
 
-    In the result, `device` is None if each rank has several devices, because a rank does not report which of them ran
-    out of memory.
+    `failures` are the failures of a case's ranks.
+
+    In the result, `device` is None if each rank has several devices, because a rank does not report
+    which of them ran out of memory.
     """
     first = in_order(failures)[0]
     return first if case.traits.devices_per_replica == 1 else replace(first, device=None)

@@ -1,7 +1,8 @@
 """Words: format numbers as text for terminals, pages and messages.
 
-This is the only module that rounds numbers, scales them or chooses their units for a reader. Numbers have three
-significant digits, unless a function states another precision, and are never written with an exponent.
+This is the only module that rounds numbers, scales them or chooses their units for a reader.
+Numbers have three significant digits, unless a function states another precision, and are never
+written with an exponent.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ from dpbench.records.trial import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
-"""The text that is shown in place of an estimate that is in doubt; for NOISY rounds, it is `NOT_ENOUGH_QUIET`."""
+"""The text that is shown in place of an estimate that is in doubt.
+
+For NOISY rounds, it is `NOT_ENOUGH_QUIET`.
+"""
 NOT_ENOUGH_QUIET = "not enough quiet rounds"
 NOT_ENOUGH_STEPS = "not enough steps"
 """The text that is shown in place of a percentile of too few steps."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 RESIDUE_S = 1e-12
-"""Shorter durations are residues of rounding, and are written as 0: no clock here is finer than a nanosecond."""
+"""Shorter durations are residues of rounding, and are written as 0: no clock here is finer than a
+nanosecond.
+"""
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number as text with `digits` significant digits, but at least all digits of its integer part.
+    """Return a number as text with `digits` significant digits, but at least all digits of its
+    integer part.
 
     For None, NaN and infinity, return `MISSING`.
     """
@@ -41,7 +48,9 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def exact(value: float) -> str:
-    """Return a number, such as a limit or an axis tick, with up to six significant digits and no trailing zeros."""
+    """Return a number, such as a limit or an axis tick, with up to six significant digits and no
+    trailing zeros.
+    """
     return f"{Decimal(f'{value:.6g}'):f}" if math.isfinite(value) else MISSING
 
 
@@ -51,7 +60,10 @@ def signed(value: float, digits: int = 3) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a count and its noun as text, such as "3 cases"; without `plural`, the plural is the noun with an s."""
+    """Return a count and its noun as text, such as "3 cases".
+
+    Without `plural`, the plural is the noun with an s.
+    """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -62,12 +74,17 @@ def ordinal(number: int) -> str:
 
 
 def verb(number: int, one: str, several: str) -> str:
-    """Return the form of a verb that agrees with a count: `one` for a count of 1, else `several`."""
+    """Return the form of a verb that agrees with a count: `one` for a count of 1, else
+    `several`.
+    """
     return one if number == 1 else several
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a percentage in text; percentages below 10 % have one decimal, larger ones none."""
+    """Return a fraction as a percentage in text.
+
+    Percentages below 10 % have one decimal, larger ones none.
+    """
     if not math.isfinite(share):
         return MISSING
     return f"{share:.1%}" if abs(share) < 0.0995 else f"{share:.0%}"
@@ -79,27 +96,36 @@ def measurable(value: float) -> float:
 
 
 def time(value: float) -> str:
-    """Return a duration in seconds as text in a suitable unit, from ns to s; a residue of rounding is 0 ms."""
+    """Return a duration in seconds as text in a suitable unit, from ns to s.
+
+    A residue of rounding is 0 ms.
+    """
     value = measurable(value)
     scale, unit = time_unit(value)
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
 
 def long_time(value: float) -> str:
-    """Return a duration in seconds as text, in hours from 2 h, in minutes from 2 min, and otherwise as `time` does."""
+    """Return a duration in seconds as text, in hours from 2 h, in minutes from 2 min, and otherwise
+    as `time` does.
+    """
     scale, unit = long_unit(value)
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
 
 def long_unit(value: float) -> tuple[float, str]:
-    """Return the unit of time in which `long_time` shows a duration in seconds, as (seconds per unit, its name)."""
+    """Return the unit of time in which `long_time` shows a duration in seconds, as (seconds per
+    unit, its name).
+    """
     if not math.isfinite(value) or value < 120:
         return time_unit(value)
     return (60.0, "min") if value < 7200 else (3600.0, "h")
 
 
 def long_duration(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text, in the unit that `long_time` takes."""
+    """Return an estimated duration in seconds and its interval as text, in the unit that
+    `long_time` takes.
+    """
     if estimate.doubt:
         return withheld(estimate)
     scale, unit = long_unit(estimate.value)
@@ -112,55 +138,73 @@ def signed_time(value: float) -> str:
 
 
 def time_unit(value: float) -> tuple[float, str]:
-    """Return the unit of time in which to show a duration in seconds, as (seconds per unit, name of the unit).
+    """Return the unit of time in which to show a duration in seconds, as (seconds per unit, name of
+    the unit).
 
-    It is the largest unit in which the rounded duration is at least 1; ns for shorter durations, and ms for 0.
+    It is the largest unit in which the rounded duration is at least 1; ns for shorter durations,
+    and ms for 0.
     """
     rounded = float(f"{abs(value):.3g}") if value else 1e-3
     return next((pair for pair in _TIMES if rounded >= pair[0]), _TIMES[-1])
 
 
 def size(number_of_bytes: float) -> str:
-    """Return a number of bytes as text in a binary unit, such as "1.50 MiB"; below 1 KiB, it has no decimals."""
+    """Return a number of bytes as text in a binary unit, such as "1.50 MiB".
+
+    Below 1 KiB, it has no decimals.
+    """
     unit, scale = binary(number_of_bytes)
-    return f"{number_of_bytes:,.0f} B" if scale == 1 else f"{number(number_of_bytes / scale)} {unit}"
+    return (
+        f"{number_of_bytes:,.0f} B" if scale == 1 else f"{number(number_of_bytes / scale)} {unit}"
+    )
 
 
 def binary(most: float) -> tuple[str, float]:
-    """Return the largest binary unit that is not larger than `most` bytes, or B, as (name, bytes per unit)."""
+    """Return the largest binary unit that is not larger than `most` bytes, or B, as (name, bytes
+    per unit).
+    """
     power = next((p for p in range(len(_BINARY) - 1, 0, -1) if most >= 1024**p), 0)
     return _BINARY[power], 1024.0**power
 
 
 INTERVALS = (
-    "Intervals of measurements are 95% intervals by Student's t over rounds; their standard error comes from a "
-    "hierarchical bootstrap, which resamples the rounds and then the steps in each round."
+    "Intervals of measurements are 95% intervals by Student's t over rounds; their standard error"
+    " comes from a hierarchical bootstrap, which resamples the rounds and then the steps in each"
+    " round."
 )
 TOGETHER = (
-    "The intervals of all speed-ups over one baseline are wider, so that all of them contain the true values with 95% "
-    "(Bonferroni). The interval that is shown decides: a case is faster or slower if its whole interval is above or "
-    "below 1."
+    "The intervals of all speed-ups over one baseline are wider, so that all of them contain the"
+    " true values with 95% (Bonferroni). The interval that is shown decides: a case is faster or"
+    " slower if its whole interval is above or below 1."
 )
 WITHHELD = (
-    f"An estimate from fewer than {Estimate.ROUNDS} rounds, or with an interval that spans more than a factor of "
-    f"{Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn; a comparison with fewer than "
-    f"{Estimate.ROUNDS} rounds without the label NOISY is replaced by “{NOT_ENOUGH_QUIET}”. To get this estimate, "
-    f"use {REMEDY}."
+    f"An estimate from fewer than {Estimate.ROUNDS} rounds, or with an interval that spans more"
+    f" than a factor of {Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn; a"
+    f" comparison with fewer than {Estimate.ROUNDS} rounds without the label NOISY is replaced by"
+    f" “{NOT_ENOUGH_QUIET}”. To get this estimate, use {REMEDY}."
 )
 
 
 def interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """Return the low and the high end of an estimate's interval, both multiplied by `scale`, as text."""
+    """Return the low and the high end of an estimate's interval, both multiplied by `scale`, as
+    text.
+    """
     return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
 
 
 def duration(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in one unit; `withheld` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in one unit.
+
+    `withheld` if it is in doubt.
+    """
     return _duration(estimate, *time_unit(measurable(estimate.value)))
 
 
 def ms(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in ms; `withheld` if it is in doubt."""
+    """Return an estimated duration in seconds and its interval as text in ms.
+
+    `withheld` if it is in doubt.
+    """
     return _duration(estimate, 1e-3, "ms")
 
 
@@ -168,14 +212,19 @@ def _duration(estimate: Estimate, scale: float, unit: str) -> str:
     if estimate.doubt:
         return withheld(estimate)
     value, low, high = (
-        number(measurable(seconds) / scale) for seconds in (estimate.value, estimate.low, estimate.high)
+        number(measurable(seconds) / scale)
+        for seconds in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value} {unit} ({low}–{high})"
 
 
 def times(estimate: Estimate) -> str:
     """Return an estimated ratio and its interval as text; `withheld` if it is in doubt."""
-    return withheld(estimate) if estimate.doubt else f"{number(estimate.value)}× ({interval(estimate)})"
+    return (
+        withheld(estimate)
+        if estimate.doubt
+        else f"{number(estimate.value)}× ({interval(estimate)})"
+    )
 
 
 def withheld(estimate: Estimate) -> str:
@@ -184,11 +233,20 @@ def withheld(estimate: Estimate) -> str:
 
 
 def doubt(estimate: Estimate) -> str:
-    """Return, as text, the reason why an estimate is in doubt and not shown; an empty text if it is shown."""
+    """Return, as text, the reason why an estimate is in doubt and not shown.
+
+    An empty text if it is shown.
+    """
     if estimate.doubt is Doubt.ROUNDS:
-        return f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how rounds differ"
+        return (
+            f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how"
+            " rounds differ"
+        )
     if estimate.doubt is Doubt.NOISY:
-        return f"other processes used the cores (NOISY), and fewer than {Estimate.ROUNDS} rounds without them are left"
+        return (
+            f"other processes used the cores (NOISY), and fewer than {Estimate.ROUNDS} rounds"
+            " without them are left"
+        )
     if estimate.doubt is Doubt.WIDTH:
         return f"the estimate's interval spans more than a factor of {exact(Estimate.WIDEST)}"
     return ""
@@ -202,13 +260,18 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
     def text(cells: Sequence[str]) -> str:
-        padded = (c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        padded = (
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
         return "  ".join(padded).rstrip()
 
     return [text(lines[0]), "  ".join("-" * width for width in widths), *map(text, lines[1:])]
 
 
-def dumps(value: object, *, default: type[str] | None = None, separators: tuple[str, str] | None = None) -> str:
+def dumps(
+    value: object, *, default: type[str] | None = None, separators: tuple[str, str] | None = None
+) -> str:
     """Return plain data as JSON text, with null for NaN and infinity.
 
     `default`, such as `str`, converts values of types that JSON lacks.

@@ -1,6 +1,8 @@
-"""Work: data types for the cost of a model on a device, for the tasks of a step, and for the bytes that a step moves.
+"""Work: data types for the cost of a model on a device, for the tasks of a step, and for the bytes
+that a step moves.
 
-The functions compute, from the sizes of tensors, how torch and dpbench's engine group the tensors for transfers.
+The functions compute, from the sizes of tensors, how torch and dpbench's engine group the tensors
+for transfers.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ Size = TypeVar("Size", int, float)
 COALESCED_BYTES = 10 * 2**20
 """The size limit in bytes of the flat buffers in which torch.nn.parallel.comm copies tensors."""
 DDP_SYNC_BYTES = 250 * 2**20
-"""The size limit in bytes of the messages in which DistributedDataParallel broadcasts weights and buffers."""
+"""The size limit in bytes of the messages in which DistributedDataParallel broadcasts weights and
+buffers.
+"""
 BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""The bytes at which a bucket of DistributedDataParallel is full; FIRST_BUCKET_BYTES is for its first bucket.
+"""The bytes at which a bucket of DistributedDataParallel is full.
+
+FIRST_BUCKET_BYTES is for its first bucket.
 
 The engine's schedules with reduce=overlap use 25 MiB for every bucket, including the first.
 """
@@ -27,7 +33,8 @@ SLOT_BYTES = 64
 
 
 def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
-    """Split a list of tensor sizes into consecutive groups of at most `limit_bytes`, as torch's `take_tensors` does.
+    """Split a list of tensor sizes into consecutive groups of at most `limit_bytes`, as torch's
+    `take_tensors` does.
 
     A tensor that is larger than the limit forms a group alone.
     """
@@ -39,11 +46,13 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
     return [run for run in runs if run]
 
 
-def buckets(sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None) -> list[range]:
+def buckets(
+    sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None
+) -> list[range]:
     """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
 
-    `sizes` are the bytes of the tensors. Tensors are added to a bucket until its size is at least `limit`. `first` is
-    the limit of the first bucket; None means `limit`.
+    `sizes` are the bytes of the tensors. Tensors are added to a bucket until its size is at least
+    `limit`. `first` is the limit of the first bucket; None means `limit`.
     """
     runs = []
     start = 0
@@ -70,7 +79,8 @@ def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
 def owners(sizes: Sequence[int], devices: int) -> list[int]:
     """Return the index of the device that owns each tensor.
 
-    The tensors are assigned in descending order of size, each to the device with the fewest bytes so far.
+    The tensors are assigned in descending order of size, each to the device with the fewest bytes
+    so far.
     """
     load = [0] * devices
     owner = [0] * len(sizes)
@@ -87,7 +97,9 @@ def flat_bytes(sizes_bytes: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of work on one device: a fixed part plus a part per sample, but at least `least_s`."""
+    """The seconds of work on one device: a fixed part plus a part per sample, but at least
+    `least_s`.
+    """
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
@@ -102,10 +114,11 @@ class Cost:
 class Profile:
     """The sizes, operation counts and costs of one model for training on one device.
 
-    The FLOP and bytes of inputs, outputs, forward and backward are per sample. Fields named `*_launches` count the
-    operations that the host submits to the device. `gradient_bytes` are the sizes of the parameters in the order in
-    which backward finishes their gradients; empty if the order is unknown. Fields of type `Cost` are in seconds for one
-    kind of device and one precision; a cost of None is computed from FLOP and bytes.
+    The FLOP and bytes of inputs, outputs, forward and backward are per sample. Fields named
+    `*_launches` count the operations that the host submits to the device. `gradient_bytes` are the
+    sizes of the parameters in the order in which backward finishes their gradients; empty if the
+    order is unknown. Fields of type `Cost` are in seconds for one kind of device and one precision;
+    a cost of None is computed from FLOP and bytes.
     """
 
     model: str
@@ -141,19 +154,23 @@ class Profile:
 
 @dataclass(frozen=True)
 class Task:
-    """One part of a step's work: its amount and unit, the resource that does it, and the tasks for which it waits.
+    """One part of a step's work: its amount and unit, the resource that does it, and the tasks for
+    which it waits.
 
-    `after` and `overlap` are indices into the list of the step's tasks. The task starts when all tasks in `after` have
-    ended and all tasks in `overlap` have started. Units are flop, bytes, s, and kinds of operations of the host:
-    launches, modules, tensors, threads and wakes. A resource is one of these:
+    `after` and `overlap` are indices into the list of the step's tasks. The task starts when all
+    tasks in `after` have ended and all tasks in `overlap` have started. Units are flop, bytes, s,
+    and kinds of operations of the host: launches, modules, tensors, threads and wakes. A resource
+    is one of these:
 
         device:i                    the stream of device i, which runs one kernel after the other
         host                        the main thread
         host:i                      the thread that serves device i
         gil                         the interpreter lock, shared by the threads of one process
-        copy:a:b                    the link for a copy from a to b, each of which is a device's index or `host`
-        all_reduce:k                the k-th collective; its tasks, one per device, start and end together. Its kind is
-                                    broadcast, reduce, all_reduce, reduce_scatter or all_gather
+        copy:a:b                    the link for a copy from a to b
+        all_reduce:k                the k-th collective
+
+    In a copy, a and b are indices of devices, or `host`. The tasks of a collective, one per device,
+    start and end together; its kind is broadcast, reduce, all_reduce, reduce_scatter or all_gather.
     """
 
     phase: Phase
@@ -171,9 +188,11 @@ FACT = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The sizes of a model's tensors: parameters and buffers in total bytes, all other tensors in bytes per sample.
+    """The sizes of a model's tensors: parameters and buffers in total bytes, all other tensors in
+    bytes per sample.
 
-    `parameter_tensors` is the number of parameters. `trainable_bytes` are the bytes of parameters with gradients.
+    `parameter_tensors` is the number of parameters. `trainable_bytes` are the bytes of parameters
+    with gradients.
     """
 
     parameter_tensors: int
@@ -186,15 +205,24 @@ class Shapes:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the sizes that a worker stored in a trial's provenance; None if any of them is missing."""
+        """Return the sizes that a worker stored in a trial's provenance.
+
+        None if any of them is missing.
+        """
         found = provenance.get(FACT) or {}
         names = [f.name for f in fields(cls)]
-        return cls(**{name: found[name] for name in names}) if all(name in found for name in names) else None
+        return (
+            cls(**{name: found[name] for name in names})
+            if all(name in found for name in names)
+            else None
+        )
 
 
 @dataclass(frozen=True)
 class Move:
-    """The bytes that one phase of a step moves from the device `source` to the device `target`; -1 is the host."""
+    """The bytes that one phase of a step moves from the device `source` to the device `target`; -1
+    is the host.
+    """
 
     phase: Phase
     source: int
@@ -220,7 +248,8 @@ LINKS = "links"
 class CopyTimes:
     """The durations of copies from the device `source` to the device `target`; -1 is the host.
 
-    The copies were timed after the steps of a trial. Each has `bytes` bytes; `seconds` has one duration per copy.
+    The copies were timed after the steps of a trial. Each has `bytes` bytes; `seconds` has one
+    duration per copy.
     """
 
     source: int
@@ -230,18 +259,27 @@ class CopyTimes:
 
     @classmethod
     def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
-        """Return the copy times that a worker stored in a trial's provenance; empty if it timed no copies."""
-        return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in provenance.get(LINKS, ()))
+        """Return the copy times that a worker stored in a trial's provenance.
+
+        Empty if it timed no copies.
+        """
+        return tuple(
+            cls(**{**one, "seconds": tuple(one["seconds"])}) for one in provenance.get(LINKS, ())
+        )
 
 
 DRAWS = "error_draws"
-"""The key of a prediction's provenance for random errors of its step time: a list of logarithms, one for each draw.
+"""The key of a prediction's provenance for random errors of its step time: a list of logarithms,
+one for each draw.
 
-Draw i uses the same random numbers in all predictions, so errors that two steps share cancel in the ratio of the steps.
+Draw i uses the same random numbers in all predictions, so errors that two steps share cancel in the
+ratio of the steps.
 """
 
 
 def middle_draws(draws: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of the middle 80 % of `draws`, which are random draws of one value."""
+    """Return the lowest and the highest of the middle 80 % of `draws`, which are random draws of
+    one value.
+    """
     ordered = sorted(draws)
     return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]

@@ -1,4 +1,6 @@
-"""Comparing: the comparison of two runs, before and after a change, as text, as Markdown, and as an HTML page."""
+"""Comparing: the comparison of two runs, before and after a change, as text, as Markdown, and as an
+HTML page.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +24,40 @@ if TYPE_CHECKING:
 COLUMNS = ("verdict", "case", "ratio", "99 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
 NOTE = (
-    "A ratio above 1 means that the second run (after) is faster. The intervals of all ratios contain the true values "
-    f"with {SURE:.0%}; a verdict needs the whole interval."
+    "A ratio above 1 means that the second run (after) is faster. The intervals of all ratios"
+    f" contain the true values with {SURE:.0%}; a verdict needs the whole interval."
 )
 PANELS = 40
 """The largest number of cases that a section of the page draws."""
 
 
 def heading(report: Report) -> str:
-    """Return one line on a run: its id and name, time, the commits of dpbench and of the project, and its machine."""
+    """Return one line on a run: its id and name, time, the commits of dpbench and of the project,
+    and its machine.
+    """
     facts = dict(naming.facts(report))
     name = report.provenance.get("name", "")
-    code = [f"dpbench {facts['dpbench']}", *([f"project {facts['project']}"] if "project" in facts else [])]
+    code = [
+        f"dpbench {facts['dpbench']}",
+        *([f"project {facts['project']}"] if "project" in facts else []),
+    ]
     gpus = [] if facts["GPUs"] == "none" else [facts["GPUs"]]
     return "  ".join(
-        [report.run_id[:8], *([f"@{name}"] if name else []), facts["date"], *code, ", ".join([facts["host"], *gpus])]
+        [
+            report.run_id[:8],
+            *([f"@{name}"] if name else []),
+            facts["date"],
+            *code,
+            ", ".join([facts["host"], *gpus]),
+        ]
     )
 
 
 def cells(found: Comparisons) -> list[tuple[str, ...]]:
-    """Return the cells of one line per case, in the order of `COLUMNS`; cases without a result come last."""
+    """Return the cells of one line per case, in the order of `COLUMNS`.
+
+    Cases without a result come last.
+    """
     lost = [("undecided", case.label, *[""] * 5, reason) for case, reason in found.lost.items()]
     return [*map(_cells, found.lines), *lost]
 
@@ -49,12 +65,25 @@ def cells(found: Comparisons) -> list[tuple[str, ...]]:
 def _cells(line: Comparison) -> tuple[str, ...]:
     ratio = ("", "")
     if not line.ratio.doubt:
-        ratio = f"{_number(line.ratio.value)}x", f"{_number(line.ratio.low)}-{_number(line.ratio.high)}"
-    return (line.verdict, line.name, *ratio, _ms(line.before), _ms(line.after), " ".join(line.labels), why(line))
+        ratio = (
+            f"{_number(line.ratio.value)}x",
+            f"{_number(line.ratio.low)}-{_number(line.ratio.high)}",
+        )
+    return (
+        line.verdict,
+        line.name,
+        *ratio,
+        _ms(line.before),
+        _ms(line.after),
+        " ".join(line.labels),
+        why(line),
+    )
 
 
 def _number(value: float) -> str:
-    """Return a ratio as text with four digits, because two runs are compared with a margin of about 1 %."""
+    """Return a ratio as text with four digits, because two runs are compared with a margin of about
+    1 %.
+    """
     return words.number(value, 4)
 
 
@@ -63,19 +92,28 @@ def _ms(step: Estimate) -> str:
 
 
 def why(line: Comparison) -> str:
-    """Return the reason for a verdict; if the case changed, the phase that changed most and its share come first."""
-    phase = f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the changes of all phases)"
+    """Return the reason for a verdict.
+
+    If the case changed, the phase that changed most and its share come first.
+    """
+    phase = (
+        f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the"
+        " changes of all phases)"
+    )
     return "; ".join([*([phase] if line.decided else []), line.reason])
 
 
 def summary(found: Comparisons) -> str:
     """Return the number of cases by verdict as text, such as "1 case slower, 2 cases undecided"."""
     counts = found.verdicts
-    return ", ".join(f"{words.count(counts[verdict], 'case')} {verdict}" for verdict in ORDER if counts[verdict])
+    return ", ".join(
+        f"{words.count(counts[verdict], 'case')} {verdict}" for verdict in ORDER if counts[verdict]
+    )
 
 
 def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple[str, str]]:
-    """Return a line on each run, and a line on each fact in which their machines differ, as pairs of a name and a text.
+    """Return a line on each run, and a line on each fact in which their machines differ, as pairs
+    of a name and a text.
 
     The names are "before" and "after" for the runs, and "UNLIKE" for each fact.
     """
@@ -87,14 +125,20 @@ def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple
 
 
 def note(found: Comparisons) -> str:
-    """Return the note below a comparison: how to read a ratio, and what the intervals of observed loops leave out."""
+    """Return the note below a comparison: how to read a ratio, and what the intervals of observed
+    loops leave out.
+    """
     observed = any(one.case.traits.observed for one in found.lines)
     return f"{NOTE} {caveats.PARTS[0].upper()}{caveats.PARTS[1:]}." if observed else NOTE
 
 
 def text(before: Report, after: Report, found: Comparisons) -> str:
-    """Return the comparison as plain text: a line on each run, and a table with one line per case."""
-    aligned = words.aligned([COLUMNS, *cells(found)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS])
+    """Return the comparison as plain text: a line on each run, and a table with one line per
+    case.
+    """
+    aligned = words.aligned(
+        [COLUMNS, *cells(found)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS]
+    )
     head = [f"{name:<7} {said}" for name, said in facts(before, after, found)]
     return "\n".join([*head, "", *aligned, "", f"{summary(found)}. {note(found)}"])
 
@@ -102,14 +146,19 @@ def text(before: Report, after: Report, found: Comparisons) -> str:
 def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
     """Return the comparison in GitHub's Markdown, for a pull request."""
     head = facts(before, after, found)
-    return markdown.compared(f"dpbench: {summary(found)}", head, COLUMNS, cells(found), TEXT_COLUMNS, note(found))
+    return markdown.compared(
+        f"dpbench: {summary(found)}", head, COLUMNS, cells(found), TEXT_COLUMNS, note(found)
+    )
 
 
 @dataclass(frozen=True)
 class SideAnswer:
-    """The headline and the labels of an answer. `side` names the run, or both runs if they give the same answer.
+    """The headline and the labels of an answer.
 
-    `cases` has the ids of the compared cases to which the answer applies; if empty, the page always shows the answer.
+    `side` names the run, or both runs if they give the same answer.
+
+    `cases` has the ids of the compared cases to which the answer applies; if empty, the page always
+    shows the answer.
     """
 
     subject: str
@@ -120,16 +169,21 @@ class SideAnswer:
 
 
 def page(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the comparison as one HTML page: the answers of both runs, the table, and the steps of both runs.
+    """Return the comparison as one HTML page: the answers of both runs, the table, and the steps of
+    both runs.
 
-    The page has the style sheet and the script of the page of a run, so that filters, tooltips and themes are the same.
+    The page has the style sheet and the script of the page of a run, so that filters, tooltips and
+    themes are the same.
     """
     from dpbench.report import page as report_page
 
     styles = report_page.Styles()
     drawn = [
         part
-        for part in (_lanes(before, after, comparisons, styles), _phases(before, after, comparisons, styles))
+        for part in (
+            _lanes(before, after, comparisons, styles),
+            _phases(before, after, comparisons, styles),
+        )
         if part
     ]
     shown = answers(before, after, comparisons)
@@ -140,29 +194,40 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
     verdicts = [verdict for verdict in ORDER if comparisons.verdicts[verdict]]
     axes = [*naming.axes(cases), *([("verdict", "Verdict", verdicts)] if len(verdicts) > 1 else [])]
     rendered = report_page.template("compare.html").render(
-        policy=Markup(f"default-src 'none'; style-src {allow(style)}; script-src {allow(script)}; img-src data:"),
-        style=Markup(style), script=Markup(script), numbers=Markup(table.embedded(numbers(comparisons))),
+        policy=Markup(
+            f"default-src 'none'; style-src {allow(style)}; script-src {allow(script)}; img-src"
+            " data:"
+        ),
+        style=Markup(style),
+        script=Markup(script),
+        numbers=Markup(table.embedded(numbers(comparisons))),
         summary=summary(comparisons),
         runs=f"{before.run_id[:8]}-{after.run_id[:8]}",
         facts=facts(before, after, comparisons),
         contents=[
-            *([("answers", "Answers")] if shown else []), ("cases", "Cases"), *((part.id, part.title) for part in drawn)
+            *([("answers", "Answers")] if shown else []),
+            ("cases", "Cases"),
+            *((part.id, part.title) for part in drawn),
         ],
-        axes=axes, answers=shown, columns=COLUMNS, text_columns=TEXT_COLUMNS,
+        axes=axes,
+        answers=shown,
+        columns=COLUMNS,
+        text_columns=TEXT_COLUMNS,
         lines=list(zip(map(naming.case_id, cases), cells(comparisons), strict=True)),
         parts=drawn,
         legend=note(comparisons),
         intervals=words.INTERVALS,
-    )  # fmt: skip
+    )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
 
 
 def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
-    """Return one record per case, in the order of the table, with the case's settings, verdict and numbers.
+    """Return one record per case, in the order of the table, with the case's settings, verdict and
+    numbers.
 
-    Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why reports do not show a
-    number, or None.
+    Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why
+    reports do not show a number, or None.
     """
     return [
         *map(_record, comparisons.lines),
@@ -185,8 +250,12 @@ def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
 
 
 def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswer]:
-    """Return the answers of both runs, grouped by subject; an answer that is the same in both runs is returned once."""
-    # the page identifies a case by its id in the first run, even if the second run has other devices
+    """Return the answers of both runs, grouped by subject.
+
+    An answer that is the same in both runs is returned once.
+    """
+    # the page identifies a case by its id in the first run, even if the second run has other
+    # devices
     known = {naming.case_id(line.other): naming.case_id(line.case) for line in found.lines}
     sides = []
     for report, ids in ((before, {one: one for one in known.values()}), (after, known)):
@@ -205,26 +274,39 @@ def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswe
     return shown
 
 
-def _lanes(before: Report, after: Report, comparisons: Comparisons, styles: Styles) -> PageSection | None:
+def _lanes(
+    before: Report, after: Report, comparisons: Comparisons, styles: Styles
+) -> PageSection | None:
     from dpbench.report import swim_lanes
 
     sides = [
-        {case: one for (case, source), one in report.lanes.items() if source is not Source.PREDICTED}
+        {
+            case: one
+            for (case, source), one in report.lanes.items()
+            if source is not Source.PREDICTED
+        }
         for report in (before, after)
     ]
-    drawable = [line for line in comparisons.lines if line.case in sides[0] and line.other in sides[1]]
+    drawable = [
+        line for line in comparisons.lines if line.case in sides[0] and line.other in sides[1]
+    ]
     panels = []
     for i, line in enumerate(drawable[:PANELS]):
         both = sides[0][line.case], sides[1][line.other]
-        panels.append((line.case, swim_lanes.compared(_title(line), *both, line.labels, f"lanes{i}")))
+        panels.append(
+            (line.case, swim_lanes.compared(_title(line), *both, line.labels, f"lanes{i}"))
+        )
     lead = (
-        "One median step of each run, one above the other on the same time axis. A bar is a phase on a device; where a "
-        "lane is grey, no phase is open on the device. A thick outline is the critical path."
+        "One median step of each run, one above the other on the same time axis. A bar is a phase"
+        " on a device; where a lane is grey, no phase is open on the device. A thick outline is the"
+        " critical path."
     )
     return _part("lanes", "One median step before and after", lead, panels, len(drawable), styles)
 
 
-def _phases(before: Report, after: Report, comparisons: Comparisons, styles: Styles) -> PageSection | None:
+def _phases(
+    before: Report, after: Report, comparisons: Comparisons, styles: Styles
+) -> PageSection | None:
     from dpbench.report import figures
 
     rows = [{row.case: row for row in report.rows} for report in (before, after)]
@@ -242,11 +324,19 @@ def _title(line: Comparison) -> str:
 
 
 def _part(
-    name: str, title: str, lead: str, panels: Sequence[tuple[Case, Panel]], drawable: int, styles: Styles
-) -> PageSection | None:  # fmt: skip
-    """Return a section of the page with the given panels, each of which comes with its case; None without panels.
+    name: str,
+    title: str,
+    lead: str,
+    panels: Sequence[tuple[Case, Panel]],
+    drawable: int,
+    styles: Styles,
+) -> PageSection | None:
+    """Return a section of the page with the given panels, each of which comes with its case.
 
-    `drawable` is the number of cases that could be drawn. If it exceeds the number of panels, a note says by how much.
+    None without panels.
+
+    `drawable` is the number of cases that could be drawn. If it exceeds the number of panels, a
+    note says by how much.
     """
     from dpbench.report import page as report_page
 
@@ -255,5 +345,9 @@ def _part(
     # the page filters a drawing of two runs as a whole, by the case of the first run
     drawn = [report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels]
     left_out = drawable - len(panels)
-    note = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn." if left_out else ""
+    note = (
+        f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
+        if left_out
+        else ""
+    )
     return report_page.PageSection(name, title, lead, (), drawn, note=note)

@@ -1,7 +1,7 @@
 """Devices: the tables below the drawings of a report.
 
-They show the latency of the forward alone, the imbalance of the devices, memory by phase, bytes over links, and
-predictions next to measurements.
+They show the latency of the forward alone, the imbalance of the devices, memory by phase, bytes
+over links, and predictions next to measurements.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory, transfers and predictions, except for empty tables."""
+    """Return the sections on latency, imbalance, memory, transfers and predictions, except for
+    empty tables.
+    """
     ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
@@ -58,7 +60,13 @@ def parts(report: Report) -> list[TableSection]:
     ]
     sections = [
         TableSection(
-            id, title, lead, table, _union(labels.get(case, ()) for case in cases), len(table.lines) <= OPEN, cases
+            id,
+            title,
+            lead,
+            table,
+            _union(labels.get(case, ()) for case in cases),
+            len(table.lines) <= OPEN,
+            cases,
         )
         for id, title, lead, table, cases in tables
         if table.lines
@@ -67,34 +75,37 @@ def parts(report: Report) -> list[TableSection]:
 
 
 LATENCY = (
-    "The durations of steps that run the forward alone; each step waits for the output. p50 is the median of the "
-    "rounds' medians, and its 95% interval covers the variation between rounds. The other percentiles are those of all "
-    "timed steps of all rounds together. Their 95% intervals are computed from order statistics, as if the steps were "
-    "independent. A percentile is not shown if there are too few steps for such an interval."
+    "The durations of steps that run the forward alone; each step waits for the output. p50 is the"
+    " median of the rounds' medians, and its 95% interval covers the variation between rounds. The"
+    " other percentiles are those of all timed steps of all rounds together. Their 95% intervals"
+    " are computed from order statistics, as if the steps were independent. A percentile is not"
+    " shown if there are too few steps for such an interval."
 )
 IMBALANCE = (
-    "Each quantity has two ratios: device 0 to the mean of the other devices, and the largest amount to the mean of "
-    "all devices; 1 means balanced. DDP is the control, because all its ranks do the same work. The verdict is “above "
-    "the control” if the whole 95% interval of the first ratio is above the interval of the control."
+    "Each quantity has two ratios: device 0 to the mean of the other devices, and the largest"
+    " amount to the mean of all devices; 1 means balanced. DDP is the control, because all its"
+    " ranks do the same work. The verdict is “above the control” if the whole 95% interval of the"
+    " first ratio is above the interval of the control."
 )
 MEMORY = (
-    "Device 0's peak memory in each phase of one untimed step; in small type, the mean peak of the other devices. "
-    "The excess is device 0's highest peak minus the mean of the other devices' highest peaks."
+    "Device 0's peak memory in each phase of one untimed step; in small type, the mean peak of the"
+    " other devices. The excess is device 0's highest peak minus the mean of the other devices'"
+    " highest peaks."
 )
 LINKS = (
-    "A rate is the number of bytes that a step must transfer in a phase, computed from the shapes of tensors, divided "
-    "by the phase's seconds in the ledger. These seconds also include launching, adding and waiting, so the bandwidth "
-    "of the link is higher than the rate."
+    "A rate is the number of bytes that a step must transfer in a phase, computed from the shapes"
+    " of tensors, divided by the phase's seconds in the ledger. These seconds also include"
+    " launching, adding and waiting, so the bandwidth of the link is higher than the rate."
 )
 COUNTERS = (
-    "The bytes per step that the GPUs' own counters show during timed steps, next to the bytes computed from the "
-    "shapes of tensors."
+    "The bytes per step that the GPUs' own counters show during timed steps, next to the bytes"
+    " computed from the shapes of tensors."
 )
 
 FORECASTS = (
-    "The step time that was predicted for this hardware, with its 80% interval, and the measured one, with its 95% "
-    "interval. The error is the predicted step time relative to the measured one. Of 10 measured step times, about 8 "
-    "should be inside the interval of the prediction."
+    "The step time that was predicted for this hardware, with its 80% interval, and the measured"
+    " one, with its 95% interval. The error is the predicted step time relative to the measured"
+    " one. Of 10 measured step times, about 8 should be inside the interval of the prediction."
 )
 
 
@@ -103,7 +114,12 @@ def _union(labels: object) -> tuple[str, ...]:
 
 
 def _place(case: Case) -> tuple[object, ...]:
-    return (small_multiples.setting(case), case.batch_size, case.devices, *small_multiples.rank(case))
+    return (
+        small_multiples.setting(case),
+        case.batch_size,
+        case.devices,
+        *small_multiples.rank(case),
+    )
 
 
 def _case(case: Case) -> Cell:
@@ -114,29 +130,52 @@ def _case(case: Case) -> Cell:
 
 
 def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
-    shown = [row for row in small_multiples.order(rows) if row.step and row.percentiles and not row.case.trains]
-    columns = ("case", "rounds, steps", "p50, ms", *(f"p{number}, ms" for number in PERCENTILES), "samples/s")
+    shown = [
+        row
+        for row in small_multiples.order(rows)
+        if row.step and row.percentiles and not row.case.trains
+    ]
+    columns = (
+        "case",
+        "rounds, steps",
+        "p50, ms",
+        *(f"p{number}, ms" for number in PERCENTILES),
+        "samples/s",
+    )
     lines = tuple(
         (
-            _case(row.case), Cell(f"{row.rounds}, {row.steps}"), estimate(row.step, 1e3),
-            *(_percentile(one) for one in row.percentiles.values()), estimate(row.throughput),
+            _case(row.case),
+            Cell(f"{row.rounds}, {row.steps}"),
+            estimate(row.step, 1e3),
+            *(_percentile(one) for one in row.percentiles.values()),
+            estimate(row.throughput),
         )
         for row in shown
-    )  # fmt: skip
+    )
     return Table("Latency", columns, lines), [row.case for row in shown]
 
 
 def _percentile(found: Percentile) -> Cell:
     if found.low is None or found.high is None:
         return Cell(words.NOT_ENOUGH_STEPS, words.count(found.steps, "step"))
-    return Cell(words.number(found.value * 1e3), f"{words.number(found.low * 1e3)}–{words.number(found.high * 1e3)}")
+    return Cell(
+        words.number(found.value * 1e3),
+        f"{words.number(found.low * 1e3)}–{words.number(found.high * 1e3)}",
+    )
 
 
 def _imbalance(indexes: Sequence[Index]) -> tuple[Table, list[Case]]:
     columns = (
-        "case", "quantity", "verdict", "device 0", "mean of others", "single", "device 0 / others", "largest / mean",
+        "case",
+        "quantity",
+        "verdict",
+        "device 0",
+        "mean of others",
+        "single",
+        "device 0 / others",
+        "largest / mean",
         "control, ddp",
-    )  # fmt: skip
+    )
     lines = tuple(_index(index) for index in indexes)
     return Table("Imbalance", columns, lines, text=3), [index.case for index in indexes]
 
@@ -166,9 +205,12 @@ def _estimate(estimate: Estimate) -> Cell:
 def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:
     several = [one for one in found if one.excess_bytes is not None]
     lines = tuple(_footprint(one) for one in several)
-    return Table("Memory by phase", ("case", "source", "excess of device 0", *PHASES, "in use, NVML"), lines, text=2), [
-        one.case for one in several
-    ]
+    return Table(
+        "Memory by phase",
+        ("case", "source", "excess of device 0", *PHASES, "in use, NVML"),
+        lines,
+        text=2,
+    ), [one.case for one in several]
 
 
 def _footprint(footprint: Footprint) -> tuple[Cell, ...]:
@@ -200,20 +242,33 @@ def _forecast_section(forecasts: Sequence[Forecast]) -> list[TableSection]:
             estimate(forecast.predicted, 1e3),
             estimate(forecast.measured, 1e3),
             Cell(
-                f"{'+' if forecast.error >= 0 else '-'}{words.percent(abs(forecast.error))}", sort=repr(forecast.error)
+                f"{'+' if forecast.error >= 0 else '-'}{words.percent(abs(forecast.error))}",
+                sort=repr(forecast.error),
             ),
             Cell("yes" if forecast.inside else "no"),
         )
         for forecast in forecasts
     )
-    inside = f"{sum(forecast.inside for forecast in forecasts)} of {words.count(len(forecasts), 'measured step time')}"
+    inside = (
+        f"{sum(forecast.inside for forecast in forecasts)} of"
+        f" {words.count(len(forecasts), 'measured step time')}"
+    )
     table = Table(
         f"Predicted against measured: the intervals of the predictions contain {inside}",
-        ("case", "predicted for", "predicted, ms", "measured, ms", "error", "inside"), lines, text=2,
-    )  # fmt: skip
-    labels, cases = _union(forecast.labels for forecast in forecasts), [forecast.case for forecast in forecasts]
+        ("case", "predicted for", "predicted, ms", "measured, ms", "error", "inside"),
+        lines,
+        text=2,
+    )
+    labels, cases = (
+        _union(forecast.labels for forecast in forecasts),
+        [forecast.case for forecast in forecasts],
+    )
     opened = len(lines) <= OPEN
-    return [TableSection("predicted", "Predicted against measured", FORECASTS, table, labels, opened, cases)]
+    return [
+        TableSection(
+            "predicted", "Predicted against measured", FORECASTS, table, labels, opened, cases
+        )
+    ]
 
 
 def _links(found: Sequence[PhaseTraffic]) -> tuple[Table, list[Case]]:
@@ -225,7 +280,11 @@ def _links(found: Sequence[PhaseTraffic]) -> tuple[Table, list[Case]]:
 def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
     seconds = sum(flow.seconds.values())
     each = [rate for device in flow.seconds if (rate := flow.rate_of(device))]
-    spread = f"{words.number(min(each) / 1e9)}–{words.number(max(each) / 1e9)} by device" if len(each) > 1 else ""
+    spread = (
+        f"{words.number(min(each) / 1e9)}–{words.number(max(each) / 1e9)} by device"
+        if len(each) > 1
+        else ""
+    )
     return (
         _case(flow.case),
         Cell(flow.phase.value),
@@ -237,7 +296,9 @@ def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
 
 
 def _ways(flow: PhaseTraffic) -> str:
-    """Return the direction in which bytes move in a phase, such as "host → each", "0 → each" or "a ring"."""
+    """Return the direction in which bytes move in a phase, such as "host → each", "0 → each" or "a
+    ring".
+    """
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
     if all(source < 0 for source in sources):
         return "host → each" if len(targets) > 1 else "host → 0"
@@ -262,4 +323,6 @@ def _counters(counted: Sequence[Counted]) -> tuple[Table, list[Case]]:
         )
         for counter in counted
     )
-    return Table("Bytes in device counters", columns, lines, text=2), [counter.case for counter in counted]
+    return Table("Bytes in device counters", columns, lines, text=2), [
+        counter.case for counter in counted
+    ]

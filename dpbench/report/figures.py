@@ -1,4 +1,6 @@
-"""Figures: the sections on throughput, phases, the ladder and commits, and the list of all sections with drawings."""
+"""Figures: the sections on throughput, phases, the ladder and commits, and the list of all sections
+with drawings.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,45 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.records.registry import Role
-from dpbench.report import loaders, marks, naming, small_multiples, speedup, svg, swim_lanes, table, timeline
+from dpbench.report import (
+    loaders,
+    marks,
+    naming,
+    small_multiples,
+    speedup,
+    svg,
+    swim_lanes,
+    table,
+    timeline,
+)
 from dpbench.report.svg import Panel, Section
 from dpbench.store import PAST
 
 NAMED = 4
-"""The largest number of commits that a panel names on its axis; with more, it names only the first and the last."""
+"""The largest number of commits that a panel names on its axis.
+
+With more, it names only the first and the last.
+"""
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
 """The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
 BEYOND = 1.5
-"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step time.
+"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step
+time.
 
-A line farther to the right would make all bars short. If `ddp` has no line, the caption states the step time of `ddp`.
+A line farther to the right would make all bars short. If `ddp` has no line, the caption states the
+step time of `ddp`.
 """
 ENDS = (
-    "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep selected are drawn; the "
-    "table below has the other schedules."
+    "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep"
+    " selected are drawn; the table below has the other schedules."
 )
 
 
 def over_commits(report: Report) -> Section | None:
-    """Return the section on the history of the report's cases; None if no case has enough commits."""
+    """Return the section on the history of the report's cases.
+
+    None if no case has enough commits.
+    """
     by_case = {one.case: one for one in report.histories}
     if not by_case:
         return None
@@ -47,17 +67,26 @@ def over_commits(report: Report) -> Section | None:
     with svg.theme():
         panels = [_commits_panel(one, f"history{i}") for i, one in enumerate(drawn)]
     left_out = len(cases) - len(panels)
-    more = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn." if left_out else ""
-    blind = "Changes are not detected, because asv is not installed." if drawn[0].levels is None else ""
+    more = (
+        f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
+        if left_out
+        else ""
+    )
+    blind = (
+        "Changes are not detected, because asv is not installed." if drawn[0].levels is None else ""
+    )
     return Section(
-        "history", "History",
-        "The step time of each commit in the store, in the order of the commits' first runs, on this machine and with "
-        "this version of torch. Whiskers are 95% intervals. A horizontal line is a level. A new level begins at a "
-        "change that asv detects if the intervals on both sides of the change do not overlap. Runs at different times "
-        "also differ in the state of the machine. Runs with uncommitted changes, and step times of too few rounds, are "
-        f"left out. Of each case, the last {PAST} runs in the store are read.",
-        panels, " ".join(filter(None, (more, blind))),
-    )  # fmt: skip
+        "history",
+        "History",
+        "The step time of each commit in the store, in the order of the commits' first runs, on"
+        " this machine and with this version of torch. Whiskers are 95% intervals. A horizontal"
+        " line is a level. A new level begins at a change that asv detects if the intervals on"
+        " both sides of the change do not overlap. Runs at different times also differ in the"
+        " state of the machine. Runs with uncommitted changes, and step times of too few rounds,"
+        f" are left out. Of each case, the last {PAST} runs in the store are read.",
+        panels,
+        " ".join(filter(None, (more, blind))),
+    )
 
 
 def _commits_panel(history: History, key: str) -> Panel:
@@ -69,16 +98,33 @@ def _commits_panel(history: History, key: str) -> Panel:
     colour = svg.colour(history.case)
     for level in history.levels or ():
         height = level.seconds * 1e3
-        (line,) = axes.plot([level.first - 0.4, level.end - 0.6], [height, height], color=svg.MUTED, linewidth=2.4)
+        (line,) = axes.plot(
+            [level.first - 0.4, level.end - 0.6], [height, height], color=svg.MUTED, linewidth=2.4
+        )
         first, last = points[level.first].commit, points[level.end - 1].commit
-        marks.explain(line, f"level from {first} to {last}: {words.time(level.seconds)}", [history.case])
+        marks.explain(
+            line, f"level from {first} to {last}: {words.time(level.seconds)}", [history.case]
+        )
     for place, point in enumerate(points):
         step = point.step
-        svg.whisker(axes, place, step.value * 1e3, (step.low * 1e3, step.high * 1e3), end, upright=True, colour=colour)
+        svg.whisker(
+            axes,
+            place,
+            step.value * 1e3,
+            (step.low * 1e3, step.high * 1e3),
+            end,
+            upright=True,
+            colour=colour,
+        )
         (dot,) = axes.plot([place], [step.value * 1e3], "o", color=colour, markersize=5.5)
-        runs = f"{words.verb(len(point.runs), 'run', 'runs')} {', '.join(run[:12] for run in point.runs)}"
+        runs = (
+            f"{words.verb(len(point.runs), 'run', 'runs')}"
+            f" {', '.join(run[:12] for run in point.runs)}"
+        )
         marks.explain(
-            dot, f"{point.commit}: {words.ms(step)}, {words.count(step.n, 'round')} of {runs}", [history.case]
+            dot,
+            f"{point.commit}: {words.ms(step)}, {words.count(step.n, 'round')} of {runs}",
+            [history.case],
         )
     places = range(len(points)) if len(points) <= NAMED else (0, len(points) - 1)
     axes.set_xticks([*places], [points[place].commit for place in places])
@@ -97,7 +143,9 @@ def _commits_caption(history: History) -> str:
         change = after.seconds / before.seconds - 1
         way = "longer" if change > 0 else "shorter"
         commit = history.points[after.first].commit
-        sentences.append(f"From commit {commit} on, the step is {words.percent(abs(change))} {way}.")
+        sentences.append(
+            f"From commit {commit} on, the step is {words.percent(abs(change))} {way}."
+        )
     if history.levels is not None and len(levels) == 1:
         sentences.append("No change is detected.")
     return naming.plain(" ".join(sentences))
@@ -105,7 +153,9 @@ def _commits_caption(history: History) -> str:
 
 def ladder_section(ladders: Sequence[Ladder]) -> Section:
     """Return the section on ladders, with a panel and tables for each ladder."""
-    panels = [_panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])]
+    panels = [
+        _panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])
+    ]
     left_out = len(ladders) - len(panels)
     ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
     note = f"{ladders_} not drawn; the table has all schedules." if left_out else ""
@@ -117,22 +167,35 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
     handles = list(_handles(ladder))
     figure, axes, tops = svg.lanes(
-        names, values, [36] * len(names), keys=-(-len(handles) // 2), cases=[rung.row.case for rung in ladder.rungs]
+        names,
+        values,
+        [36] * len(names),
+        keys=-(-len(handles) // 2),
+        cases=[rung.row.case for rung in ladder.rungs],
     )
     steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
-    drawn_rungs = [(rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)]
+    drawn_rungs = [
+        (rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)
+    ]
     drawn = _rivals(ladder)
     longest = max([0.0, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
     ends = [_bar(axes, rung, steps, top + 25, svg.FARTHEST * longest) for rung, top in drawn_rungs]
     for _, milliseconds, look in drawn:
         # leave gaps for the text above the bars
-        axes.vlines([milliseconds] * len(tops), [top + 16 for top in tops], [top + 35 for top in tops], **look)
+        axes.vlines(
+            [milliseconds] * len(tops),
+            [top + 16 for top in tops],
+            [top + 35 for top in tops],
+            **look,
+        )
     most = max([longest, *ends])
     axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, handles, 2)
     said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"The ladder: {table.title(ladder)}", description=said)
+    drawing = svg.render(
+        figure, key=key, title=f"The ladder: {table.title(ladder)}", description=said
+    )
     return Panel(
         table.title(ladder),
         drawing,
@@ -144,30 +207,40 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether the bar of a rung can be drawn, because none of the estimates that it shows is in doubt.
+    """Return whether the bar of a rung can be drawn, because none of the estimates that it shows is
+    in doubt.
 
-    It shows the rung's step time and, except for the lowest rung, its change and the step time of the rung below it.
-    `steps` has the step times in milliseconds by rung; step times that are in doubt are not in it.
+    It shows the rung's step time and, except for the lowest rung, its change and the step time of
+    the rung below it. `steps` has the step times in milliseconds by rung; step times that are in
+    doubt are not in it.
     """
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Return a rung's name with the change of its step time and the verdict, which the colours alone would not tell."""
+    """Return a rung's name with the change of its step time and the verdict, which the colours
+    alone would not tell.
+    """
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
-    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {table.VERDICTS[rung.change.verdict]}"
+    return (
+        f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms,"
+        f" {table.VERDICTS[rung.change.verdict]}"
+    )
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: float) -> float:
-    """Draw the bar of a rung at height `y`, and return the upper end of its whisker, at most `farthest`, in ms.
+    """Draw the bar of a rung at height `y`, and return the upper end of its whisker, at most
+    `farthest`, in ms.
 
-    The bar of the lowest rung is its step time. The bar of another rung is the difference from the rung below it.
-    `steps` has the step times of rungs in milliseconds.
+    The bar of the lowest rung is its step time. The bar of another rung is the difference from the
+    rung below it. `steps` has the step times of rungs in milliseconds.
     """
     if rung.change is None:
-        (bar,) = axes.barh(y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55)
+        (bar,) = axes.barh(
+            y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55
+        )
         low = rung.step.low * 1e3
         high = rung.step.high * 1e3
         end = steps[rung.name]
@@ -177,12 +250,19 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: fl
         colour = _colour(rung.change)
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
         end = start - gain.value * 1e3
-        low, high = max(0.0, start - gain.high * 1e3), start - gain.low * 1e3  # a step time is not negative
-        (bar,) = axes.barh(y, end - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha)
+        low, high = (
+            max(0.0, start - gain.high * 1e3),
+            start - gain.low * 1e3,
+        )  # a step time is not negative
+        (bar,) = axes.barh(
+            y, end - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha
+        )
         axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
         axes.plot([0, min(end, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
     over = f", {words.times(rung.change.ratio)} over {rung.change.over}" if rung.change else ""
-    marks.explain(bar, f"{_name(rung)}: a step takes {words.ms(rung.step)}{over}, {naming.basis(rung.row)}")
+    marks.explain(
+        bar, f"{_name(rung)}: a step takes {words.ms(rung.step)}{over}, {naming.basis(rung.row)}"
+    )
     svg.whisker(axes, y, min(max(end, low), high), (low, high), farthest)
     return min(high, farthest)
 
@@ -192,7 +272,8 @@ def _colour(change: RungGain) -> str:
 
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the vertical lines at the step times of `ddp` and of the limit, as (name, milliseconds, style).
+    """Return the vertical lines at the step times of `ddp` and of the limit, as (name,
+    milliseconds, style).
 
     The limit is the step time of `single` with one device's share of the batch.
 
@@ -225,10 +306,14 @@ def _caption(ladder: Ladder) -> str:
     sentences = [naming.rounds([rung.row for rung in ladder.rungs])]
     if ladder.limit:
         share = f"single at batch {ladder.limit.case.batch_size}"
-        sentences.append(f"The limit is the step time of one device's share of the batch, measured as {share}.")
+        sentences.append(
+            f"The limit is the step time of one device's share of the batch, measured as {share}."
+        )
     drawn = {name for name, _, _ in _rivals(ladder)}
     if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
-        sentences.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis.")
+        sentences.append(
+            f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis."
+        )
     if ladder.case.device_kind == "emulated":
         sentences.append("The steps show host cost only, and no speed-up.")
     return " ".join(sentences)
@@ -237,38 +322,53 @@ def _caption(ladder: Ladder) -> str:
 def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the order of the page.
 
-    The sections on the ladder and on phases show all rungs of each ladder. The other sections show only the lowest
-    rung, the best rung, and the schedule that TrainStep selected.
+    The sections on the ladder and on phases show all rungs of each ladder. The other sections show
+    only the lowest rung, the best rung, and the schedule that TrainStep selected.
     """
     ladders = report.ladders
     drawable = notable(report.rows, report.ladders)
-    climbed = {row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))}
+    climbed = {
+        row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))
+    }
     with svg.theme():
         if report.loading:
             return [loaders.section(report.loading, report.trials)]
         drawn = [
-            swim_lanes.section(drawable, report.lanes), speedup.section(drawable), throughput(drawable),
-            phases([row for row in report.rows if row.case in climbed]), timeline.imbalance(drawable),
-            timeline.steps(drawable, report.trials), timeline.utilisation(drawable, report.trials),
+            swim_lanes.section(drawable, report.lanes),
+            speedup.section(drawable),
+            throughput(drawable),
+            phases([row for row in report.rows if row.case in climbed]),
+            timeline.imbalance(drawable),
+            timeline.steps(drawable, report.trials),
+            timeline.utilisation(drawable, report.trials),
             *filter(None, [over_commits(report)]),
-        ]  # fmt: skip
+        ]
         if report.observed:  # an observed loop has no baseline, and perhaps no batch size
             return [one for one in drawn if one.panels]
         if not ladders:
             return drawn
-        said = [one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip()) for one in drawn]
+        said = [
+            one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip())
+            for one in drawn
+        ]
         return [*said[:5], ladder_section(ladders), *said[5:]]
 
 
 def throughput(rows: Sequence[Row]) -> Section:
-    """Return the section on throughput, which shows the samples per second of each case as a bar."""
-    panels, left_out = small_multiples.split([row for row in rows if naming.drawable(row.throughput)], per=12)
+    """Return the section on throughput, which shows the samples per second of each case as a
+    bar.
+    """
+    panels, left_out = small_multiples.split(
+        [row for row in rows if naming.drawable(row.throughput)], per=12
+    )
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.throughput for row in rows))))
     return Section(
-        "throughput", "Throughput", "Samples per second; longer is better. Whiskers are 95% intervals.",
+        "throughput",
+        "Throughput",
+        "Samples per second; longer is better. Whiskers are 95% intervals.",
         [_throughput(facet, f"throughput{i}") for i, facet in enumerate(panels)],
         left_out or ("" if panels else "No case was measured."),
-    )  # fmt: skip
+    )
 
 
 def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
@@ -276,12 +376,18 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
     values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), cases=facet.cases)
     end = svg.extent(found)
-    for row, name, e, y in zip(facet.rows, facet.names, found, (top + 24 for top in tops), strict=True):
+    for row, name, e, y in zip(
+        facet.rows, facet.names, found, (top + 24 for top in tops), strict=True
+    ):
         colour = svg.colour(row.case)
         face = "none" if "PREDICTED" in row.labels else colour
-        bar = svg.bar(axes, (0, e.value), (y - 5.5, 11), facecolor=face, edgecolor=colour, linewidth=1.2)
+        bar = svg.bar(
+            axes, (0, e.value), (y - 5.5, 11), facecolor=face, edgecolor=colour, linewidth=1.2
+        )
         marks.explain(
-            bar, f"{name}: {words.number(e.value)} samples per second ({words.interval(e)}), {naming.basis(row)}"
+            bar,
+            f"{name}: {words.number(e.value)} samples per second ({words.interval(e)}),"
+            f" {naming.basis(row)}",
         )
         svg.whisker(axes, y, e.value, (e.low, e.high), end)
     axes.set(xlim=(0, end * 1.03), xlabel="samples per second")
@@ -292,17 +398,22 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def phases(rows: Sequence[Row]) -> Section:
-    """Return the section on phases, which shows a bar for the step of each case, with the phases as its parts."""
+    """Return the section on phases, which shows a bar for the step of each case, with the phases as
+    its parts.
+    """
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
     panels, left_out = small_multiples.split(drawn, per=16)  # enough for a whole ladder
-    left_out = " ".join(filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases))))
+    left_out = " ".join(
+        filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases)))
+    )
     return Section(
-        "phases", "Step time by phase",
-        "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so the phases add "
-        "up to the step. Hollow parts are time that no phase covers.",
+        "phases",
+        "Step time by phase",
+        "Milliseconds of one step by phase. The ledger charges each moment of the step to one"
+        " phase, so the phases add up to the step. Hollow parts are time that no phase covers.",
         [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
         left_out or ("" if panels else "No case has phases."),
-    )  # fmt: skip
+    )
 
 
 def _phases(facet: small_multiples.Facet, key: str) -> Panel:
@@ -318,18 +429,27 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
     svg.amounts(axes.xaxis)
     svg.legend(figure, svg.phase_keys(present), 3)
     said = "; ".join(
-        f"{name}: " + ", ".join(f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items())
+        f"{name}: "
+        + ", ".join(
+            f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items()
+        )
         for name, row in zip(facet.names, facet.rows, strict=True)
     )
-    drawing = svg.render(figure, key=key, title=f"Step time by phase: {facet.title}", description=said)
+    drawing = svg.render(
+        figure, key=key, title=f"Step time by phase: {facet.title}", description=said
+    )
     caption = "Each bar is the median step time, and its parts add up to it."
     return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
 
 
-def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, widest: float) -> None:
-    """Draw the phases of one case as the parts of a bar at height `y`, with the names of phases that fit.
+def _stack(
+    axes: Axes, row: Row, case: str, present: Sequence[str], y: float, widest: float
+) -> None:
+    """Draw the phases of one case as the parts of a bar at height `y`, with the names of phases
+    that fit.
 
-    `present` has the names of the phases to draw, and `widest` is the longest bar of the panel in milliseconds.
+    `present` has the names of the phases to draw, and `widest` is the longest bar of the panel in
+    milliseconds.
     """
     left = 0.0
     for name in present:
@@ -339,10 +459,15 @@ def _stack(axes: Axes, row: Row, case: str, present: Sequence[str], y: float, wi
         look = svg.PHASES[name]
         share = words.percent(width / 1e3 / sum(row.phases.values()))
         bar = svg.bar(axes, (left, width), (y - 8, 16), facecolor=look.fill, **svg.edge(name))
-        marks.explain(bar, f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}")
+        marks.explain(
+            bar,
+            f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}",
+        )
         letters = svg.room(width, widest * 1.02)
         if text := next((text for text in (name, look.short) if len(text) <= letters), ""):
-            axes.text(left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL)
+            axes.text(
+                left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL
+            )
         left += width
 
 

@@ -18,38 +18,65 @@ from dpbench.report import marks, naming, svg
 from dpbench.report.svg import Panel, Section
 from dpbench.report.table import Cell, Table, estimate
 
-COLUMNS = ("workers", "samples/s", "of best", "step / batch", "slower one", "first batch, ms", "next epoch, ms")
+COLUMNS = (
+    "workers",
+    "samples/s",
+    "of best",
+    "step / batch",
+    "slower one",
+    "first batch, ms",
+    "next epoch, ms",
+)
 
 
 def section(found: LoaderCurve, trials: Sequence[Trial]) -> Section:
-    """Return the section with a plot of the rate over the number of workers, and a table of its numbers."""
+    """Return the section with a plot of the rate over the number of workers, and a table of its
+    numbers.
+    """
     note = "" if found.points else "No measurement succeeded."
     return Section(
-        "loaders", "DataLoader",
-        "Samples per second that a DataLoader yields to a loop that only waits for batches, without the start of its "
-        "workers. Whiskers are 95% intervals.",
-        [_panel(found, trials)] if found.points else [], note,
-    )  # fmt: skip
+        "loaders",
+        "DataLoader",
+        "Samples per second that a DataLoader yields to a loop that only waits for batches, without"
+        " the start of its workers. Whiskers are 95% intervals.",
+        [_panel(found, trials)] if found.points else [],
+        note,
+    )
 
 
 def _panel(found: LoaderCurve, trials: Sequence[Trial]) -> Panel:
     rows = [point.row for point in found.points]
     return Panel(
-        naming.clip(rows[0].case.model, 90), _drawing(found), " ".join([naming.rounds(rows), *loaders.said(found)]),
-        naming.labels(rows), [_table(found, trials)], [row.case for row in rows],
-    )  # fmt: skip
+        naming.clip(rows[0].case.model, 90),
+        _drawing(found),
+        " ".join([naming.rounds(rows), *loaders.said(found)]),
+        naming.labels(rows),
+        [_table(found, trials)],
+        [row.case for row in rows],
+    )
 
 
 def _table(found: LoaderCurve, trials: Sequence[Trial]) -> Table:
     lines = []
     for point in found.points:
-        setups = [trial.setup for trial in trials if trial.case == point.row.case and NEXT_EPOCH in trial.setup]
-        waits = [statistics.median(setup[name] for setup in setups) for name in (FIRST_BATCH, NEXT_EPOCH)]
-        lines.append((
-            Cell(str(point.workers)), estimate(point.row.throughput), estimate(point.of_best), estimate(point.demand),
-            Cell(point.bound.value if point.demand else ""),
-            *(Cell(words.number(seconds * 1e3)) for seconds in waits),
-        ))  # fmt: skip
+        setups = [
+            trial.setup
+            for trial in trials
+            if trial.case == point.row.case and NEXT_EPOCH in trial.setup
+        ]
+        waits = [
+            statistics.median(setup[name] for setup in setups) for name in (FIRST_BATCH, NEXT_EPOCH)
+        ]
+        lines.append(
+            (
+                Cell(str(point.workers)),
+                estimate(point.row.throughput),
+                estimate(point.of_best),
+                estimate(point.demand),
+                Cell(point.bound.value if point.demand else ""),
+                *(Cell(words.number(seconds * 1e3)) for seconds in waits),
+            )
+        )
     return Table("Each number of workers", COLUMNS, tuple(lines), text=0)
 
 
@@ -65,11 +92,21 @@ def _drawing(found: LoaderCurve) -> str:
     axes.set(xlabel="workers")
     axes.grid()
     colour = svg.ROLES[Role.ENGINE]
-    axes.plot([point.workers for point in drawn], [rate.value for rate in rates], color=colour, linewidth=1.8)
+    axes.plot(
+        [point.workers for point in drawn],
+        [rate.value for rate in rates],
+        color=colour,
+        linewidth=1.8,
+    )
     for point, rate in zip(drawn, rates, strict=True):
         (dot,) = axes.plot([point.workers], [rate.value], "o", color=colour, markersize=6)
-        svg.whisker(axes, point.workers, rate.value, (rate.low, rate.high), end, upright=True, colour=colour)
-        said = f"{loaders.workers_said([point.workers])}: {words.number(rate.value)} samples/s ({words.interval(rate)})"
+        svg.whisker(
+            axes, point.workers, rate.value, (rate.low, rate.high), end, upright=True, colour=colour
+        )
+        said = (
+            f"{loaders.workers_said([point.workers])}: {words.number(rate.value)} samples/s"
+            f" ({words.interval(rate)})"
+        )
         marks.explain(dot, said, [point.row.case])
     keys = [*_knee(axes, found), *([_demand(axes, batch_size, found.step)] if found.step else [])]
     axes.set_ylim(0, end * 1.06)
@@ -77,11 +114,19 @@ def _drawing(found: LoaderCurve) -> str:
     svg.amounts(axes.yaxis, 6)
     if keys:
         svg.legend(figure, keys, 1)
-    return svg.render(figure, key="loaders", title="Rate of a DataLoader", description=" ".join(loaders.said(found)))
+    return svg.render(
+        figure,
+        key="loaders",
+        title="Rate of a DataLoader",
+        description=" ".join(loaders.said(found)),
+    )
 
 
 def _knee(axes: Axes, found: LoaderCurve) -> list[Line2D]:
-    """Draw the knee, if there is one, as a vertical line with its interval as a band; return the line."""
+    """Draw the knee, if there is one, as a vertical line with its interval as a band.
+
+    Return the line.
+    """
     if found.shape is not Shape.KNEE or found.knee is None:
         return []
     colour = svg.ROLES[Role.ENGINE]
@@ -91,8 +136,13 @@ def _knee(axes: Axes, found: LoaderCurve) -> list[Line2D]:
 
 
 def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
-    """Draw the rate that the step needs as a horizontal line, with its interval as a band; return the line."""
+    """Draw the rate that the step needs as a horizontal line, with its interval as a band.
+
+    Return the line.
+    """
     colour, rate = svg.ROLES[Role.BASELINE], batch_size / step.value
-    axes.axhspan(batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0)
+    axes.axhspan(
+        batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0
+    )
     label = f"the step needs {words.number(rate)} samples/s"
     return axes.axhline(rate, color=colour, linewidth=1.6, dashes=(8, 3), label=label)

@@ -1,4 +1,6 @@
-"""Markdown: a run's report as a comment for a pull request, without drawings and without matplotlib."""
+"""Markdown: a run's report as a comment for a pull request, without drawings and without
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from dpbench.records import words
 from dpbench.report import devices, naming, table
 
 REASON = 160
-"""The number of columns after which the reason of a problem is cut off; the HTML page shows reasons in full."""
+"""The number of columns after which the reason of a problem is cut off.
+
+The HTML page shows reasons in full.
+"""
 
 
 def render(report: Report) -> str:
@@ -23,12 +28,22 @@ def render(report: Report) -> str:
     columns, lines = table.all_cases(report)
     parts = [
         f"## dpbench: run {_said(report.run_id[:12])}",
-        " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)),
+        " ".join(
+            f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)
+        ),
         *(_answer(one) for one in report.answers),
         *([_details("All ratios", _remarks(report))] if report.answers else [_remarks(report)]),
-        "\n".join(["**Warnings**", "", *(f"- {_said(str(warning), 400)}" for warning in report.warnings)])
-        if report.warnings
-        else "No warnings.",
+        (
+            "\n".join(
+                [
+                    "**Warnings**",
+                    "",
+                    *(f"- {_said(str(warning), 400)}" for warning in report.warnings),
+                ]
+            )
+            if report.warnings
+            else "No warnings."
+        ),
         *(part for one in report.diagnoses for part in _diagnosis(one)),
         *(part for ladder in report.ladders for part in _ladder(ladder)),
         _table(columns, ([_cell(cell) for cell in line.cells] for line in lines)),
@@ -45,21 +60,37 @@ def render(report: Report) -> str:
 
 
 def _said(text: str, columns: int = 1000) -> str:
-    """Return the text as one line of at most `columns` columns, with Markdown markup, mentions and links escaped."""
+    """Return the text as one line of at most `columns` columns, with Markdown markup, mentions and
+    links escaped.
+    """
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
 
 
 def _answer(one: Answer) -> str:
-    """Return the Markdown of an answer: its headline, its clauses as sentences, and the command to run next."""
-    clauses = [_said(f"{part[0].upper()}{part[1:]}.") for part in (one.reason, one.certainty, one.memory) if part]
+    """Return the Markdown of an answer: its headline, its clauses as sentences, and the command to
+    run next.
+    """
+    clauses = [
+        _said(f"{part[0].upper()}{part[1:]}.")
+        for part in (one.reason, one.certainty, one.memory)
+        if part
+    ]
     command = [f"Next: {_code(one.command)}"] if one.command else []
-    return " ".join([f"**{_said(one.subject)}: {_said(one.headline)}**{_labels(one.labels)}", *clauses, *command])
+    return " ".join(
+        [
+            f"**{_said(one.subject)}: {_said(one.headline)}**{_labels(one.labels)}",
+            *clauses,
+            *command,
+        ]
+    )
 
 
 def _code(text: str) -> str:
-    """Return the text as code in Markdown, enclosed by one backtick more than its longest series of backticks."""
+    """Return the text as code in Markdown, enclosed by one backtick more than its longest series of
+    backticks.
+    """
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     space = " " * text.startswith("`") or " " * text.endswith("`")
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
@@ -92,33 +123,44 @@ def _diagnosis(one: Diagnosis) -> Iterator[str]:
         detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
         lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
     yield _details(
-        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, the most costly first",
+        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, the most costly"
+        " first",
         "\n".join(lines),
     )
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
-    """Yield the Markdown of a ladder: a heading with the labels of its rows, then its tables with their notes."""
+    """Yield the Markdown of a ladder: a heading with the labels of its rows, then its tables with
+    their notes.
+    """
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
     for found in reversed(table.tables(ladder)):
         yield f"**{_said(found.title)}**"
         yield _table(
-            found.columns, ([_cell(cell) for cell in line] for line in found.lines), found.columns[: found.text]
+            found.columns,
+            ([_cell(cell) for cell in line] for line in found.lines),
+            found.columns[: found.text],
         )
         yield _said(found.note)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence[str] = table.TEXT_COLUMNS) -> str:
+def _table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence[str] = table.TEXT_COLUMNS
+) -> str:
     align = ["---" if name in text or not name else "---:" for name in columns]
     return "\n".join(f"| {' | '.join(row)} |" for row in ([*columns], align, *rows))
 
 
 def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
-    """Yield one list item for each problem of each case, with the name of the case and the reason."""
+    """Yield one list item for each problem of each case, with the name of the case and the
+    reason.
+    """
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:
-            case = f"{model.text} {strategy.text}{strategy.small} ×{devices.text} batch {batch.text}"
+            case = (
+                f"{model.text} {strategy.text}{strategy.small} ×{devices.text} batch {batch.text}"
+            )
             last = reason.strip().rpartition("\n")[2]  # the error message of a traceback
             yield f"- {_said(case)}: {_said(what)}: {_said(last, REASON)}"
 
@@ -130,7 +172,9 @@ def _phases(rows: Sequence[Row]) -> str:
 
 
 def _part(part: devices.TableSection) -> str:
-    """Return the Markdown of a section: its title, and folded below it the text, the labels and the table."""
+    """Return the Markdown of a section: its title, and folded below it the text, the labels and the
+    table.
+    """
     cells = [[_cell(cell) for cell in line] for line in part.table.lines]
     body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
     return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")
@@ -144,8 +188,14 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return [*naming.facts(report), ("command", str(report.provenance.get("command", "")))]
 
 
-def compared(title: str, facts: Sequence[tuple[str, str]], columns: Sequence[str], cells: Iterable[Sequence[str]],
-             text: Sequence[str], note: str) -> str:  # fmt: skip
+def compared(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    columns: Sequence[str],
+    cells: Iterable[Sequence[str]],
+    text: Sequence[str],
+    note: str,
+) -> str:
     """Return a comparison of two runs as Markdown: its facts as a list, its table, and a note.
 
     `text` has the columns of the table that contain text, and not numbers.

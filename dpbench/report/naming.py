@@ -1,4 +1,6 @@
-"""Naming: texts that the HTML page and the Markdown report share, such as names of cases, labels and facts on a run."""
+"""Naming: texts that the HTML page and the Markdown report share, such as names of cases, labels
+and facts on a run.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,23 @@ from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 
 OF_A_TRIAL = ("validity", "foreign_load", "neighbour_steps")
-"""The facts of a trial that `environment` leaves out, because they differ between trials: checks and counts."""
+"""The facts of a trial that `environment` leaves out, because they differ between trials: checks
+and counts.
+"""
 _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
 def drawable(estimate: Estimate | None) -> bool:
-    """Return whether an estimate may be drawn: it is not None, is not in doubt, and has only finite numbers."""
+    """Return whether an estimate may be drawn: it is not None, is not in doubt, and has only finite
+    numbers.
+    """
     finite = estimate and all(map(math.isfinite, (estimate.value, estimate.low, estimate.high)))
     return bool(estimate and finite and not estimate.doubt)
 
 
 def withheld(estimates: Iterable[Estimate | None]) -> str:
-    """Return a sentence with the number of cases that are not drawn because their estimates are in doubt.
+    """Return a sentence with the number of cases that are not drawn because their estimates are in
+    doubt.
 
     Return an empty text if no estimate is in doubt.
     """
@@ -53,7 +60,9 @@ def strategy(case: Case) -> str:
 
 
 def case_id(case: Case) -> str:
-    """Return the id of a case on the page: the first characters of its fingerprint, which are the same in every run."""
+    """Return the id of a case on the page: the first characters of its fingerprint, which are the
+    same in every run.
+    """
     return case.fingerprint[:10]
 
 
@@ -63,14 +72,19 @@ def case_ids(cases: Iterable[Case]) -> str:
 
 
 def alike(answer: Answer, rows: Sequence[Row]) -> str:
-    """Return the ids of the cases to which an answer applies: those with its model and one of its batch sizes."""
+    """Return the ids of the cases to which an answer applies: those with its model and one of its
+    batch sizes.
+    """
     batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
     cases = (row.case for row in rows)
-    return case_ids(one for one in cases if one.model == answer.home.model and one.batch_size in batches)
+    return case_ids(
+        one for one in cases if one.model == answer.home.model and one.batch_size in batches
+    )
 
 
 def setting(case: Case) -> list[str]:
-    """Return the settings of a case as texts: the model's size, and every other setting that is not the default.
+    """Return the settings of a case as texts: the model's size, and every other setting that is not
+    the default.
 
     An observed loop has no size.
     """
@@ -91,33 +105,52 @@ def labels(rows: Iterable[Row]) -> tuple[str, ...]:
 
 
 def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
-    """Return the axes by which the page filters its cases, each with its column, its title and the cases' values.
+    """Return the axes by which the page filters its cases, each with its column, its title and the
+    cases' values.
 
     An axis on which all cases have the same value is left out.
     """
-    names = (("model", "Model"), ("strategy", "Strategy"), ("devices", "Devices"), ("batch_size", "Batch"))
-    found = [(name, title, sorted({getattr(case, name) for case in cases})) for name, title in names]
-    return [(name, title, list(map(str, values))) for name, title, values in found if len(values) > 1]
+    names = (
+        ("model", "Model"),
+        ("strategy", "Strategy"),
+        ("devices", "Devices"),
+        ("batch_size", "Batch"),
+    )
+    found = [
+        (name, title, sorted({getattr(case, name) for case in cases})) for name, title in names
+    ]
+    return [
+        (name, title, list(map(str, values))) for name, title, values in found if len(values) > 1
+    ]
 
 
 def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the labels that all groups have, in the order of the first group; empty if `groups` is empty."""
+    """Return the labels that all groups have, in the order of the first group.
+
+    Empty if `groups` is empty.
+    """
     first, *rest = [*groups] or [()]
     return tuple(label for label in first if all(label in group for group in rest))
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return a sentence that gives the number of rounds behind the rows, or says that their numbers are predicted."""
+    """Return a sentence that gives the number of rounds behind the rows, or says that their numbers
+    are predicted.
+    """
     counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
     of = " of one execution" if rows[0].case.traits.observed else ""
-    return f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}."
+    return (
+        f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}."
+    )
 
 
 def unit(case: Case) -> str:
-    """Return the noun for a series of steps of a case: an observed loop has parts, and other cases have rounds."""
+    """Return the noun for a series of steps of a case: an observed loop has parts, and other cases
+    have rounds.
+    """
     return "part" if case.traits.observed else "round"
 
 
@@ -136,13 +169,18 @@ def basis(row: Row) -> str:
 
 
 def plain(text: str) -> str:
-    """Return the text as one line without the characters that SVG does not allow, such as control characters."""
+    """Return the text as one line without the characters that SVG does not allow, such as control
+    characters.
+    """
     spaced = " ".join(text.split())
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cs", "Cn", "Co"))
 
 
 def clip(text: str, columns: int) -> str:
-    """Return the text as one line of at most `columns` columns, cut off with "…"; wide characters take two columns."""
+    """Return the text as one line of at most `columns` columns, cut off with "…".
+
+    Wide characters take two columns.
+    """
     text = plain(text)
     used = 0
     for index, character in enumerate(text):
@@ -178,11 +216,18 @@ def facts(report: Report) -> list[tuple[str, str]]:
 
 
 def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC") if seconds else "unknown"
+    return (
+        datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        if seconds
+        else "unknown"
+    )
 
 
 def _other_load(provenance: Mapping[str, Any]) -> str:
-    """Return a text on the load of other processes on the cores; "" for a run that did not measure it."""
+    """Return a text on the load of other processes on the cores.
+
+    "" for a run that did not measure it.
+    """
     if provenance.get("noisy"):
         return foreign_load.NOISY
     known = "foreign" in (provenance.get(foreign_load.FACT) or {})
@@ -190,10 +235,17 @@ def _other_load(provenance: Mapping[str, Any]) -> str:
 
 
 def gpus(found: Mapping[str, Any]) -> str:
-    """Return a text with the number of GPUs of each model and the driver's version; "none" without GPUs."""
+    """Return a text with the number of GPUs of each model and the driver's version.
+
+    "none" without GPUs.
+    """
     models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
     driver = f", driver {found['driver']}" if "driver" in found else ""
-    return ", ".join(f"{count} × {name}" for name, count in models.items()) + driver if models else "none"
+    return (
+        ", ".join(f"{count} × {name}" for name, count in models.items()) + driver
+        if models
+        else "none"
+    )
 
 
 def _code(code: Mapping[str, Any]) -> str:
@@ -203,18 +255,27 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return each label with a text such as "2 of 8 cases"; the text is empty if all cases have the label."""
+    """Return each label with a text such as "2 of 8 cases".
+
+    The text is empty if all cases have the label.
+    """
     counts = Counter(label for row in rows for label in row.labels)
-    return [(label, "" if n == len(rows) else f"{n} of {len(rows)} cases") for label, n in counts.items()]
+    return [
+        (label, "" if n == len(rows) else f"{n} of {len(rows)} cases")
+        for label, n in counts.items()
+    ]
 
 
 def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
-    """Return facts on the environment of the run and of its workers, as pairs of a name and a value.
+    """Return facts on the environment of the run and of its workers, as pairs of a name and a
+    value.
 
     If workers have different values, commas separate the values.
     """
     # earlier versions stored long series of numbers under this name
-    entries = list(_flat({name: value for name, value in provenance.items() if name != "self_check"}, ""))
+    entries = list(
+        _flat({name: value for name, value in provenance.items() if name != "self_check"}, "")
+    )
     workers: dict[str, dict[str, None]] = {}
     for trial in trials:
         same = {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
@@ -231,4 +292,7 @@ def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:
         for index, inner in enumerate(value):
             yield from _flat(inner, f"{prefix}{index}.")
     elif value not in ([], (), None, ""):
-        yield prefix.rstrip("."), value if isinstance(value, str) else json.dumps(value, default=str)
+        yield (
+            prefix.rstrip("."),
+            value if isinstance(value, str) else json.dumps(value, default=str),
+        )

@@ -1,4 +1,6 @@
-"""Notebook: the answers of a run and the table of its cases, as HTML for the output of a notebook's cell."""
+"""Notebook: the answers of a run and the table of its cases, as HTML for the output of a notebook's
+cell.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from dpbench.report import comparing, naming, table
 
 STYLE = """<style>
 .dpbench { font: 14px/1.45 system-ui, sans-serif; overflow-x: auto; }
-.dpbench .card { border: 1px solid #8884; border-left: 4px solid #0072b2; border-radius: 6px; padding: .5em .9em;
+.dpbench .card { border: 1px solid #8884; border-left: 4px solid #0072b2; border-radius: 6px;
+  padding: .5em .9em;
   margin: .5em 0; max-width: 60em; }
 .dpbench .card b { display: block; font-size: 1.35em; }
 .dpbench .card p { margin: .1em 0; }
 .dpbench .badge { border: 1px solid; border-radius: 4px; padding: 0 .35em; font-size: .75em; }
 .dpbench table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-.dpbench th, .dpbench td { text-align: right; padding: .2em .5em; border-bottom: 1px solid #8884; vertical-align: top;
+.dpbench th, .dpbench td { text-align: right; padding: .2em .5em; border-bottom: 1px solid #8884;
+  vertical-align: top;
   white-space: nowrap; }
 .dpbench .text { text-align: left; }
 .dpbench small { display: block; opacity: .75; }
@@ -37,32 +41,47 @@ def render(report: Report) -> str:
         Markup(STYLE),
         *map(_card, report.answers),
         Markup("<p>{}</p>").format(facts),
-        _folded(f"Warnings: {len(report.warnings)}", map(_line, map(str, report.warnings))) if report.warnings else "",
+        (
+            _folded(f"Warnings: {len(report.warnings)}", map(_line, map(str, report.warnings)))
+            if report.warnings
+            else ""
+        ),
         _table(report),
     ]
     return str(Markup('<div class="dpbench">{}</div>').format(Markup("\n").join(parts)))
 
 
 def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the HTML of two runs that are compared: a line on each run, and the table of their common cases."""
+    """Return the HTML of two runs that are compared: a line on each run, and the table of their
+    common cases.
+    """
     head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, comparisons)]
     cells = [
         Markup("").join(
-            _cell("td", *pair, text=comparing.TEXT_COLUMNS) for pair in zip(comparing.COLUMNS, line, strict=True)
+            _cell("td", *pair, text=comparing.TEXT_COLUMNS)
+            for pair in zip(comparing.COLUMNS, line, strict=True)
         )
         for line in comparing.cells(comparisons)
     ]
-    columns = Markup("").join(_cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS)
+    columns = Markup("").join(
+        _cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS
+    )
     summary = Markup('<div class="card"><b>{}</b>{}</div>').format(
         comparing.summary(comparisons), Markup("").join(head)
     )
-    return str(Markup('<div class="dpbench">{}{}{}</div>').format(Markup(STYLE), summary, _rows(columns, cells)))
+    return str(
+        Markup('<div class="dpbench">{}{}{}</div>').format(
+            Markup(STYLE), summary, _rows(columns, cells)
+        )
+    )
 
 
 def _card(answer: Answer) -> Markup:
     clauses = [clause for clause in (answer.reason, answer.certainty, answer.memory) if clause]
     said = Markup("").join(map(_line, clauses))
-    following = Markup("<p>Next: <code>{}</code></p>").format(answer.command) if answer.command else ""
+    following = (
+        Markup("<p>Next: <code>{}</code></p>").format(answer.command) if answer.command else ""
+    )
     return Markup('<div class="card">{}<b>{}</b>{}{}{}</div>').format(
         answer.subject, answer.headline, said, following, _badges(answer.labels)
     )
@@ -73,11 +92,15 @@ def _line(text: str) -> Markup:
 
 
 def _folded(title: str, lines: Iterable[Markup]) -> Markup:
-    return Markup("<details><summary>{}</summary>{}</details>").format(title, Markup("").join(lines))
+    return Markup("<details><summary>{}</summary>{}</details>").format(
+        title, Markup("").join(lines)
+    )
 
 
 def _badges(labels: Iterable[str]) -> Markup:
-    return Markup(" ").join(Markup('<span class="badge">{}</span>').format(label) for label in labels)
+    return Markup(" ").join(
+        Markup('<span class="badge">{}</span>').format(label) for label in labels
+    )
 
 
 def _table(report: Report) -> Markup:
@@ -86,11 +109,14 @@ def _table(report: Report) -> Markup:
     lines = []
     for line in found:
         cells = zip(columns, line.cells, strict=True)
-        lines.append(Markup("").join(_cell("td", name, cell.text, cell.small) for name, cell in cells))
+        lines.append(
+            Markup("").join(_cell("td", name, cell.text, cell.small) for name, cell in cells)
+        )
         lines += [
-            Markup('<td class="text" colspan="{}"><details><summary>{}</summary><pre>{}</pre></details></td>').format(
-                len(columns), headline, reason
-            )
+            Markup(
+                '<td class="text"'
+                ' colspan="{}"><details><summary>{}</summary><pre>{}</pre></details></td>'
+            ).format(len(columns), headline, reason)
             for headline, reason in line.notes
         ]
     return _rows(head, lines)
@@ -101,7 +127,9 @@ def _rows(head: Markup, lines: Iterable[Markup]) -> Markup:
     return Markup("<table><thead><tr>{}</tr></thead><tbody>{}</tbody></table>").format(head, body)
 
 
-def _cell(tag: str, column: str, said: str, small: str = "", text: Collection[str] = table.TEXT_COLUMNS) -> Markup:
+def _cell(
+    tag: str, column: str, said: str, small: str = "", text: Collection[str] = table.TEXT_COLUMNS
+) -> Markup:
     align = Markup(' class="text"') if column in text else ""
     under = Markup("<small>{}</small>").format(small) if small else ""
     return Markup("<{0}{1}>{2}{3}</{0}>").format(Markup(tag), align, said, under)

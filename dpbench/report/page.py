@@ -1,10 +1,11 @@
 """Page: the report of a run as one HTML file, and the archive with the pages of all runs.
 
-A page can be read without a network and without scripts. Its script filters the cases, shows the value of a mark, and
-saves a section's numbers as a file. The browser runs no other script, and uses only the page's own style sheet, because
-the page's Content-Security-Policy has the hashes of these two. The archive has these files:
+A page can be read without a network and without scripts. Its script filters the cases, shows the
+value of a mark, and saves a section's numbers as a file. The browser runs no other script, and uses
+only the page's own style sheet, because the page's Content-Security-Policy has the hashes of these
+two. The archive has these files:
 
-reports/runs/RUN/index.html   the page of a run; run.json in the same folder has the facts for the list
+reports/runs/RUN/index.html   the page of a run; run.json beside it has the facts for the list
 reports/runs/index.html       the list of the runs
 reports/latest/index.html     the page of the newest run in which at least one case has a result
 """
@@ -33,10 +34,27 @@ from dpbench.report.svg import Panel, Section
 
 FOLDER = Path(__file__).parent
 ORDER = (
-    "loaders", "lanes", "speedup", "throughput", "phases", "imbalance", "imbalance-index", "ladder", "memory-by-phase",
-    "links", "link-counters", "steps", "utilisation", "predicted", "history", "hosts",
-)  # fmt: skip
-"""The ids of the sections with drawings or tables, in the order of the page; other sections come after these."""
+    "loaders",
+    "lanes",
+    "speedup",
+    "throughput",
+    "phases",
+    "imbalance",
+    "imbalance-index",
+    "ladder",
+    "memory-by-phase",
+    "links",
+    "link-counters",
+    "steps",
+    "utilisation",
+    "predicted",
+    "history",
+    "hosts",
+)
+"""The ids of the sections with drawings or tables, in the order of the page.
+
+Other sections come after these.
+"""
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "speedup": ("speedup", "scaling", "efficiency"),
     "throughput": ("throughput",),
@@ -45,13 +63,18 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "ladder": ("step", "speedup", "phase"),
     "steps": ("step",),
 }
-"""For each section, the prefixes of the names of the numbers that the page's script saves; see `frames.frame`."""
+"""For each section, the prefixes of the names of the numbers that the page's script saves.
+
+See `frames.frame`.
+"""
 FACTS = "run.json"
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawing of a section. `labels` has the labels that are not in the section's heading already.
+    """A drawing of a section.
+
+    `labels` has the labels that are not in the section's heading already.
 
     `cases` has the ids of the cases in the drawing, separated by spaces.
     """
@@ -66,7 +89,10 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A table that can be folded, below the drawings of a section; `cases` has the id of each line's case, if any."""
+    """A table that can be folded, below the drawings of a section.
+
+    `cases` has the id of each line's case, if any.
+    """
 
     content: table.Table
     cases: Sequence[str]
@@ -77,7 +103,8 @@ class Numbers:
 class PageSection:
     """A section of the page. `labels` has the labels that all of its drawings share.
 
-    `columns` tells the page's script which numbers to save: the section's prefixes in `COLUMNS`, separated by spaces.
+    `columns` tells the page's script which numbers to save: the section's prefixes in `COLUMNS`,
+    separated by spaces.
     """
 
     id: str
@@ -93,7 +120,8 @@ class PageSection:
 class Styles:
     """The style sheet of the drawings: each distinct style of their elements becomes a class.
 
-    The page's Content-Security-Policy allows no other styles; a style in an attribute would have no effect.
+    The page's Content-Security-Policy allows no other styles; a style in an attribute would have no
+    effect.
     """
 
     def __init__(self) -> None:
@@ -102,9 +130,12 @@ class Styles:
     def without(self, drawing: str) -> Markup:
         """Return a drawing whose elements have classes in place of styles.
 
-        Text and attributes of a drawing contain no `<` and no `>`, so that the pattern matches only in tags.
+        Text and attributes of a drawing contain no `<` and no `>`, so that the pattern matches only
+        in tags.
         """
-        return Markup(re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing))  # svg.render has escaped all text
+        return Markup(
+            re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing)
+        )  # svg.render has escaped all text
 
     def _named(self, match: re.Match[str]) -> str:
         name = self._names.setdefault(match[2], f"s{len(self._names)}")
@@ -124,7 +155,10 @@ def render(report: Report) -> str:
     command = str(report.provenance.get("command", ""))
     rendered = template("page.html").render(
         report=report,
-        policy=Markup(f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src data:"),
+        policy=Markup(
+            f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src"
+            " data:"
+        ),
         style=Markup(style),
         script=Markup(script),
         facts=naming.facts(report),
@@ -154,9 +188,12 @@ def render(report: Report) -> str:
 def template(name: str) -> Template:
     """Return a template of the folder; it escapes all text that is not markup."""
     found = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     return found.get_template(name)
 
 
@@ -166,7 +203,9 @@ def text_of(name: str) -> str:
 
 
 def allowed(content: str) -> str:
-    """Return the expression by which a Content-Security-Policy allows the script or style sheet with this content."""
+    """Return the expression by which a Content-Security-Policy allows the script or style sheet
+    with this content.
+    """
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
@@ -176,7 +215,13 @@ def _parts(report: Report, styles: Styles) -> list[PageSection]:
     if machines := table.machines(report):
         lead = "The machines of the launch. A slow machine delays every rank at each collective."
         parts.append(
-            PageSection("hosts", "Hosts", lead, naming.labels(report.rows), tables=[Numbers(machines, (), open=True)])
+            PageSection(
+                "hosts",
+                "Hosts",
+                lead,
+                naming.labels(report.rows),
+                tables=[Numbers(machines, (), open=True)],
+            )
         )
     return sorted(parts, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
 
@@ -189,14 +234,18 @@ def _drawn(section: Section, report: Report, styles: Styles) -> PageSection:
         tables = [Numbers(content, list(map(naming.case_id, cases)), open=False)] if cases else []
     panels = [figure(panel, labels, styles) for panel in section.panels]
     columns = " ".join(COLUMNS.get(section.id, ())) if panels else ""
-    return PageSection(section.id, section.title, section.lead, labels, panels, tables, section.note, columns)
+    return PageSection(
+        section.id, section.title, section.lead, labels, panels, tables, section.note, columns
+    )
 
 
 def figure(panel: Panel, above: Sequence[str], styles: Styles) -> Drawing:
     """Return a panel without the labels `above`, which the heading of its section shows."""
     labels = tuple(label for label in panel.labels if label not in above)
     drawing = styles.without(panel.svg)
-    return Drawing(panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases))
+    return Drawing(
+        panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases)
+    )
 
 
 def _tabled(section: devices.TableSection) -> PageSection:
@@ -205,10 +254,13 @@ def _tabled(section: devices.TableSection) -> PageSection:
     return PageSection(section.id, section.title, section.lead, section.labels, tables=tables)
 
 
-def _contents(sections: Sequence[PageSection], *, findings: bool, command: bool) -> list[tuple[str, str]]:
+def _contents(
+    sections: Sequence[PageSection], *, findings: bool, command: bool
+) -> list[tuple[str, str]]:
     """Return the id and the title of each section of the page, in order.
 
-    `findings` and `command` are True if the page has the section on causes and remedies, and the one on the command.
+    `findings` and `command` are True if the page has the section on causes and remedies, and the
+    one on the command.
     """
     return [
         ("answers", "Answers"),
@@ -224,7 +276,8 @@ def _contents(sections: Sequence[PageSection], *, findings: bool, command: bool)
 class Kept(NamedTuple):
     """The result of `keep`: `page` is the file of the run's page in the archive.
 
-    `latest_run` is the id of the newest run in which a case has a result; it is "" if there is no such run.
+    `latest_run` is the id of the newest run in which a case has a result; it is "" if there is no
+    such run.
     """
 
     page: Path
@@ -234,7 +287,8 @@ class Kept(NamedTuple):
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the list of runs, stored with the run's page.
 
-    `started_s` is in seconds since the epoch. `results` is how many of the run's `cases` cases have a result.
+    `started_s` is in seconds since the epoch. `results` is how many of the run's `cases` cases have
+    a result.
     """
 
     run_id: str
@@ -276,15 +330,20 @@ def _write(path: Path, text: str) -> None:
 
 def _entry(report: Report) -> Entry:
     return Entry(
-        run_id=report.run_id, started_s=report.started_s, results=sum(row.step is not None for row in report.rows),
-        cases=len(report.rows), models=tuple(sorted({row.case.model for row in report.rows})),
+        run_id=report.run_id,
+        started_s=report.started_s,
+        results=sum(row.step is not None for row in report.rows),
+        cases=len(report.rows),
+        models=tuple(sorted({row.case.model for row in report.rows})),
         answers=tuple(f"{one.subject}: {one.headline}" for one in report.answers),
         command=str(report.provenance.get("command", "")),
-    )  # fmt: skip
+    )
 
 
 def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
-    """Return the entries of the runs in a folder, the newest first, and the folders whose facts cannot be read."""
+    """Return the entries of the runs in a folder, the newest first, and the folders whose facts
+    cannot be read.
+    """
     entries, unreadable = [], []
     for path in folder.glob(f"*/{FACTS}"):
         try:
@@ -297,5 +356,7 @@ def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
 def _list(entries: list[Entry], unreadable: list[str]) -> str:
     style = text_of("page.css")
     policy = Markup(f"default-src 'none'; style-src {allowed(style)}")
-    rendered = template("runs.html").render(entries=entries, unreadable=unreadable, style=Markup(style), policy=policy)
+    rendered = template("runs.html").render(
+        entries=entries, unreadable=unreadable, style=Markup(style), policy=policy
+    )
     return rendered.encode("utf-8", "replace").decode()

@@ -1,4 +1,6 @@
-"""Small multiples: the distribution of cases to panels, and the order and the names of the cases in each panel."""
+"""Small multiples: the distribution of cases to panels, and the order and the names of the cases in
+each panel.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from dpbench.records.registry import Role
 from dpbench.report import naming
 
 PANELS = 6
-"""The largest number of panels in a section; cases in further panels are shown only in the table."""
+"""The largest number of panels in a section.
+
+Cases in further panels are shown only in the table.
+"""
 _SETTING = ("model", "size", "precision", "optimizer", "device_kind", *HABITS)
 
 
@@ -36,12 +41,19 @@ class Facet:
 
 
 def order(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows sorted by setting, batch size and number of devices, then as `rank` sorts their cases."""
-    return sorted(rows, key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)))
+    """Return the rows sorted by setting, batch size and number of devices, then as `rank` sorts
+    their cases.
+    """
+    return sorted(
+        rows,
+        key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)),
+    )
 
 
 def rank(case: Case) -> tuple[Hashable, ...]:
-    """Return a sort key for cases of equal work: first the baselines, then DataParallel, the engine, DDP, others."""
+    """Return a sort key for cases of equal work: first the baselines, then DataParallel, the
+    engine, DDP, others.
+    """
     role = [*Role].index(case.traits.role)
     return (role, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
 
@@ -58,10 +70,11 @@ def split(
     key: Callable[[Row], Hashable] = lambda row: None,
     unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return the panels of a section, and a sentence with the number of cases left out, or an empty text.
+    """Return the panels of a section, and a sentence with the number of cases left out, or an empty
+    text.
 
-    The cases of a panel have equal settings and equal results of `key`. A panel has at most `per` units: rows for which
-    `unit` returns the same value are one unit and stay together.
+    The cases of a panel have equal settings and equal results of `key`. A panel has at most `per`
+    units: rows for which `unit` returns the same value are one unit and stay together.
     """
     groups: dict[Hashable, list[Row]] = {}
     for row in order(rows):
@@ -70,9 +83,13 @@ def split(
 
 
 def panels(
-    groups: Iterable[Sequence[Row]], *, per: int, unit: Callable[[Row], Hashable] = lambda row: row.case
+    groups: Iterable[Sequence[Row]],
+    *,
+    per: int,
+    unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return the panels of these groups, at most `PANELS`, and a sentence with the number of cases left out, or "".
+    """Return the panels of these groups, at most `PANELS`, and a sentence with the number of cases
+    left out, or "".
 
     `per` and `unit` are those of `split`.
     """
@@ -84,7 +101,10 @@ def panels(
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> Iterator[Facet]:
-    """Yield the panels of a group of cases, with nearly equal numbers of units, at most `per` each; see `split`."""
+    """Yield the panels of a group of cases, with nearly equal numbers of units, at most `per` each.
+
+    See `split`.
+    """
     both = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)
@@ -96,7 +116,9 @@ def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> I
 
 
 def heading(group: Sequence[Row]) -> str:
-    """Return the title of a panel: the model, settings and batch size that all cases of the group have in common."""
+    """Return the title of a panel: the model, settings and batch size that all cases of the group
+    have in common.
+    """
     case = group[0].case
     batches = {row.case.batch_size for row in group}
     batch = [f"batch {case.batch}"] if len(batches) == 1 else []
@@ -105,9 +127,13 @@ def heading(group: Sequence[Row]) -> str:
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
-    """Return a name for each case of a group: its strategy, its devices, and the settings in which the cases differ."""
+    """Return a name for each case of a group: its strategy, its devices, and the settings in which
+    the cases differ.
+    """
     differ = {
-        name for name in ("batch_size", "seed", "options", "habits") if len({getattr(r.case, name) for r in group}) > 1
+        name
+        for name in ("batch_size", "seed", "options", "habits")
+        if len({getattr(r.case, name) for r in group}) > 1
     }
     common = set.intersection(*(set(row.labels) for row in group))
     return tuple(_name(row, differ, common) for row in group)
@@ -126,4 +152,6 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
     if "options" in differ:
         parts += [f"{name}={value}" for name, value in case.options]
     # labels come first, because long names are cut off at the end
-    return naming.plain("".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts))
+    return naming.plain(
+        "".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts)
+    )

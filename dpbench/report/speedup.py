@@ -1,4 +1,6 @@
-"""Speed-up: panels with the speed-up over the number of devices, one line per strategy and schedule, and the ideal."""
+"""Speed-up: panels with the speed-up over the number of devices, one line per strategy and
+schedule, and the ideal.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,25 @@ Points = Sequence[tuple[Row, Estimate]]
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """Return the section on speed-up over the number of devices, with one panel per model and amount of work."""
+    """Return the section on speed-up over the number of devices, with one panel per model and
+    amount of work.
+    """
     drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawn if row.case.traits.all_cores]
     lines = [row for row in drawn if not row.case.traits.all_cores] or levels
     panels, left_out = small_multiples.split(lines, per=LINES, key=_work, unit=_identity)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
-    missing = "" if panels or left_out else "No case was compared with the strategy single at equal work."
+    missing = (
+        "" if panels or left_out else "No case was compared with the strategy single at equal work."
+    )
     return Section(
-        "speedup", "Speed-up against ideal",
-        "The step time on one device divided by the step time on several devices, for equal work. The dotted line is "
-        "the ideal speed-up. Whiskers and bands are 95% intervals.",
-        [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)], missing or left_out,
-    )  # fmt: skip
+        "speedup",
+        "Speed-up against ideal",
+        "The step time on one device divided by the step time on several devices, for equal work."
+        " The dotted line is the ideal speed-up. Whiskers and bands are 95% intervals.",
+        [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)],
+        missing or left_out,
+    )
 
 
 def _identity(row: Row) -> tuple[Hashable, ...]:
@@ -50,8 +58,9 @@ def _identity(row: Row) -> tuple[Hashable, ...]:
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
     """Return the rows; the scaling of a one-device row becomes that of the lines that start at it.
 
-    On one device, strong and weak scaling are the same. A one-device row at which lines of both kinds start is
-    therefore returned twice. A row at which only lines of weak scaling start is returned once, marked as weak.
+    On one device, strong and weak scaling are the same. A one-device row at which lines of both
+    kinds start is therefore returned twice. A row at which only lines of weak scaling start is
+    returned once, marked as weak.
     """
     weak = {_place(row) for row in rows if row.scaling == "weak"}
     strong = {_place(row) for row in rows if row.scaling != "weak" and row.case.devices > 1}
@@ -71,13 +80,16 @@ def _place(row: Row) -> tuple[object, ...]:
 
 
 def _work(row: Row) -> tuple[str, int]:
-    """Return the kind of scaling and the constant batch size: per device if scaling is weak, global if it is strong."""
+    """Return the kind of scaling and the constant batch size: per device if scaling is weak, global
+    if it is strong.
+    """
     weak = row.scaling == "weak"
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return the rows of `levels` that have the setting and work of a panel but are not among its rows.
+    """Return the rows of `levels` that have the setting and work of a panel but are not among its
+    rows.
 
     `levels` are the rows of cases on one device with all cores.
     """
@@ -85,7 +97,10 @@ def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
 
 
 def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
-    """Return a panel of speed-ups; the values are in the legend, so that they cannot overlap in the plot."""
+    """Return a panel of speed-ups.
+
+    The values are in the legend, so that they cannot overlap in the plot.
+    """
     rows = [*levels, *facet.rows]
     lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
     for row in rows:
@@ -102,16 +117,28 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
         with marks.owned(axes, _cases(line)):
             keys.append(_level(axes, line, end) if level else _line(axes, line, nth, shift, end))
     legend = svg.legend(figure, keys, 1)
-    for line, text, handle in zip(lines.values(), legend.texts[2:], legend.legend_handles[2:], strict=True):
+    for line, text, handle in zip(
+        lines.values(), legend.texts[2:], legend.legend_handles[2:], strict=True
+    ):
         for artist in filter(None, (text, handle)):
             marks.own(artist, _cases(line))
     scaling, batch = _work(facet.rows[0])
-    work = f"Weak scaling: batch {batch} per device" if scaling == "weak" else f"Strong scaling: global batch {batch}"
+    work = (
+        f"Weak scaling: batch {batch} per device"
+        if scaling == "weak"
+        else f"Strong scaling: global batch {batch}"
+    )
     title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
     said = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
-    drawing = svg.render(figure, key=key, title=f"Speed-up against ideal: {title}", description=said)
+    drawing = svg.render(
+        figure, key=key, title=f"Speed-up against ideal: {title}", description=said
+    )
     return Panel(
-        title, drawing, f"{work}. {naming.rounds(rows)}", naming.labels(rows), cases=[row.case for row in rows]
+        title,
+        drawing,
+        f"{work}. {naming.rounds(rows)}",
+        naming.labels(rows),
+        cases=[row.case for row in rows],
     )
 
 
@@ -121,13 +148,17 @@ def _cases(line: Points) -> list[Case]:
 
 def _said(row: Row, speedup: Estimate) -> str:
     count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
-    return f"{naming.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
+    return (
+        f"{naming.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
+    )
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2D]]:
-    """Return a figure and axes with only the ideal line and the baseline, and the legend's handles for these two.
+    """Return a figure and axes with only the ideal line and the baseline, and the legend's handles
+    for these two.
 
-    `most` is the largest number of devices, `top` the largest speed-up, and `lines` the number of lines to be drawn.
+    `most` is the largest number of devices, `top` the largest speed-up, and `lines` the number of
+    lines to be drawn.
     """
     bottom = svg.below(lines + 2)
     figure, axes = svg.canvas(234 + bottom, left=32, bottom=bottom, top=26)
@@ -136,8 +167,17 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     svg.amounts(axes.yaxis, 6)
     axes.grid()
-    (ideal,) = axes.plot([1, most], [1, most], ":", color=svg.MUTED, linewidth=1.6, label=f"ideal: {most}× on {most}")
-    (base,) = axes.plot([1], [1], "D", color=svg.ROLES[Role.BASELINE], markersize=5.5, label="single: the baseline, 1×")
+    (ideal,) = axes.plot(
+        [1, most], [1, most], ":", color=svg.MUTED, linewidth=1.6, label=f"ideal: {most}× on {most}"
+    )
+    (base,) = axes.plot(
+        [1],
+        [1],
+        "D",
+        color=svg.ROLES[Role.BASELINE],
+        markersize=5.5,
+        label="single: the baseline, 1×",
+    )
     return figure, axes, [ideal, base]
 
 
@@ -149,7 +189,8 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
 
 
 def _level(axes: Axes, line: Points, end: float) -> Line2D:
-    """Draw the speed-up of one device with all cores as a horizontal line in a band for its interval.
+    """Draw the speed-up of one device with all cores as a horizontal line in a band for its
+    interval.
 
     The band is cut at the `end` of the axis. Return the handle of the legend.
     """
@@ -163,16 +204,20 @@ def _level(axes: Axes, line: Points, end: float) -> Line2D:
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2D:
-    """Draw the `nth` line of a strategy, shifted to the right by `shift` devices so that intervals do not overlap.
+    """Draw the `nth` line of a strategy, shifted to the right by `shift` devices so that intervals
+    do not overlap.
 
     Intervals are cut at the `end` of the axis. Return the handle of the legend.
     """
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
     look = {
-        "color": svg.colour(row.case), "marker": MORE_MARKERS[nth % len(MORE_MARKERS)] if nth else first,
-        "markersize": 6, "linestyle": DASHES[nth % len(DASHES)], "linewidth": 1.8,
-    }  # fmt: skip
+        "color": svg.colour(row.case),
+        "marker": MORE_MARKERS[nth % len(MORE_MARKERS)] if nth else first,
+        "markersize": 6,
+        "linestyle": DASHES[nth % len(DASHES)],
+        "linewidth": 1.8,
+    }
     if "PREDICTED" in row.labels:
         look["markerfacecolor"] = svg.BACKGROUND
     places = [one.case.devices + shift for one, _ in line]

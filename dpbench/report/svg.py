@@ -1,7 +1,7 @@
 """SVG: matplotlib figures as small inline drawings that follow the page's theme.
 
-Placeholder colours are replaced by CSS variables, and text uses the page's font. Equal figures give drawings with equal
-bytes. A drawing does not refer to external resources.
+Placeholder colours are replaced by CSS variables, and text uses the page's font. Equal figures give
+drawings with equal bytes. A drawing does not refer to external resources.
 """
 
 from __future__ import annotations
@@ -33,28 +33,48 @@ from dpbench.report.marks import Drawing, give_bands, hook
 from dpbench.report.table import Table
 
 WIDTH = 420
-"""The width of every panel in SVG units (1/72 inch); text of size `SMALL` is then still legible on a phone."""
+"""The width of every panel in SVG units (1/72 inch).
+
+Text of size `SMALL` is then still legible on a phone.
+"""
 MARGIN, RIGHT = 12.0, 18.0
 """The usual margins at the left and at the right of the axes, in SVG units."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
-"""The number of letters that fit on one line across a panel, in the widest common sans-serif font."""
+"""The number of letters that fit on one line across a panel, in the widest common sans-serif
+font.
+"""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {
-    Role.BASELINE: "#020301", Role.ALL_CORES: "#020302", Role.WRAPPER: "#020303", Role.ENGINE: "#020304",
+    Role.BASELINE: "#020301",
+    Role.ALL_CORES: "#020302",
+    Role.WRAPPER: "#020303",
+    Role.ENGINE: "#020304",
     Role.CONTROL: "#020305",
-}  # fmt: skip
+}
 GAIN, LOSS = "#020308", "#020309"
 OTHERS = ("#020306", "#020307")
 VARIABLES = {
-    FOREGROUND: "--fg", GRID: "--grid", MUTED: "--muted", BACKGROUND: "--bg", "#020301": "--single",
-    "#020302": "--all-cores", "#020303": "--torch-dp", "#020304": "--dp", "#020305": "--ddp",
-    "#020306": "--other-a", "#020307": "--other-b", GAIN: "--gain", LOSS: "--loss",
-}  # fmt: skip
+    FOREGROUND: "--fg",
+    GRID: "--grid",
+    MUTED: "--muted",
+    BACKGROUND: "--bg",
+    "#020301": "--single",
+    "#020302": "--all-cores",
+    "#020303": "--torch-dp",
+    "#020304": "--dp",
+    "#020305": "--ddp",
+    "#020306": "--other-a",
+    "#020307": "--other-b",
+    GAIN: "--gain",
+    LOSS: "--loss",
+}
 
 
 class Look(NamedTuple):
-    """The fill colour of a phase, the colour of text on this fill, and a short name for bars that are narrow."""
+    """The fill colour of a phase, the colour of text on this fill, and a short name for bars that
+    are narrow.
+    """
 
     fill: str
     ink: str
@@ -77,28 +97,50 @@ PHASES: Mapping[str, Look] = {
 }
 """The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
 
-Every two colours differ by at least 10 in CIEDE2000, also for readers with protanopia, deuteranopia or tritanopia. Each
-colour has a contrast of at least 3 to the background of every theme.
+Every two colours differ by at least 10 in CIEDE2000, also for readers with protanopia, deuteranopia
+or tritanopia. Each colour has a contrast of at least 3 to the background of every theme.
 """
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
 """The labels that are shown with the name of a line in the legend of a speed-up panel."""
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none", "svg.hashsalt": "dpbench", "path.simplify": False, "text.parse_math": False,
-    "font.family": "DejaVu Sans", "font.size": TEXT, "axes.labelsize": SMALL, "xtick.labelsize": SMALL,
-    "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.linewidth": 0.8, "figure.dpi": 72, "text.color": FOREGROUND, "axes.labelcolor": FOREGROUND,
-    "axes.edgecolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": FOREGROUND,
-    "ytick.labelcolor": FOREGROUND, "grid.color": GRID, "grid.linewidth": 0.8, "axes.axisbelow": True,
-    "legend.frameon": False, "axes.unicode_minus": False,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dpbench",
+    "path.simplify": False,
+    "text.parse_math": False,
+    "font.family": "DejaVu Sans",
+    "font.size": TEXT,
+    "axes.labelsize": SMALL,
+    "xtick.labelsize": SMALL,
+    "ytick.labelsize": SMALL,
+    "legend.fontsize": SMALL,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.8,
+    "figure.dpi": 72,
+    "text.color": FOREGROUND,
+    "axes.labelcolor": FOREGROUND,
+    "axes.edgecolor": MUTED,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": FOREGROUND,
+    "ytick.labelcolor": FOREGROUND,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "axes.unicode_minus": False,
+}
 _XLINK = "{http://www.w3.org/1999/xlink}href"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing with its title, its caption and the labels of its cases; `tables` have the numbers in more detail.
+    """One drawing with its title, its caption and the labels of its cases.
 
-    `cases` are the cases in the drawing, by which the page filters it; without any, the page always shows it.
+    `tables` have the numbers in more detail.
+
+    `cases` are the cases in the drawing, by which the page filters it; without any, the page always
+    shows it.
     """
 
     title: str
@@ -111,7 +153,8 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: panels on one question, a text before them (`lead`), and a text after them (`note`).
+    """A section of the page: panels on one question, a text before them (`lead`), and a text after
+    them (`note`).
 
     The note gives the number of cases that are not drawn, and the reason.
     """
@@ -130,7 +173,9 @@ def colour(case: Case) -> str:
 
 @contextmanager
 def theme() -> Iterator[None]:
-    """Return a context in which matplotlib uses the style of the report and ignores the user's settings."""
+    """Return a context in which matplotlib uses the style of the report and ignores the user's
+    settings.
+    """
     with mpl.rc_context(), warnings.catch_warnings():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -142,9 +187,17 @@ def theme() -> Iterator[None]:
 def canvas(
     height: float, *, left: float = MARGIN, right: float = RIGHT, top: float = 4, bottom: float = 42
 ) -> tuple[Drawing, Axes]:
-    """Return a figure that is `WIDTH` wide, and its axes; the height and the margins are in SVG units (1/72 inch)."""
+    """Return a figure that is `WIDTH` wide, and its axes.
+
+    The height and the margins are in SVG units (1/72 inch).
+    """
     figure = Drawing((WIDTH, height))
-    box = (left / WIDTH, bottom / height, (WIDTH - left - right) / WIDTH, (height - bottom - top) / height)
+    box = (
+        left / WIDTH,
+        bottom / height,
+        (WIDTH - left - right) / WIDTH,
+        (height - bottom - top) / height,
+    )
     axes = figure.add_axes(box, facecolor="none")
     return figure, axes
 
@@ -158,11 +211,13 @@ def lanes(
     left: float = MARGIN,
     cases: Sequence[Case] = (),
 ) -> tuple[Drawing, Axes, list[float]]:
-    """Return a figure with one horizontal lane per case, its axes, and the position of each lane's top edge.
+    """Return a figure with one horizontal lane per case, its axes, and the position of each lane's
+    top edge.
 
-    Heights and positions are in SVG units; positions are measured from the top of the axes. The first 16 units of a
-    lane show the name of the case and its value as text. `keys` is the number of rows of the legend, and `left` the
-    margin at the left of the axes. `cases` has the case of each lane, by which the page filters the lanes.
+    Heights and positions are in SVG units; positions are measured from the top of the axes. The
+    first 16 units of a lane show the name of the case and its value as text. `keys` is the number
+    of rows of the legend, and `left` the margin at the left of the axes. `cases` has the case of
+    each lane, by which the page filters the lanes.
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, left=left, bottom=below(keys))
@@ -172,23 +227,34 @@ def lanes(
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
     for name, value, top in zip(names, values, tops, strict=False):
-        # if the text is too long, drop the interval, which is drawn and in the table too, and keep the name
+        # if the text is too long, drop the interval, which is drawn and in the table too, and keep
+        # the name
         said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
         write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(said)), left)
-        write_beside(axes, top + 12, said, left, WIDTH - RIGHT, ha="right", fontweight="bold", fontsize=SMALL)
+        write_beside(
+            axes, top + 12, said, left, WIDTH - RIGHT, ha="right", fontweight="bold", fontsize=SMALL
+        )
     return figure, axes, tops[:-1]
 
 
-def write_beside(axes: Axes, y: float, text: str, left: float, at: float = MARGIN, **look: Any) -> None:
-    """Write a text with its baseline at the height `y` of the axes, `at` units from the left edge of the figure.
+def write_beside(
+    axes: Axes, y: float, text: str, left: float, at: float = MARGIN, **look: Any
+) -> None:
+    """Write a text with its baseline at the height `y` of the axes, `at` units from the left edge
+    of the figure.
 
     `left` is the margin at the left of the axes.
     """
-    axes.text((at - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look)
+    axes.text(
+        (at - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look
+    )
 
 
 def amounts(axis: Axis, ticks: int = 5) -> None:
-    """Label an axis at up to `ticks` round values; thousands, millions and billions are abbreviated as k, M and G."""
+    """Label an axis at up to `ticks` round values.
+
+    Thousands, millions and billions are abbreviated as k, M and G.
+    """
 
     def said(value: float, _: int) -> str:
         for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -207,18 +273,26 @@ FARTHEST = 4.0
 def extent(estimates: Iterable[Estimate]) -> float:
     """Return the end of an axis for these estimates: the highest end of their intervals.
 
-    The end is at most `FARTHEST` times the largest value, because a single wide interval would otherwise make all other
-    marks small. Where an interval goes beyond the end, `whisker` draws an arrow.
+    The end is at most `FARTHEST` times the largest value, because a single wide interval would
+    otherwise make all other marks small. Where an interval goes beyond the end, `whisker` draws an
+    arrow.
     """
     found = list(estimates)
     return min(max(one.high for one in found), FARTHEST * max(one.value for one in found))
 
 
 def whisker(
-    axes: Axes, place: float, value: float, interval: tuple[float, float], end: float, *, upright: bool = False,
+    axes: Axes,
+    place: float,
+    value: float,
+    interval: tuple[float, float],
+    end: float,
+    *,
+    upright: bool = False,
     colour: str = FOREGROUND,
-) -> None:  # fmt: skip
-    """Draw the interval of a value as a whisker with caps, cut at the `end` of the axis, where an arrow replaces a cap.
+) -> None:
+    """Draw the interval of a value as a whisker with caps, cut at the `end` of the axis, where an
+    arrow replaces a cap.
 
     `place` is the position on the other axis. With `upright`, values are on the vertical axis.
     """
@@ -234,8 +308,12 @@ def whisker(
         axes.plot(x, y, look, color=colour, linewidth=1.2, markersize=6)
 
 
-def bar(axes: Axes, across: tuple[float, float], down: tuple[float, float], **look: Any) -> Rectangle:
-    """Draw and return a bar; `across` has its left edge and its width, `down` its top edge and its height.
+def bar(
+    axes: Axes, across: tuple[float, float], down: tuple[float, float], **look: Any
+) -> Rectangle:
+    """Draw and return a bar.
+
+    `across` has its left edge and its width, `down` its top edge and its height.
 
     Axes.barh does the same in five times the time, because it also adapts the limits of the axes.
     """
@@ -247,8 +325,8 @@ def bar(axes: Axes, across: tuple[float, float], down: tuple[float, float], **lo
 def room(width: float, whole: float, left: float = MARGIN) -> float:
     """Return the number of letters of size `SMALL` that fit on a bar.
 
-    `width` is the width of the bar and `whole` that of the axis, in the unit of the axis; `left` is the margin at the
-    left of the axes.
+    `width` is the width of the bar and `whole` that of the axis, in the unit of the axis; `left` is
+    the margin at the left of the axes.
     """
     # a letter of the widest common sans-serif font takes 7 units at this size
     return width / whole * (WIDTH - left - RIGHT) / 7
@@ -257,7 +335,11 @@ def room(width: float, whole: float, left: float = MARGIN) -> float:
 def phase_keys(names: Iterable[str]) -> list[Patch]:
     """Return the handles of a legend for these phases, in the order of `PHASES`."""
     present = set(names)
-    return [Patch(**edge(name), facecolor=PHASES[name].fill, label=str(name)) for name in PHASES if name in present]
+    return [
+        Patch(**edge(name), facecolor=PHASES[name].fill, label=str(name))
+        for name in PHASES
+        if name in present
+    ]
 
 
 def edge(name: str) -> dict[str, Any]:
@@ -267,7 +349,9 @@ def edge(name: str) -> dict[str, Any]:
 
 
 def below(keys: int) -> float:
-    """Return the margin in SVG units that the label of the axis and `keys` rows of the legend need below the axes."""
+    """Return the margin in SVG units that the label of the axis and `keys` rows of the legend need
+    below the axes.
+    """
     return 42 + 14.5 * keys
 
 
@@ -275,33 +359,55 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> Legend:
     """Draw and return a legend with `columns` columns below the plot, and fill it row by row."""
     rows = -(-len(handles) // columns)
     by_column = [
-        handles[r * columns + c] for c in range(columns) for r in range(rows) if r * columns + c < len(handles)
+        handles[r * columns + c]
+        for c in range(columns)
+        for r in range(rows)
+        if r * columns + c < len(handles)
     ]
     return figure.legend(
-        handles=by_column, loc="lower left", bbox_to_anchor=(0, 0), ncols=columns, borderaxespad=0.1,
-        handlelength=1.8, handletextpad=0.5, columnspacing=1.2, labelspacing=0.3, borderpad=0.1,
-    )  # fmt: skip
+        handles=by_column,
+        loc="lower left",
+        bbox_to_anchor=(0, 0),
+        ncols=columns,
+        borderaxespad=0.1,
+        handlelength=1.8,
+        handletextpad=0.5,
+        columnspacing=1.2,
+        labelspacing=0.3,
+        borderpad=0.1,
+    )
 
 
 def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
-    """Return the figure as the text of an SVG element; `key` makes the ids in it unique on the page.
+    """Return the figure as the text of an SVG element.
 
-    The attribute `data-lanes` of the element has, for each lane, the id of the lane's case and the lane's height.
-    `marks.hook` explains the attributes of the groups in the element.
+    `key` makes the ids in it unique on the page.
+
+    The attribute `data-lanes` of the element has, for each lane, the id of the lane's case and the
+    lane's height. `marks.hook` explains the attributes of the groups in the element.
     """
     buffer = io.StringIO()
     for artist in figure.findobj():
-        artist.set_clip_on(False)  # all artists are inside the axes: clip paths would only add bytes
+        artist.set_clip_on(
+            False
+        )  # all artists are inside the axes: clip paths would only add bytes
     give_bands(figure)
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())
-    referred = {href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")}
+    referred = {
+        href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")
+    }
     root = _cleaned(source, referred, key, figure)
     root.attrib = {
-        "viewBox": source.attrib["viewBox"], "role": "img", "aria-labelledby": f"{key}-title {key}-desc",
-    }  # fmt: skip
+        "viewBox": source.attrib["viewBox"],
+        "role": "img",
+        "aria-labelledby": f"{key}-title {key}-desc",
+    }
     if figure.bands:
-        root.set("data-lanes", " ".join(f"{naming.case_id(case)}:{end - top:g}" for case, top, end in figure.bands))
+        root.set(
+            "data-lanes",
+            " ".join(f"{naming.case_id(case)}:{end - top:g}" for case, top, end in figure.bands),
+        )
     for position, (tag, text) in enumerate((("title", title), ("desc", description))):
         child = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
         child.text = naming.plain(text)
@@ -309,20 +415,27 @@ def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _cleaned(source: ElementTree.Element, referred: set[str], key: str, figure: Drawing) -> ElementTree.Element:
-    """Return a copy of an SVG element without namespaces, metadata, style sheets and superfluous digits.
+def _cleaned(
+    source: ElementTree.Element, referred: set[str], key: str, figure: Drawing
+) -> ElementTree.Element:
+    """Return a copy of an SVG element without namespaces, metadata, style sheets and superfluous
+    digits.
 
     Only the ids in `referred` are kept, with `key` as a prefix.
     """
     target = ElementTree.Element(source.tag.rpartition("}")[2])
-    target.text, target.tail = (text if text and text.strip() else None for text in (source.text, source.tail))
+    target.text, target.tail = (
+        text if text and text.strip() else None for text in (source.text, source.tail)
+    )
     for name, value in source.attrib.items():
         if name == "id":
             if value in referred:
                 target.set("id", f"{key}-{value}")
             hook(target, value, figure)
         elif name == _XLINK:
-            target.set("href", value.replace("#", f"#{key}-", 1) if value.startswith("#") else value)
+            target.set(
+                "href", value.replace("#", f"#{key}-", 1) if value.startswith("#") else value
+            )
         elif name == "style":
             target.set("style", _styled(value))
         elif not (name == "transform" and value.startswith("rotate(-0 ")):
@@ -336,7 +449,9 @@ def _cleaned(source: ElementTree.Element, referred: set[str], key: str, figure: 
 
 
 def _shortened(value: str) -> str:
-    """Return the value of an attribute with coordinates rounded to two decimals, and paths in their shortest form."""
+    """Return the value of an attribute with coordinates rounded to two decimals, and paths in their
+    shortest form.
+    """
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
         return value
@@ -353,8 +468,14 @@ def _shortened(value: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _styled(style: str) -> str:
-    style = re.sub(r"#0[12]0[0-9a-f]{3}", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], style)
+    style = re.sub(
+        r"#0[12]0[0-9a-f]{3}",
+        lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0],
+        style,
+    )
     # matplotlib writes the font as one property or, in newer versions, as several
     style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)
-    style = re.sub(r"font-family: [^;]*; ?|font-weight: (?=;|$);? ?|text-anchor: start; ?", "", style)
+    style = re.sub(
+        r"font-family: [^;]*; ?|font-weight: (?=;|$);? ?|text-anchor: start; ?", "", style
+    )
     return style.replace(": ", ":").replace("; ", ";")

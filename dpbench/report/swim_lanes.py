@@ -1,4 +1,6 @@
-"""Swim lanes: the section that draws one median step of each strategy on a common time axis, with a lane per device."""
+"""Swim lanes: the section that draws one median step of each strategy on a common time axis, with a
+lane per device.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +36,30 @@ IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 
 
 def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
-    # a timed step is drawn even if its rounds are too few for an estimate; the caption then names the case
+    # a timed step is drawn even if its rounds are too few for an estimate; the caption then names
+    # the case
     shown = [row for row in rows if (row.case, row.source) in lanes_of]
     facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
     return Section(
-        "lanes", "One median step, device by device",
-        "The step is the one closest to the medians of its round, in its duration and in each phase on each device. "
-        "The lanes of a panel share one time axis. A bar is a phase on a device; a pale bar belongs to the step before "
-        "or after. Where a lane is grey, no phase is open on the device. A thick outline is the critical path: the "
-        "bars that the end of the step waited for.",
+        "lanes",
+        "One median step, device by device",
+        "The step is the one closest to the medians of its round, in its duration and in each phase"
+        " on each device. The lanes of a panel share one time axis. A bar is a phase on a device; a"
+        " pale bar belongs to the step before or after. Where a lane is grey, no phase is open on"
+        " the device. A thick outline is the critical path: the bars that the end of the step"
+        " waited for.",
         [_panel(facet, lanes_of, f"lanes{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
-    )  # fmt: skip
+    )
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield one group of rows per setting and batch size, for one panel or, if the group is large, for several.
+    """Yield one group of rows per setting and batch size, for one panel or, if the group is large,
+    for several.
 
-    A group has the cases on the largest number of devices, and the one-device cases with the same batch size. If no
-    one-device case has this batch size, the group has the one-device cases whose batch size is one device's share.
+    A group has the cases on the largest number of devices, and the one-device cases with the same
+    batch size. If no one-device case has this batch size, the group has the one-device cases whose
+    batch size is one device's share.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
@@ -64,8 +71,13 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
         for batch in sorted({row.case.batch_size for row in spread or alone}):
             alike = [row for row in spread if row.case.batch_size == batch]
             most = max((row.case.devices for row in alike), default=1)
-            sizes = {size: [row for row in alone if row.case.batch_size == size] for size in (batch, batch // most)}
-            yield (sizes[batch] or sizes[batch // most]) + [row for row in alike if row.case.devices == most]
+            sizes = {
+                size: [row for row in alone if row.case.batch_size == size]
+                for size in (batch, batch // most)
+            }
+            yield (sizes[batch] or sizes[batch // most]) + [
+                row for row in alike if row.case.devices == most
+            ]
 
 
 def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
@@ -75,10 +87,11 @@ def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
 
 
 def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
-    """Return the panel with one median step of a case in two runs, one above the other, on the same time axis.
+    """Return the panel with one median step of a case in two runs, one above the other, on the same
+    time axis.
 
-    `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page filters the panel by
-    the case of the first run.
+    `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page
+    filters the panel by the case of the first run.
     """
     names, shown = ("before", "after"), (before, after)
     with svg.theme():
@@ -89,27 +102,41 @@ def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], k
 
 def _drawing(
     title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
-) -> str:  # fmt: skip
-    """Return the timelines as one drawing with a common time axis; `cases`, if given, has the case of each timeline."""
+) -> str:
+    """Return the timelines as one drawing with a common time axis.
+
+    `cases`, if given, has the case of each timeline.
+    """
     captions = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in _shown(one) for bar in lane.bars}
     phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
     idle = any(lane.idle for one in shown for lane in one.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
-    figure, axes, tops = svg.lanes(names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases)
+    figure, axes, tops = svg.lanes(
+        names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases
+    )
     begin_s = min(lane.begin_s for one in shown for lane in one.lanes)
-    end_s = max([*(one.seconds for one in shown), *(bar.end_s for one in shown for bar in _own(one))])
+    end_s = max(
+        [*(one.seconds for one in shown), *(bar.end_s for one in shown for bar in _own(one))]
+    )
     width = (end_s - begin_s) * 1e3 * 1.01
-    axes.set(xlim=(begin_s * 1e3, begin_s * 1e3 + width), xlabel="milliseconds after the start of the step")
+    axes.set(
+        xlim=(begin_s * 1e3, begin_s * 1e3 + width),
+        xlabel="milliseconds after the start of the step",
+    )
     for one, top in zip(shown, tops, strict=True):
         _timeline(axes, one, top + HEAD, width)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
     return svg.render(
-        figure, key=key, title=f"One median step: {title}",
-        description=" ".join(f"{name}: {_description(one)}" for name, one in zip(names, shown, strict=True)),
-    )  # fmt: skip
+        figure,
+        key=key,
+        title=f"One median step: {title}",
+        description=" ".join(
+            f"{name}: {_description(one)}" for name, one in zip(names, shown, strict=True)
+        ),
+    )
 
 
 def _own(one: Lanes) -> Iterator[Bar]:
@@ -174,7 +201,9 @@ def _short(device: int) -> str:
 
 
 def _place(device: int) -> str:
-    """Return "device i" for the index of a device, "host" for the host, and "host i" for a further machine of a run."""
+    """Return "device i" for the index of a device, "host" for the host, and "host i" for a further
+    machine of a run.
+    """
     if device >= 0:
         return f"device {device}"
     return "host" if device == HOST else f"host {HOST - device + 1}"
@@ -182,17 +211,27 @@ def _place(device: int) -> str:
 
 def _extent(start_s: float, end_s: float, step_s: float) -> str:
     took = end_s - start_s
-    return f"{words.time(took)} from {words.time(start_s)} on, {words.percent(took / step_s)} of the step"
+    return (
+        f"{words.time(took)} from {words.time(start_s)} on, {words.percent(took / step_s)} of the"
+        " step"
+    )
 
 
-def _box(axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any) -> Rectangle:
+def _box(
+    axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any
+) -> Rectangle:
     start, end = interval
     return svg.bar(axes, (start * 1e3, (end - start) * 1e3), (y, height - 1), linewidth=0, **look)
 
 
 def _write(
-    axes: Axes, texts: Sequence[str], interval: tuple[float, float], y: float, width: float, ink: str
-) -> None:  # fmt: skip
+    axes: Axes,
+    texts: Sequence[str],
+    interval: tuple[float, float],
+    y: float,
+    width: float,
+    ink: str,
+) -> None:
     start, end = (at * 1e3 for at in interval)
     room = svg.room(end - start, width, LEFT)
     if text := next((text for text in texts if len(text) <= room), ""):
@@ -200,12 +239,16 @@ def _write(
 
 
 def _outline(
-    axes: Axes, path: Sequence[PathSegment], edges: Mapping[int | None, float], whole: tuple[float, float]
-) -> None:  # fmt: skip
-    """Draw the critical path: an outline around each of its stretches, and lines where it changes lanes.
+    axes: Axes,
+    path: Sequence[PathSegment],
+    edges: Mapping[int | None, float],
+    whole: tuple[float, float],
+) -> None:
+    """Draw the critical path: an outline around each of its stretches, and lines where it changes
+    lanes.
 
-    `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the bottom of all lanes.
-    A stretch without an open phase is a dashed box across all lanes.
+    `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the
+    bottom of all lanes. A stretch without an open phase is a dashed box across all lanes.
     """
     boxes = [(part, *_edges(part, edges)) for part in path if part.device in edges and part.bar]
     outline = [corner for part, top, bottom in boxes for corner in _corners(part, top, bottom)]
@@ -220,10 +263,15 @@ def _outline(
             codes, points = zip(*pieces, strict=True)
             axes.add_patch(
                 PathPatch(
-                    Path(points, codes), facecolor="none", edgecolor=svg.FOREGROUND, linestyle=dashes, linewidth=width,
-                    joinstyle="miter", zorder=3,
+                    Path(points, codes),
+                    facecolor="none",
+                    edgecolor=svg.FOREGROUND,
+                    linestyle=dashes,
+                    linewidth=width,
+                    joinstyle="miter",
+                    zorder=3,
                 )
-            )  # fmt: skip
+            )
 
 
 def _edges(part: PathSegment, edges: Mapping[int | None, float]) -> tuple[float, float]:
@@ -243,7 +291,9 @@ def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
         these = words.verb(len(doubtful), "this case", "these cases")
-        sentences.append(f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}.")
+        sentences.append(
+            f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}."
+        )
     return " ".join(sentences)
 
 
@@ -252,16 +302,21 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
     for name, lanes in zip(names, shown, strict=True):
         took = words.time(lanes.seconds)
         place = f"step {lanes.step} of {naming.unit(lanes.case)} {lanes.round + 1}"
-        measured = f"{place}, {took}, closest to the medians of its {words.count(lanes.timed, 'timed step')}"
+        measured = (
+            f"{place}, {took}, closest to the medians of its"
+            f" {words.count(lanes.timed, 'timed step')}"
+        )
         which = f"predicted, {took}" if lanes.source is Source.PREDICTED else measured
         sentences.append(f"{name}: {which}{_idle(lanes)}.")
         if left_out := len(lanes.lanes) - len(_shown(lanes)):
-            sentences.append(f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn.")
+            sentences.append(
+                f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn."
+            )
         if joint := sorted({bar.phase for bar in _own(lanes) if bar.joint}):
             sentences.append(
-                f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')} ({', '.join(joint)}) "
-                f"{words.verb(len(joint), 'is', 'are')} one operation for all devices; the bars do not show when each "
-                "device works."
+                f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')}"
+                f" ({', '.join(joint)}) {words.verb(len(joint), 'is', 'are')} one operation for all"
+                " devices; the bars do not show when each device works."
             )
     return sentences
 
@@ -286,10 +341,16 @@ def _description(drawn: Lanes) -> str:
         for bar in lane.bars:
             total[_named(bar)] = total.get(_named(bar), 0.0) + bar.end_s - bar.start_s
         parts = [f"{phase} {words.time(seconds)}" for phase, seconds in total.items()]
-        lanes.append(f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}")
+        lanes.append(
+            f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}"
+        )
     path: dict[str, float] = {}
     for part in drawn.path:
-        name = f"{_named(part.bar)} on {_place(part.device)}" if part.bar and part.device is not None else UNATTRIBUTED
+        name = (
+            f"{_named(part.bar)} on {_place(part.device)}"
+            if part.bar and part.device is not None
+            else UNATTRIBUTED
+        )
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
     return f"a step of {words.time(drawn.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."

@@ -1,4 +1,6 @@
-"""Tables: the text of each table cell, the same for the page and for Markdown, and the values of all cases as JSON."""
+"""Tables: the text of each table cell, the same for the page and for Markdown, and the values of
+all cases as JSON.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,34 @@ from dpbench.records.trial import HOSTS, Estimate
 from dpbench.report import naming, small_multiples
 
 COLUMNS = (
-    "model", "strategy", "devices", "batch", "rounds, steps", "median ms", "samples/s", "speed-up", "efficiency",
-    "imbalance", "peak memory", "verified", "labels", "status",
-)  # fmt: skip
+    "model",
+    "strategy",
+    "devices",
+    "batch",
+    "rounds, steps",
+    "median ms",
+    "samples/s",
+    "speed-up",
+    "efficiency",
+    "imbalance",
+    "peak memory",
+    "verified",
+    "labels",
+    "status",
+)
 COMPARED = ("speed-up", "efficiency", "verified")
-"""The columns that a table of observed loops lacks, because these loops have no baseline and no reference."""
+"""The columns that a table of observed loops lacks, because these loops have no baseline and no
+reference.
+"""
 TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, a second text in small type, and the value by which the page sorts the column."""
+    """A cell of a table: its text, a second text in small type, and the value by which the page
+    sorts the column.
+    """
 
     text: str
     small: str = ""
@@ -36,7 +54,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableLine:
-    """The line of one case: its cells, its status, and its problems (`notes`) as pairs of a headline and a text.
+    """The line of one case: its cells, its status, and its problems (`notes`) as pairs of a
+    headline and a text.
 
     `id` is the case's id on the page.
     """
@@ -49,7 +68,10 @@ class TableLine:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table with a title and a note; its first `text` columns contain text, the other columns numbers."""
+    """A small table with a title and a note.
+
+    Its first `text` columns contain text, the other columns numbers.
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -59,14 +81,17 @@ class Table:
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return the lines of the table of all cases, one per row, including the cases without a result.
+    """Return the lines of the table of all cases, one per row, including the cases without a
+    result.
 
     `trials` are the trials of all cases; the problems in the lines come from them.
     """
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
-    return [_line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)]
+    return [
+        _line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)
+    ]
 
 
 def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
@@ -75,17 +100,25 @@ def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
     if not report.observed:
         return COLUMNS, found
     kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
-    return [COLUMNS[i] for i in kept], [replace(one, cells=tuple(one.cells[i] for i in kept)) for one in found]
+    return [COLUMNS[i] for i in kept], [
+        replace(one, cells=tuple(one.cells[i] for i in kept)) for one in found
+    ]
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case = row.case
     measured = row.step is not None
-    about = [*naming.strategy(case).partition("[")[1:], *(f" {name}={value}" for name, value in case.options)]
+    about = [
+        *naming.strategy(case).partition("[")[1:],
+        *(f" {name}={value}" for name, value in case.options),
+    ]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
         Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
-        Cell(naming.plain(naming.strategy(case).partition("[")[0]), naming.plain("".join(about) + placed)),
+        Cell(
+            naming.plain(naming.strategy(case).partition("[")[0]),
+            naming.plain("".join(about) + placed),
+        ),
         Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(case.batch, sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
@@ -96,7 +129,13 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         estimate(row.imbalance, unit="×"),
         _memory(row),
         Cell(
-            row.verified.value.replace("_", " ") if row.verified else "no" if row.fault is Fault.UNVERIFIED else "",
+            (
+                row.verified.value.replace("_", " ")
+                if row.verified
+                else "no"
+                if row.fault is Fault.UNVERIFIED
+                else ""
+            ),
             "" if case.trains or not row.verified else "outputs",
         ),
         Cell("\n".join(row.labels)),
@@ -111,7 +150,11 @@ def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> 
         return Cell("")
     if estimated.doubt:
         return Cell(words.withheld(estimated), words.count(estimated.n, "round"))
-    return Cell(words.number(estimated.value * scale) + unit, words.interval(estimated, scale), repr(estimated.value))
+    return Cell(
+        words.number(estimated.value * scale) + unit,
+        words.interval(estimated, scale),
+        repr(estimated.value),
+    )
 
 
 def _efficiency(estimate: Estimate | None) -> Cell:
@@ -121,11 +164,18 @@ def _efficiency(estimate: Estimate | None) -> Cell:
 
 
 def _speedup(row: Row) -> Cell:
-    """Return the cell with the speed-up and the kind of scaling; "1×" for the baseline, and empty if it is unknown."""
+    """Return the cell with the speed-up and the kind of scaling.
+
+    "1×" for the baseline, and empty if it is unknown.
+    """
     if row.case.options == plan.LIMIT:
         return Cell("", "limit")
     if row.speedup is None:
-        return Cell("1×", "baseline", "1") if row.case.traits.role is Role.BASELINE and row.step else Cell("")
+        return (
+            Cell("1×", "baseline", "1")
+            if row.case.traits.role is Role.BASELINE and row.step
+            else Cell("")
+        )
     cell = estimate(row.speedup, unit="×")
     return Cell(cell.text, f"{cell.small} {row.scaling}", cell.sort)
 
@@ -136,34 +186,50 @@ def _memory(row: Row) -> Cell:
         peak = row.memory[device]
         where = f"device {device}" + (", ledger" if row.memory_source == "ledger" else "")
         return Cell(words.size(peak), where, str(peak))
-    return Cell(words.size(row.host_bytes), "host", str(row.host_bytes)) if row.host_bytes else Cell("")
+    return (
+        Cell(words.size(row.host_bytes), "host", str(row.host_bytes))
+        if row.host_bytes
+        else Cell("")
+    )
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    """Return each distinct problem of a case as a pair: a headline that names the rounds with it, and the reason."""
+    """Return each distinct problem of a case as a pair: a headline that names the rounds with it,
+    and the reason.
+    """
     rounds_of: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
-            rounds_of.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(trial.round)
+            rounds_of.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(
+                trial.round
+            )
     if not rounds_of and row.outcome != Status.OK:
         return ((row.outcome, row.reason or "no reason given"),)
     notes = []
     for (outcome, reason), rounds in rounds_of.items():
         numbers = ", ".join(str(number + 1) for number in rounds)
-        notes.append((f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {numbers}", reason))
+        notes.append(
+            (f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {numbers}", reason)
+        )
     return tuple(notes)
 
 
 def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
-    """Return a table with the milliseconds of each phase and of the step, one line per measured case; and the cases."""
-    measured = [row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt]
+    """Return a table with the milliseconds of each phase and of the step, one line per measured
+    case; and the cases.
+    """
+    measured = [
+        row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
+    ]
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
             *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in PHASE_COLUMNS),
             Cell(words.number(row.step.value * 1e3) if row.step else ""),
         )
-        for row, name in zip(measured, small_multiples.named(measured) if measured else (), strict=True)
+        for row, name in zip(
+            measured, small_multiples.named(measured) if measured else (), strict=True
+        )
     )
     columns = ("case", *PHASE_COLUMNS, "step")
     return Table("Milliseconds of a step by phase", columns, lines), [row.case for row in measured]
@@ -179,8 +245,8 @@ def as_json(rows: Sequence[Row]) -> str:
 def embedded(records: Sequence[Mapping[Any, object]]) -> str:
     """Return records as JSON text that is safe inside an HTML script element.
 
-    The text is an object: `columns` has the keys of all records, and `rows` the values of each record in the order of
-    the columns. A record that lacks a key has null in its column.
+    The text is an object: `columns` has the keys of all records, and `rows` the values of each
+    record in the order of the columns. A record that lacks a key has null in its column.
     """
     columns = list(dict.fromkeys(key for record in records for key in record))
     rows = [[record.get(key) for key in columns] for record in records]
@@ -189,7 +255,10 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
 
 
 def machines(report: Report) -> Table | None:
-    """Return the table of a launch's machines, with the step time of `single` on each; None for a single machine."""
+    """Return the table of a launch's machines, with the step time of `single` on each.
+
+    None for a single machine.
+    """
     listed = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
@@ -199,7 +268,10 @@ def machines(report: Report) -> Table | None:
     lines = tuple(
         (
             Cell(naming.plain(machine["name"]), machine["machine"][:8]),
-            Cell(machine["facts"]["host"]["cpu"], words.count(machine["facts"]["host"]["cores"], "core")),
+            Cell(
+                machine["facts"]["host"]["cpu"],
+                words.count(machine["facts"]["host"]["cores"], "core"),
+            ),
             Cell(words.size(machine["facts"]["host"]["memory_bytes"])),
             Cell(naming.gpus(machine["facts"].get("gpus") or {})),
             Cell(machine["facts"]["software"]["torch"]),
@@ -207,16 +279,24 @@ def machines(report: Report) -> Table | None:
         )
         for machine in listed
     )
-    columns = ("machine", "processor", "memory", "GPUs", "torch", "step of single, relative to the fastest machine")
+    columns = (
+        "machine",
+        "processor",
+        "memory",
+        "GPUs",
+        "torch",
+        "step of single, relative to the fastest machine",
+    )
     return Table("Machines", columns, lines, text=6) if len(lines) > 1 else None
 
 
 TITLE = "The ladder"
 LEAD = (
-    "Each rung changes one more switch of the engine's schedule than the rung below it. The bar of a rung starts at "
-    "the step time of the rung below it, and its length is the time that the change saves or adds. The whisker is the "
-    "95% interval of this time, from the rounds that both rungs have. If the whisker includes the start of the bar, "
-    "the difference is undecided and the bar is grey."
+    "Each rung changes one more switch of the engine's schedule than the rung below it. The bar of"
+    " a rung starts at the step time of the rung below it, and its length is the time that the"
+    " change saves or adds. The whisker is the 95% interval of this time, from the rounds that both"
+    " rungs have. If the whisker includes the start of the bar, the difference is undecided and the"
+    " bar is grey."
 )
 VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "undecided"}
 
@@ -225,12 +305,19 @@ def title(ladder: Ladder) -> str:
     """Return the title of a ladder: its model, number of devices, settings and batch size."""
     case = ladder.case
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
-    parts = [f"{case.model} ×{case.devices}", *naming.setting(case), *kind, f"batch {case.batch_size}"]
+    parts = [
+        f"{case.model} ×{case.devices}",
+        *naming.setting(case),
+        *kind,
+        f"batch {case.batch_size}",
+    ]
     return naming.clip(", ".join(parts), 90)
 
 
 def climb(ladder: Ladder) -> Table:
-    """Return the table of a ladder's rungs, with one line per rung and a note on the rungs without a result."""
+    """Return the table of a ladder's rungs, with one line per rung and a note on the rungs without
+    a result.
+    """
     columns = (
         "rung",
         "verdict",
@@ -243,7 +330,9 @@ def climb(ladder: Ladder) -> Table:
     )
     lines = tuple(_rung(rung, rung is ladder.fastest) for rung in ladder.rungs)
     lost = ", ".join(f"{short(row.case.schedule)} ({row.status.value})" for row in ladder.lost)
-    return Table("Rung by rung", columns, lines, text=2, note=f"Without a result: {lost}." if lost else "")
+    return Table(
+        "Rung by rung", columns, lines, text=2, note=f"Without a result: {lost}." if lost else ""
+    )
 
 
 def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
@@ -258,22 +347,32 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
         _saved(change) if change else Cell(""),
         _rung_estimate(row.speedup, unit="×") if row.speedup else Cell(""),
         _rung_estimate(rung.over_ddp, unit="×") if rung.over_ddp else Cell(""),
-        Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms") if change and change.phase else Cell(""),
+        (
+            Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms")
+            if change and change.phase
+            else Cell("")
+        ),
     )
 
 
 def ablation(ladder: Ladder) -> Table | None:
     """Return the table of what a schedule gains by each of its switches.
 
-    The schedule is compared with the same schedule in which this switch has the value that it has in `reference`.
-    Return None if the ladder has no ablations.
+    The schedule is compared with the same schedule in which this switch has the value that it has
+    in `reference`. Return None if the ladder has no ablations.
     """
     if not ladder.ablations:
         return None
     columns = ("switch set back", "verdict", "its gain", "saves, ms", "phase that changed most")
     lines = tuple(_switch(change) for change in ladder.ablations)
-    note = f"Switches without a line in this table, with the reason: {'. '.join(ladder.fixed)}." if ladder.fixed else ""
-    return Table(f"{short(ladder.base)} without one of its switches", columns, lines, text=2, note=note)
+    note = (
+        f"Switches without a line in this table, with the reason: {'. '.join(ladder.fixed)}."
+        if ladder.fixed
+        else ""
+    )
+    return Table(
+        f"{short(ladder.base)} without one of its switches", columns, lines, text=2, note=note
+    )
 
 
 def _switch(change: RungGain) -> tuple[Cell, ...]:
@@ -283,12 +382,18 @@ def _switch(change: RungGain) -> tuple[Cell, ...]:
         Cell(verdict),
         _rung_estimate(change.ratio, unit="×"),
         _saved(change),
-        Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms") if change.phase else Cell(""),
+        (
+            Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms")
+            if change.phase
+            else Cell("")
+        ),
     )
 
 
 def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the tables of a ladder: that of the ablations, if there are any, and then that of the rungs."""
+    """Return the tables of a ladder: that of the ablations, if there are any, and then that of the
+    rungs.
+    """
     return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 

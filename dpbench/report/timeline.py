@@ -1,4 +1,6 @@
-"""Timeline: report sections on the distribution of steps, utilisation over time, and device 0 against the others."""
+"""Timeline: report sections on the distribution of steps, utilisation over time, and device 0
+against the others.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ _CORE = re.compile(r"core(\d+)_utilization_ratio")
 Place = tuple[str, int]
 """The kind of a device, which is "GPU" or "core", and the index of the device."""
 Series = dict[Place, list[tuple[float, float]]]
-"""The readings of the utilisation of each GPU or core, as pairs of a time in seconds and a ratio from 0 to 1."""
+"""The readings of the utilisation of each GPU or core, as pairs of a time in seconds and a ratio
+from 0 to 1.
+"""
 
 
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on utilisation over time: of GPUs if GPUs were sampled, else of CPU cores."""
+    """Return the section on utilisation over time: of GPUs if GPUs were sampled, else of CPU
+    cores.
+    """
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
         if trial.source.timed and (series := _series(trial)):
@@ -47,18 +53,21 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     drawn = [row for row in rows if row.source.timed and row.case in by_case]
     panels, left_out = small_multiples.split(drawn, per=12)
     return Section(
-        "utilisation", "Utilisation over time",
-        "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn one after another. "
-        "A gap is time without readings.",
+        "utilisation",
+        "Utilisation over time",
+        "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn"
+        " one after another. A gap is time without readings.",
         [_strips(facet, by_case, f"heat{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
-    )  # fmt: skip
+    )
 
 
 def _series(trial: Trial) -> Series:
     samples = trial.grouped
     places = {
-        ("GPU", device): series for device, series in samples.series("utilization_ratio").items() if device >= 0
+        ("GPU", device): series
+        for device, series in samples.series("utilization_ratio").items()
+        if device >= 0
     } or {
         ("core", int(core[1])): series
         for metric in samples.metrics
@@ -70,16 +79,22 @@ def _series(trial: Trial) -> Series:
 
 def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key: str) -> Panel:
     groups = [by_case[row.case] for row in facet.rows]
-    devices = [sorted({device for series in group for device in series})[:DEVICES] for group in groups]
+    devices = [
+        sorted({device for series in group for device in series})[:DEVICES] for group in groups
+    ]
     thick = max(4, min(10, 60 // max(map(len, devices))))
     heights = [22 + thick * len(rows) for rows in devices]
-    figure, axes, tops = svg.lanes(facet.names, [""] * len(groups), heights, keys=1, cases=facet.cases)
+    figure, axes, tops = svg.lanes(
+        facet.names, [""] * len(groups), heights, keys=1, cases=facet.cases
+    )
     pause = PAUSE * max(_length(series) for group in groups for series in group)
     ends = [
         _case(axes, name, group, rows, top + 17, thick, pause)
         for name, group, rows, top in zip(facet.names, groups, devices, tops, strict=True)
     ]
-    axes.set(xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto")
+    axes.set(
+        xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto"
+    )
     axes.set_ylim(sum(heights), 0)  # imshow has changed the limits
     svg.amounts(axes.xaxis)
     axes.grid(False)
@@ -88,7 +103,9 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     said = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
     drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
-    caption = f"One row per {kind}, with number 0 on top." + (f" Only the first {DEVICES} are drawn." if more else "")
+    caption = f"One row per {kind}, with number 0 on top." + (
+        f" Only the first {DEVICES} are drawn." if more else ""
+    )
     return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
 
 
@@ -98,11 +115,20 @@ def _length(series: Series) -> float:
 
 
 def _case(
-    axes: Axes, name: str, group: Iterable[Series], devices: Sequence[Place], y: float, thick: float, pause: float
-) -> float:  # fmt: skip
-    """Draw the utilisation in the rounds of one case, one after another; return the end of the last round in seconds.
+    axes: Axes,
+    name: str,
+    group: Iterable[Series],
+    devices: Sequence[Place],
+    y: float,
+    thick: float,
+    pause: float,
+) -> float:
+    """Draw the utilisation in the rounds of one case, one after another.
 
-    `y` is the top edge of the drawing, `thick` the height of one device's row, and `pause` the gap between two rounds.
+    Return the end of the last round in seconds.
+
+    `y` is the top edge of the drawing, `thick` the height of one device's row, and `pause` the gap
+    between two rounds.
     """
     left = 0.0
     for number, series in enumerate(group, start=1):
@@ -116,9 +142,11 @@ def _case(
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return the image of the utilisation in one round, transparent without readings, and the seconds of its width.
+    """Return the image of the utilisation in one round, transparent without readings, and the
+    seconds of its width.
 
-    A reading covers the time since the previous reading, but no more than three typical sampling intervals.
+    A reading covers the time since the previous reading, but no more than three typical sampling
+    intervals.
     """
     begin = min(readings[0][0] for readings in series.values())
     apart = np.diff([time for readings in series.values() for time, _ in readings])
@@ -147,7 +175,9 @@ def _colour_scale(figure: Figure) -> None:
 
 
 def imbalance(rows: Sequence[Row]) -> Section:
-    """Return the section that compares device 0 with the other devices in busy time, and in memory if it is known."""
+    """Return the section that compares device 0 with the other devices in busy time, and in memory
+    if it is known.
+    """
     panels, notes = [], []
     for kind, draw in (("busy", _busy), ("memory", _memory)):
         drawn = [row for row in rows if len(getattr(row, kind)) > 1]
@@ -159,27 +189,38 @@ def imbalance(rows: Sequence[Row]) -> Section:
     if not panels:
         notes = ["No case with several devices has busy time or memory per device."]
     return Section(
-        "imbalance", "Device 0 against the others",
-        "DataParallel gathers outputs on device 0. The filled bar is device 0, and the hollow bar is the mean of the "
-        "other devices. The number next to a case's name is the ratio of the two.",
-        panels, " ".join(filter(None, notes)),
-    )  # fmt: skip
+        "imbalance",
+        "Device 0 against the others",
+        "DataParallel gathers outputs on device 0. The filled bar is device 0, and the hollow bar"
+        " is the mean of the other devices. The number next to a case's name is the ratio of the"
+        " two.",
+        panels,
+        " ".join(filter(None, notes)),
+    )
 
 
 def _busy(facet: small_multiples.Facet, key: str) -> Panel:
     values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
-    amounts = [{device: seconds * 1e3 for device, seconds in row.busy.items()} for row in facet.rows]
+    amounts = [
+        {device: seconds * 1e3 for device, seconds in row.busy.items()} for row in facet.rows
+    ]
     drawing = _pairs(
-        facet, values, amounts, svg.ROLES[Role.ENGINE], "milliseconds of one step", key=key,
+        facet,
+        values,
+        amounts,
+        svg.ROLES[Role.ENGINE],
+        "milliseconds of one step",
+        key=key,
         title=f"Busy time of device 0: {facet.title}",
-    )  # fmt: skip
+    )
     sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
     caption = f"{_sentence(facet)} Source of busy time: {sources or 'unknown'}.".strip()
     return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _sentence(facet: small_multiples.Facet) -> str:
-    """Return a sentence on the case with the highest ratio of device 0's busy time to the other devices'.
+    """Return a sentence on the case with the highest ratio of device 0's busy time to the other
+    devices'.
 
     Return an empty text if the ratio is not known for any case.
     """
@@ -197,7 +238,10 @@ def _sentence(facet: small_multiples.Facet) -> str:
     longer = "longer" if ratio.value > 1 else "shorter"
     holds = f", and holds {words.number(memory)}× their memory" if memory is not None else ""
     share = words.percent(abs(ratio.value - 1))
-    return f"With {name}, device 0 works {share} {longer} than the mean of the others ({words.times(ratio)}){holds}."
+    return (
+        f"With {name}, device 0 works {share} {longer} than the mean of the others"
+        f" ({words.times(ratio)}){holds}."
+    )
 
 
 def _memory(facet: small_multiples.Facet, key: str) -> Panel:
@@ -206,34 +250,60 @@ def _memory(facet: small_multiples.Facet, key: str) -> Panel:
     unit, scale = words.binary(max(max(row.memory.values()) for row in facet.rows))
     amounts = [{device: size / scale for device, size in row.memory.items()} for row in facet.rows]
     drawing = _pairs(
-        facet, values, amounts, svg.ROLES[Role.CONTROL], f"peak memory, {unit}", key=key,
+        facet,
+        values,
+        amounts,
+        svg.ROLES[Role.CONTROL],
+        f"peak memory, {unit}",
+        key=key,
         title=f"Peak memory of device 0: {facet.title}",
-    )  # fmt: skip
+    )
     sources = ", ".join(sorted({row.memory_source for row in facet.rows if row.memory_source}))
     caption = f"Source: {sources or 'unknown'}."
     return Panel(f"Peak memory, {facet.title}", drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _pairs(
-    facet: small_multiples.Facet, values: Sequence[str], amounts: Sequence[Mapping[int, float]], colour: str, unit: str,
-    *, key: str, title: str,
-) -> str:  # fmt: skip
-    """Return the drawing of a pair of bars per case: the amount of device 0, and the mean of the other devices.
+    facet: small_multiples.Facet,
+    values: Sequence[str],
+    amounts: Sequence[Mapping[int, float]],
+    colour: str,
+    unit: str,
+    *,
+    key: str,
+    title: str,
+) -> str:
+    """Return the drawing of a pair of bars per case: the amount of device 0, and the mean of the
+    other devices.
 
-    `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to the cases' names.
+    `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to
+    the cases' names.
     """
     several = max(map(len, amounts)) > 2
-    figure, axes, tops = svg.lanes(facet.names, values, [47] * len(values), keys=2 if several else 1, cases=facet.cases)
+    figure, axes, tops = svg.lanes(
+        facet.names, values, [47] * len(values), keys=2 if several else 1, cases=facet.cases
+    )
     for row, name, found, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
         rest = [amount for device, amount in found.items() if device]
         means = [("device 0", found.get(0, 0.0), top + 24, colour)]
         if rest:
             means.append(("mean of the others", sum(rest) / len(rest), top + 36, svg.BACKGROUND))
         for device, amount, y, face in means:
-            bar = svg.bar(axes, (0, amount), (y - 4.5, 9), facecolor=face, edgecolor=colour, linewidth=1.2)
-            marks.explain(bar, f"{name}, {device}: {words.number(amount)} {unit}, {naming.basis(row)}")
+            bar = svg.bar(
+                axes, (0, amount), (y - 4.5, 9), facecolor=face, edgecolor=colour, linewidth=1.2
+            )
+            marks.explain(
+                bar, f"{name}, {device}: {words.number(amount)} {unit}, {naming.basis(row)}"
+            )
         if len(rest) > 1:
-            axes.plot([min(rest), max(rest)], [top + 36] * 2, "|-", color=svg.FOREGROUND, linewidth=1.2, markersize=6)
+            axes.plot(
+                [min(rest), max(rest)],
+                [top + 36] * 2,
+                "|-",
+                color=svg.FOREGROUND,
+                linewidth=1.2,
+                markersize=6,
+            )
     most = max(amount for found in amounts for amount in found.values())
     axes.set(xlim=(0, most * 1.04 or 1), xlabel=unit)
     svg.amounts(axes.xaxis)
@@ -242,12 +312,17 @@ def _pairs(
         Patch(facecolor=svg.BACKGROUND, edgecolor=colour, label="mean of the others"),
     ]
     if several:
-        keys.append(Line2D([], [], marker="|", color=svg.FOREGROUND, linewidth=1.2, label="range of the others"))
+        keys.append(
+            Line2D(
+                [], [], marker="|", color=svg.FOREGROUND, linewidth=1.2, label="range of the others"
+            )
+        )
     svg.legend(figure, keys, 2)
-    said = "; ".join(
-        f"{name}: {', '.join(f'device {device} {words.number(amount)}' for device, amount in found.items())} {unit}"
-        for name, found in zip(facet.names, amounts, strict=True)
-    )
+    each = [
+        ", ".join(f"device {device} {words.number(amount)}" for device, amount in found.items())
+        for found in amounts
+    ]
+    said = "; ".join(f"{name}: {text} {unit}" for name, text in zip(facet.names, each, strict=True))
     return svg.render(figure, key=key, title=title, description=said)
 
 
@@ -256,15 +331,22 @@ ROUNDS = 5
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
 """The line style of each round."""
 CURVE = 50
-"""The height of a curve in SVG units. A curve is drawn from at most this number of timed steps of a round."""
+"""The height of a curve in SVG units.
+
+A curve is drawn from at most this number of timed steps of a round.
+"""
 LEFT = 46.0
 """The margin for the labels of the curves' axes, in SVG units."""
 OUTLIER = 3.0
-"""A timed step is an outlier if it is farther than this multiple of the interquartile range from the quartiles."""
+"""A timed step is an outlier if it is farther than this multiple of the interquartile range from
+the quartiles.
+"""
 
 
 def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on the distribution of step times, with a curve per round, warm-up steps and outliers."""
+    """Return the section on the distribution of step times, with a curve per round, warm-up steps
+    and outliers.
+    """
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.source.timed and trial.timed:
@@ -272,12 +354,14 @@ def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     measured = [row for row in rows if row.source.timed and row.case in series]
     panels, left_out = small_multiples.split([row for row in measured if row.step], per=8)
     return Section(
-        "steps", "Distribution of step times",
-        "A curve shows the share of a round's timed steps that take at most the time on the axis. "
-        f"{naming.processes(rows)} The band is the 95% interval of the median step. Warm-up steps do not count.",
+        "steps",
+        "Distribution of step times",
+        "A curve shows the share of a round's timed steps that take at most the time on the axis."
+        f" {naming.processes(rows)} The band is the 95% interval of the median step. Warm-up steps"
+        " do not count.",
         [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
-    )  # fmt: skip
+    )
 
 
 def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
@@ -287,36 +371,62 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
         facet.names, values, [CURVE + 42] * len(groups), keys=3, left=LEFT, cases=facet.cases
     )
     each = [np.sort(trial.timed) * 1e3 for group in groups for trial in group]
-    end = min(max(times[-1] for times in each), svg.FARTHEST * max(float(np.median(times)) for times in each))
+    end = min(
+        max(times[-1] for times in each),
+        svg.FARTHEST * max(float(np.median(times)) for times in each),
+    )
     low, high = _scale(axes, min(times[0] for times in each), end)
     for row, name, group, top in zip(facet.rows, facet.names, groups, tops, strict=True):
         bottom = top + 24 + CURVE
         heights = {share: bottom - share * CURVE for share in (0.0, 0.5, 1.0)}
         axes.hlines([*heights.values()], low, high, color=svg.GRID, linewidth=0.8, zorder=0.5)
         for share, y in heights.items():
-            svg.write_beside(axes, y + 4, f"{share:.0%}", LEFT, LEFT - 6, ha="right", fontsize=svg.SMALL)
+            svg.write_beside(
+                axes, y + 4, f"{share:.0%}", LEFT, LEFT - 6, ha="right", fontsize=svg.SMALL
+            )
         if row.step and naming.drawable(row.step):
             _interval(axes, row.step, bottom - CURVE, bottom)
         for trial, dashes in zip(group, DASHES, strict=False):
-            curve = _curve(axes, trial, bottom, (low, high), {"linestyle": dashes, "color": svg.colour(row.case)})
-            basis = f"{words.time(float(np.median(trial.timed)))} of {words.count(len(trial.timed), 'timed step')}"
+            curve = _curve(
+                axes,
+                trial,
+                bottom,
+                (low, high),
+                {"linestyle": dashes, "color": svg.colour(row.case)},
+            )
+            basis = (
+                f"{words.time(float(np.median(trial.timed)))} of"
+                f" {words.count(len(trial.timed), 'timed step')}"
+            )
             marks.explain(curve, f"{name}, round {trial.round + 1}: median {basis}")
         _warm_up(axes, group, bottom + 8, (low, high))
     axes.set_xlabel("milliseconds of one step")
     svg.legend(figure, _step_keys(max(map(len, groups))), 3)
-    said = "; ".join(f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"Distribution of step times: {facet.title}", description=said)
-    return Panel(facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases)
+    said = "; ".join(
+        f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True)
+    )
+    drawing = svg.render(
+        figure, key=key, title=f"Distribution of step times: {facet.title}", description=said
+    )
+    return Panel(
+        facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases
+    )
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
     low, high = step.low * 1e3, step.high * 1e3
-    axes.add_patch(Rectangle((low, top), high - low, bottom - top, facecolor=svg.MUTED, alpha=0.25, linewidth=0))
+    axes.add_patch(
+        Rectangle(
+            (low, top), high - low, bottom - top, facecolor=svg.MUTED, alpha=0.25, linewidth=0
+        )
+    )
     axes.plot([step.value * 1e3] * 2, [top, bottom], color=svg.FOREGROUND, linewidth=1.0)
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the time axis to the range from `low` to `high`, with a margin at both ends; return the ends of the axis.
+    """Set the time axis to the range from `low` to `high`, with a margin at both ends.
+
+    Return the ends of the axis.
 
     The axis has a log scale if the range spans more than a factor of 6.
     """
@@ -336,42 +446,65 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
     return edges
 
 
-def _curve(axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]) -> Line2D:
-    """Draw the distribution of a round's timed steps above the height `bottom`, outliers as dots; return its curve.
+def _curve(
+    axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]
+) -> Line2D:
+    """Draw the distribution of a round's timed steps above the height `bottom`, outliers as dots.
 
-    `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends the curve.
+    Return its curve.
+
+    `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends
+    the curve.
     """
     times = np.sort(trial.timed) * 1e3
     shares = np.arange(1, len(times) + 1) / len(times)
     inside = times <= ends[1]
     # evenly chosen shares, always with the first and the last step
-    chosen = np.unique(np.linspace(0, inside.sum() - 1, min(CURVE, inside.sum())).round().astype(int))
+    chosen = np.unique(
+        np.linspace(0, inside.sum() - 1, min(CURVE, inside.sum())).round().astype(int)
+    )
     heights = bottom - np.concatenate([[0.0], shares[chosen]]) * CURVE
     places = np.concatenate([times[:1], times[chosen]])
     (curve,) = axes.plot(places, heights, drawstyle="steps-post", linewidth=1.4, **look)
     first, third = np.quantile(times, [0.25, 0.75])
     far = (times < first - OUTLIER * (third - first)) | (times > third + OUTLIER * (third - first))
     if (dots := far & inside).any():
-        axes.plot(times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2)
+        axes.plot(
+            times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2
+        )
     if not inside.all():
-        axes.plot([ends[1]], [bottom - shares[inside][-1] * CURVE], ">", color=look["color"], markersize=6)
+        axes.plot(
+            [ends[1]], [bottom - shares[inside][-1] * CURVE], ">", color=look["color"], markersize=6
+        )
     return curve
 
 
 def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, float]) -> None:
     low, high = ends
-    warm = [s * 1e3 for steps in (t.by_column for t in group) for s in compress(steps.seconds, steps.warmup)]
+    warm = [
+        s * 1e3
+        for steps in (t.by_column for t in group)
+        for s in compress(steps.seconds, steps.warmup)
+    ]
     places = {round(axes.transData.transform((x, y))[0]): x for x in warm if low <= x <= high}
     inside = list(places.values())  # one of several circles at one SVG unit hides the others
-    axes.plot(inside, [y] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5)
-    for x, marker, beyond in ((low, "<", min(warm, default=low) < low), (high, ">", max(warm, default=high) > high)):
+    axes.plot(
+        inside, [y] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5
+    )
+    for x, marker, beyond in (
+        (low, "<", min(warm, default=low) < low),
+        (high, ">", max(warm, default=high) > high),
+    ):
         if beyond:
             axes.plot([x], [y], marker, color=svg.MUTED, markerfacecolor="none", markersize=6)
 
 
 def _step_keys(rounds: int) -> list[Line2D | Patch]:
-    curve = {"color": svg.FOREGROUND, "linewidth": 1.4}
-    lines = [Line2D([], [], linestyle=DASHES[i], label=f"round {i + 1}", **curve) for i in range(rounds)]  # type: ignore[arg-type]
+    curve: dict[str, Any] = {"color": svg.FOREGROUND, "linewidth": 1.4}
+    dashes: Sequence[Any] = DASHES
+    lines = [
+        Line2D([], [], linestyle=dashes[i], label=f"round {i + 1}", **curve) for i in range(rounds)
+    ]
     dot = {"linestyle": "", "color": svg.FOREGROUND}
     warm = {"linestyle": "", "color": svg.MUTED, "markerfacecolor": "none"}
     return [
@@ -383,14 +516,21 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
     ]
 
 
-def _left_out(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float) -> str:
-    """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds that are not drawn."""
+def _left_out(
+    facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float
+) -> str:
+    """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds
+    that are not drawn.
+    """
     sentences = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
         if beyond := [time for time in times if time > end]:
             count = words.count(len(times), "timed step")
-            sentences.append(f"{name}: {len(beyond)} of {count} beyond the axis, up to {words.number(max(beyond))} ms.")
+            sentences.append(
+                f"{name}: {len(beyond)} of {count} beyond the axis, up to"
+                f" {words.number(max(beyond))} ms."
+            )
     if any(len(series[row.case]) > ROUNDS for row in facet.rows):
         sentences.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
     return " ".join(sentences) or "All timed steps."

@@ -1,8 +1,9 @@
-"""Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at any moment.
+"""Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at
+any moment.
 
-Writers commit one trial at a time; readers open the file read-only. The row of a trial is written before its worker
-starts, with the status `running`. When a run is resumed, trials that still have this status are marked as `killed` and
-are repeated.
+Writers commit one trial at a time; readers open the file read-only. The row of a trial is written
+before its worker starts, with the status `running`. When a run is resumed, trials that still have
+this status are marked as `killed` and are repeated.
 """
 
 from __future__ import annotations
@@ -27,19 +28,32 @@ from dpbench.store.rows import UnreadableRow
 from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, alive, born
 
 __all__ = [
-    "FINAL", "FINISHED", "LATEST", "PAST", "DamagedStore", "Merged", "Naming", "PastRun", "Store", "StoreError",
-    "StoredRun", "UnreadableRow",
-]  # fmt: skip
+    "FINAL",
+    "FINISHED",
+    "LATEST",
+    "PAST",
+    "DamagedStore",
+    "Merged",
+    "Naming",
+    "PastRun",
+    "Store",
+    "StoreError",
+    "StoredRun",
+    "UnreadableRow",
+]
 
 RUNNING = "running"
 FINISHED = "finished"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
 """The statuses of trials that are not repeated when a run is resumed."""
 _RANKED = (
-    "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY "
-    "status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM trial"
+    "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY"
+    " status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM"
+    " trial"
 )
-"""The query for the id, run, status and place of all trials; it leaves out large columns, which sorting would copy.
+"""The query for the id, run, status and place of all trials.
+
+It leaves out large columns, which sorting would copy.
 
 `place` numbers the trials of one run, case and round from 1; only trials with place 1 count.
 """
@@ -52,7 +66,9 @@ EARLIER = 100
 
 
 def _beginning(column: str) -> str:
-    """Return the SQL condition that a text begins with a value, given with `_after` of it, or is unknown, '?'."""
+    """Return the SQL condition that a text begins with a value, given with `_after` of it, or is
+    unknown, '?'.
+    """
     return f"({column}>=? AND {column}<? OR {column}='?')"
 
 
@@ -62,46 +78,69 @@ def _after(beginning: str) -> str:
 
 
 def _start(row: tuple[object, int, str]) -> tuple[float, int]:
-    """Return the place of a run's row in the order of starts; a start that is no number is above all others."""
+    """Return the place of a run's row in the order of starts.
+
+    A start that is no number is above all others.
+    """
     return (row[0] if isinstance(row[0], float) else math.inf), row[1]
 
 
 class Store:
-    """An open store, which is a context manager; use `Store.create` for writing, and `Store.read` for reading only."""
+    """An open store, which is a context manager.
+
+    Use `Store.create` for writing, and `Store.read` for reading only.
+    """
 
     def __init__(
-        self, path: Path, connection: file.Connection, *, writes: bool, naming: Naming | None = None,
+        self,
+        path: Path,
+        connection: file.Connection,
+        *,
+        writes: bool,
+        naming: Naming | None = None,
         unreadable: Callable[[UnreadableRow], None] | None = None,
-    ) -> None:  # fmt: skip
-        self.path, self._db, self._writes, self._naming = path, connection, writes, naming or Naming()
+    ) -> None:
+        self.path, self._db, self._writes, self._naming = (
+            path,
+            connection,
+            writes,
+            naming or Naming(),
+        )
         self._unreadable = unreadable
 
     @classmethod
     def create(cls, path: Path, naming: Naming | None = None) -> Store:
         """Return the store at `path`, opened for writing; create or migrate the file if necessary.
 
-        Runs that begin through this object get the name, tags and command in `naming`. Raises StoreError if the file is
-        not a store, or if a newer version of dpbench has written it.
+        Runs that begin through this object get the name, tags and command in `naming`. Raises
+        StoreError if the file is not a store, or if a newer version of dpbench has written it.
         """
         return cls(path, file.open_to_write(path), writes=True, naming=naming)
 
     @classmethod
     def read(cls, path: Path, unreadable: Callable[[UnreadableRow], None] | None = None) -> Store:
-        """Return the store at `path`, opened read-only. Raises StoreError if the file is missing or is not a store.
+        """Return the store at `path`, opened read-only.
 
-        Methods that read several rows call `unreadable` with each row that cannot be read, and return the other rows.
-        If `unreadable` is None, they raise UnreadableRow.
+        Raises StoreError if the file is missing or is not a store.
+
+        Methods that read several rows call `unreadable` with each row that cannot be read, and
+        return the other rows. If `unreadable` is None, they raise UnreadableRow.
         """
         return cls(path, file.open_to_read(path), writes=False, unreadable=unreadable)
 
     @property
     def traces(self) -> Path:
-        """Return the folder for profiles of trials, which has one folder per run, named by the run's id."""
+        """Return the folder for profiles of trials, which has one folder per run, named by the
+        run's id.
+        """
         return self.path.with_name(f"{self.path.name}.traces")
 
     @property
     def logs(self) -> Path:
-        """Return the folder for trials' reasons that are too long for the store; it has one folder per run."""
+        """Return the folder for trials' reasons that are too long for the store.
+
+        It has one folder per run.
+        """
         return self.path.with_name(f"{self.path.name}.logs")
 
     def __enter__(self) -> Self:
@@ -110,7 +149,9 @@ class Store:
     def __exit__(self, kind: object, *error: object) -> None:
         try:
             if self._writes:
-                with suppress(StoreError) if kind else nullcontext():  # an earlier error is the one to show
+                with (
+                    suppress(StoreError) if kind else nullcontext()
+                ):  # an earlier error is the one to show
                     file.fold(self._db)
         finally:
             self._db.close()
@@ -118,32 +159,53 @@ class Store:
     # -- runs
 
     def begin_run(
-        self, *, plan: str, host: str, code: str, rounds: int, provenance: Mapping[str, Any], reopen: bool = False
+        self,
+        *,
+        plan: str,
+        host: str,
+        code: str,
+        rounds: int,
+        provenance: Mapping[str, Any],
+        reopen: bool = False,
     ) -> tuple[str, bool]:
-        """Return the id of the run to add trials to, and whether it is an earlier run that is resumed.
+        """Return the id of the run to add trials to, and whether it is an earlier run that is
+        resumed.
 
-        The latest unfinished run with the same plan, name, tags, host and code is resumed; with `reopen`, a finished
-        run can be resumed too. Otherwise a new run is added. Trials of the resumed run that are still `running` become
-        `killed`. Raises StoreError if another living process is adding trials to this run.
+        The latest unfinished run with the same plan, name, tags, host and code is resumed; with
+        `reopen`, a finished run can be resumed too. Otherwise a new run is added. Trials of the
+        resumed run that are still `running` become `killed`. Raises StoreError if another living
+        process is adding trials to this run.
         """
         plan, provenance = self._naming.identified(plan), self._naming.added_to(provenance)
         with file.transaction(self._db):
             row = self._latest(plan, host, code, reopen)
             if row and alive(row[1], row[2]) and row[1] != os.getpid():
                 raise StoreError(
-                    f"process {row[1]} is already adding trials to this run in the store {self.path}; wait until the "
-                    "process ends, or end it"
+                    f"process {row[1]} is already adding trials to this run in the store"
+                    f" {self.path}; wait until the process ends, or end it"
                 )
             me = (os.getpid(), born(os.getpid()))
             if row:
-                self._db.execute("UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0]))
+                self._db.execute(
+                    "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0])
+                )
                 self._kill_running(row[0])
                 return row[0], True
             run_id = os.urandom(16).hex()
             self._db.execute(
-                "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born, provenance) "
-                "VALUES (?,?,?,?,?,?,?,?,?,?)",
-                (run_id, plan, host, code, RUNNING, time.time(), rounds, *me, json.dumps(provenance)),
+                "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born,"
+                " provenance) VALUES (?,?,?,?,?,?,?,?,?,?)",
+                (
+                    run_id,
+                    plan,
+                    host,
+                    code,
+                    RUNNING,
+                    time.time(),
+                    rounds,
+                    *me,
+                    json.dumps(provenance),
+                ),
             )
             return run_id, False
 
@@ -156,11 +218,16 @@ class Store:
             row = self._latest(plan, host, code, reopen)
         return row[0] if row else None
 
-    def _latest(self, plan: str, host: str, code: str, reopen: bool) -> tuple[str, int, float] | None:
-        """Return the id of the latest run to resume, and its process's id and start time; None without such a run."""
+    def _latest(
+        self, plan: str, host: str, code: str, reopen: bool
+    ) -> tuple[str, int, float] | None:
+        """Return the id of the latest run to resume, and its process's id and start time.
+
+        None without such a run.
+        """
         query = (
-            "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? "
-            "ORDER BY started DESC LIMIT 1"
+            "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND"
+            " status<>? ORDER BY started DESC LIMIT 1"
         )
         found = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
         if found:
@@ -174,12 +241,19 @@ class Store:
         """
         with file.transaction(self._db):
             self._kill_running(run_id)
-            self._db.execute("UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id))
+            self._db.execute(
+                "UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id)
+            )
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        """Add `facts` to a run's provenance under the key `name`; earlier facts under this key are replaced."""
+        """Add `facts` to a run's provenance under the key `name`.
+
+        Earlier facts under this key are replaced.
+        """
         with file.transaction(self._db):
-            (known,) = self._db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
+            (known,) = self._db.execute(
+                "SELECT provenance FROM run WHERE id=?", (run_id,)
+            ).fetchone()
             added = json.dumps({**json.loads(known), name: facts})
             self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 
@@ -199,7 +273,8 @@ class Store:
         return self._runs("TRUE")
 
     def matching(self, asked: str | None) -> list[StoredRun]:
-        """Return the runs that `asked` names by @NAME or by the beginning of their id, the newest first.
+        """Return the runs that `asked` names by @NAME or by the beginning of their id, the newest
+        first.
 
         @last and None mean the newest run alone.
         """
@@ -208,10 +283,15 @@ class Store:
         if asked.startswith("@"):
             found = self._runs(f"{file.NAME} IN (?, '?')", asked[1:])
             return [run for run in found if run.naming.name and run.naming.name == asked[1:]]
-        return [run for run in self._runs(_beginning("id"), asked, _after(asked)) if run.id.startswith(asked)]
+        return [
+            run
+            for run in self._runs(_beginning("id"), asked, _after(asked))
+            if run.id.startswith(asked)
+        ]
 
     def of_commit(self, beginning: str) -> list[StoredRun]:
-        """Return the runs in which the commit of dpbench or of the project may begin so, the newest first.
+        """Return the runs in which the commit of dpbench or of the project may begin so, the newest
+        first.
 
         A run whose provenance SQLite cannot read is returned too.
         """
@@ -222,25 +302,33 @@ class Store:
     def _runs(self, condition: str, *values: str) -> Iterator[StoredRun]:
         """Yield the runs whose rows satisfy an SQL condition, the newest first."""
         with file.snapshot(self._db):
-            ids = self._db.execute(f"SELECT rowid FROM run WHERE {condition} ORDER BY started DESC, rowid DESC", values)
+            ids = self._db.execute(
+                f"SELECT rowid FROM run WHERE {condition} ORDER BY started DESC, rowid DESC", values
+            )
             for _, run in rows.readable(self._db, rows.run, ids, self._unreadable):
                 yield run
 
     def remove(self, run_ids: Sequence[str]) -> None:
-        """Delete runs with all their trials and profiles, and give the space back to the file system.
+        """Delete runs with all their trials and profiles, and give the space back to the file
+        system.
 
-        Raises StoreError if a living process is adding trials to one of the runs; then no run is deleted.
+        Raises StoreError if a living process is adding trials to one of the runs; then no run is
+        deleted.
         """
         with file.transaction(self._db):
             for run_id in run_ids:
                 self._refuse_measured(run_id)
                 for table in copying.PARTS:
                     self._db.execute(
-                        f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trial WHERE run_id=?)", (run_id,)
+                        f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trial WHERE"
+                        " run_id=?)",
+                        (run_id,),
                     )
                 self._db.execute("DELETE FROM trial WHERE run_id=?", (run_id,))
                 self._db.execute("DELETE FROM run WHERE id=?", (run_id,))
-        with suppress(sqlite3.OperationalError):  # the file is in use, or the disk is full: the file keeps its size
+        with suppress(
+            sqlite3.OperationalError
+        ):  # the file is in use, or the disk is full: the file keeps its size
             self._db.execute("VACUUM")
         from shutil import rmtree  # every command imports this module
 
@@ -249,10 +337,12 @@ class Store:
                 rmtree(folder / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
-        """Copy into this store, in one transaction, the runs and trials of the store `part` that are not yet here.
+        """Copy into this store, in one transaction, the runs and trials of the store `part` that
+        are not yet here.
 
-        Raises StoreError if `part` is not a store, if the stores contradict each other (see `copying.merge`), or if a
-        living process is adding trials to a run of `part`, in either of the two stores.
+        Raises StoreError if `part` is not a store, if the stores contradict each other (see
+        `copying.merge`), or if a living process is adding trials to a run of `part`, in either of
+        the two stores.
         """
         with Store.read(part) as other, file.snapshot(other._db), file.transaction(self._db):
             file.refuse_damaged(other._db)
@@ -262,20 +352,35 @@ class Store:
             return copying.merge(other._db, self._db)
 
     def _refuse_measured(self, run_id: str) -> None:
-        """Raise StoreError if a living process is adding trials to a run; the run need not be in this store."""
-        row = self._db.execute("SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)).fetchone()
+        """Raise StoreError if a living process is adding trials to a run.
+
+        The run need not be in this store.
+        """
+        row = self._db.execute(
+            "SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)
+        ).fetchone()
         if row and row[2] == RUNNING and alive(*row[:2]):
             raise StoreError(
-                f"process {row[0]} is adding trials to the run {run_id[:12]} in the store {self.path}; wait until the "
-                "process ends, or end it"
+                f"process {row[0]} is adding trials to the run {run_id[:12]} in the store"
+                f" {self.path}; wait until the process ends, or end it"
             )
 
     # -- trials
 
-    def add(self, trials: Sequence[Trial], *, plan: str, host: str, code: str, provenance: Mapping[str, Any]) -> str:
+    def add(
+        self,
+        trials: Sequence[Trial],
+        *,
+        plan: str,
+        host: str,
+        code: str,
+        provenance: Mapping[str, Any],
+    ) -> str:
         """Add a finished run with the given, ended trials, and return the id of the run."""
         rounds = 1 + max((trial.round for trial in trials), default=0)
-        run_id, _ = self.begin_run(plan=plan, host=host, code=code, rounds=rounds, provenance=provenance)
+        run_id, _ = self.begin_run(
+            plan=plan, host=host, code=code, rounds=rounds, provenance=provenance
+        )
         for trial in trials:
             self.end_trial(self.begin_trial(run_id, trial.case, trial.round), trial)
         self.end_run(run_id)
@@ -284,17 +389,25 @@ class Store:
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
         """Return (fingerprint of the case, round) of each trial of a run that need not be repeated.
 
-        The status of such a trial is final and not in `retry`. When the run is resumed, the case is not measured again
-        in this round.
+        The status of such a trial is final and not in `retry`. When the run is resumed, the case is
+        not measured again in this round.
         """
         final = sorted(FINAL - set(retry))
         marks = ",".join("?" * len(final))
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
-        return {(fingerprint, number) for fingerprint, number in self._db.execute(query, (run_id, *final))}
+        return {
+            (fingerprint, number)
+            for fingerprint, number in self._db.execute(query, (run_id, *final))
+        }
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return the number of a run's trials by status; of a repeated trial, only the one in `trials` counts."""
-        query = f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
+        """Return the number of a run's trials by status.
+
+        Of a repeated trial, only the one in `trials` counts.
+        """
+        query = (
+            f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
+        )
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
     def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
@@ -317,26 +430,38 @@ class Store:
         """
         found: dict[str, list[float]] = {}
         query = (
-            "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
-            f"WHERE fingerprint=? AND trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+            "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND"
+            f" trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
         )
         with file.snapshot(self._db):
             for asked in fingerprints:
                 ids = self._db.execute(query, (asked, Status.OK, host)).fetchall()
-                for _, (fingerprint, seconds) in rows.readable(self._db, rows.seconds_of, ids, self._unreadable):
+                for _, (fingerprint, seconds) in rows.readable(
+                    self._db, rows.seconds_of, ids, self._unreadable
+                ):
                     found.setdefault(fingerprint, []).append(seconds)
         return found
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
-        """Add a trial of `case` in round `number`, with the status `running`; return the id of the trial.
+        """Add a trial of `case` in round `number`, with the status `running`.
+
+        Return the id of the trial.
 
         Raises StoreError if the file was deleted or replaced since it was opened.
         """
         copying.refuse_replaced(self._db)
         with file.transaction(self._db):
             cursor = self._db.execute(
-                "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES (?,?,?,?,?,?)",
-                (run_id, case.fingerprint, number, json.dumps(case.to_dict()), RUNNING, time.time()),
+                "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES"
+                " (?,?,?,?,?,?)",
+                (
+                    run_id,
+                    case.fingerprint,
+                    number,
+                    json.dumps(case.to_dict()),
+                    RUNNING,
+                    time.time(),
+                ),
             )
         assert cursor.lastrowid is not None
         return cursor.lastrowid
@@ -345,17 +470,27 @@ class Store:
         """Store the results of the trial with this id in one transaction."""
         with file.transaction(self._db):
             self._db.execute(
-                "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?, provenance=?, "
-                "failed_device=?, summary=? WHERE id=?",
+                "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?,"
+                " provenance=?, failed_device=?, summary=? WHERE id=?",
                 (
-                    trial.status, rows.short(trial.reason, self._log(trial_id)), trial.verified, trial.source,
-                    trial.schema, json.dumps(dict(trial.setup)), json.dumps(dict(trial.provenance)),
-                    trial.failed_device, summaries.packed(trial), trial_id,
+                    trial.status,
+                    rows.short(trial.reason, self._log(trial_id)),
+                    trial.verified,
+                    trial.source,
+                    trial.schema,
+                    json.dumps(dict(trial.setup)),
+                    json.dumps(dict(trial.provenance)),
+                    trial.failed_device,
+                    summaries.packed(trial),
+                    trial_id,
                 ),
-            )  # fmt: skip
+            )
             self._db.executemany(
                 "INSERT INTO step VALUES (?,?,?,?,?)",
-                [(trial_id, i, s.seconds, int(s.warmup), s.end_s) for i, s in enumerate(trial.steps)],
+                [
+                    (trial_id, i, s.seconds, int(s.warmup), s.end_s)
+                    for i, s in enumerate(trial.steps)
+                ],
             )
             self._db.executemany(
                 "INSERT INTO span VALUES (?,?,?,?,?,?,?,?)",
@@ -366,13 +501,19 @@ class Store:
             )
             self._db.executemany(
                 "INSERT INTO memory VALUES (?,?,?,?,?,?)",
-                [(trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind) for m in trial.memory],
+                [
+                    (trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind)
+                    for m in trial.memory
+                ],
             )
             self._db.executemany(
-                "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", rows.series_rows(trial_id, trial.samples)
+                "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)",
+                rows.series_rows(trial_id, trial.samples),
             )
         copying.refuse_replaced(self._db)
-        with suppress(sqlite3.OperationalError):  # the trial is committed: a later checkpoint is sufficient
+        with suppress(
+            sqlite3.OperationalError
+        ):  # the trial is committed: a later checkpoint is sufficient
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _log(self, trial_id: int) -> Path:
@@ -381,22 +522,29 @@ class Store:
         return self.logs / str(run_id) / f"{trial_id}.txt"
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
-        """Return the ended trials of the run `run_id` in the order in which they started; None means all runs.
+        """Return the ended trials of the run `run_id` in the order in which they started.
 
-        Of several trials of one case and round, only one is returned: the last with the status `ok` whose gradients or
-        outputs were not found wrong, or else the last. With `superseded`, all of them are returned. Killed trials are
-        always left out.
+        None means all runs.
+
+        Of several trials of one case and round, only one is returned: the last with the status `ok`
+        whose gradients or outputs were not found wrong, or else the last. With `superseded`, all of
+        them are returned. Killed trials are always left out.
         """
         return [trial for _, trial in self._each(run_id, superseded=superseded)]
 
     def summaries(self, run_id: str) -> list[Trial]:
-        """Return the `Trial.summary` of each trial that `trials(run_id)` would return; this rarely reads spans."""
+        """Return the `Trial.summary` of each trial that `trials(run_id)` would return.
+
+        This rarely reads spans.
+        """
         return [trial for _, trial in self._each(run_id, superseded=False, read=rows.summary)]
 
     def _each(
         self, run_id: str | None, *, superseded: bool, read: rows.Reader[Trial] = rows.trial
     ) -> Iterator[tuple[int, Trial]]:
-        """Yield the id of each trial that `trials` returns, and the object that `read` returns for the trial's row."""
+        """Yield the id of each trial that `trials` returns, and the object that `read` returns for
+        the trial's row.
+        """
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         with file.snapshot(self._db):
@@ -407,11 +555,13 @@ class Store:
             yield from rows.readable(self._db, read, ids, self._unreadable)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
-        """Return the runs that share cases with the run `run_id`, each with the summaries of the trials of these cases.
+        """Return the runs that share cases with the run `run_id`, each with the summaries of the
+        trials of these cases.
 
-        A run is included if it was measured on the same hardware or if its trials were predicted, and a trial if it has
-        the status `ok`. Of each case, the last `PAST` such runs are included. The runs are in the order of their start.
-        The run `run_id`, with the trials `trials`, is one of them.
+        A run is included if it was measured on the same hardware or if its trials were predicted,
+        and a trial if it has the status `ok`. Of each case, the last `PAST` such runs are included.
+        The runs are in the order of their start. The run `run_id`, with the trials `trials`, is one
+        of them.
         """
         with file.snapshot(self._db):
             return tuple(self._past(run_id, trials))
@@ -428,18 +578,28 @@ class Store:
                     "(SELECT fingerprint FROM trial WHERE run_id=?) ORDER BY id",
                     (name, Status.OK, run_id),
                 ).fetchall()
-                ended = [trial for _, trial in rows.readable(self._db, rows.summary, ids, self._unreadable)]
-            for _, run in rows.readable(self._db, rows.run, [(row,)] if ended else [], self._unreadable):
+                ended = [
+                    trial
+                    for _, trial in rows.readable(self._db, rows.summary, ids, self._unreadable)
+                ]
+            for _, run in rows.readable(
+                self._db, rows.run, [(row,)] if ended else [], self._unreadable
+            ):
                 yield PastRun(run, tuple(ended))
 
     def _sharing(self, run_id: str) -> set[str]:
-        """Return the ids of a run, and of the last `PAST` runs of each of its cases that `past` includes."""
+        """Return the ids of a run, and of the last `PAST` runs of each of its cases that `past`
+        includes.
+        """
         query = (  # the trials of the case first, and not all runs
-            "SELECT run_id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND trial.status=? "
-            "AND (host=(SELECT host FROM run WHERE id=?) OR host LIKE ?) ORDER BY trial.id DESC"
+            "SELECT run_id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND"
+            " trial.status=? AND (host=(SELECT host FROM run WHERE id=?) OR host LIKE ?) ORDER BY"
+            " trial.id DESC"
         )
         shared = {run_id}
-        cases = self._db.execute("SELECT DISTINCT fingerprint FROM trial WHERE run_id=?", (run_id,)).fetchall()
+        cases = self._db.execute(
+            "SELECT DISTINCT fingerprint FROM trial WHERE run_id=?", (run_id,)
+        ).fetchall()
         for (fingerprint,) in cases:
             last = self._db.execute(query, (fingerprint, Status.OK, run_id, f"{PREDICTED}%"))
             distinct = (one for one, _ in groupby(name for (name,) in last))

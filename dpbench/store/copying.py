@@ -19,14 +19,18 @@ from dpbench.store.file import StoreError
 PARTS = ("step", "span", "memory", "series")
 """The tables with the parts of trials; their column `trial_id` has the id of the trial."""
 IDENTITY = ("plan", "host", "code", "started", "rounds")
-"""The columns of a run that never change; two copies of the run that differ in one of them contradict each other."""
+"""The columns of a run that never change.
+
+Two copies of the run that differ in one of them contradict each other.
+"""
 SHOWN = 5
 """The largest number of conflicts that an error lists."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: the number of runs that were added, and the number of trials that were added to any run.
+    """The result of a merge: the number of runs that were added, and the number of trials that were
+    added to any run.
 
     `known` is the number of runs of the other store that this store had before the merge.
     """
@@ -39,8 +43,8 @@ class Merged:
 def refuse_replaced(db: file.Connection) -> None:
     """Raise StoreError if the file was deleted or replaced since it was opened for writing.
 
-    Before it raises, it copies the trials of the open file into a new file in the same folder; the message names this
-    file.
+    Before it raises, it copies the trials of the open file into a new file in the same folder; the
+    message names this file.
     """
     if file.same_file(db):
         return
@@ -51,7 +55,9 @@ def refuse_replaced(db: file.Connection) -> None:
         where = f"all trials so far are in {kept}"
     except (sqlite3.Error, OSError) as error:
         where = f"its trials are lost, because {kept} cannot be written: {error.__cause__ or error}"
-    raise StoreError(f"the store {db.path} was deleted or replaced while a run was writing to it; {where}")
+    raise StoreError(
+        f"the store {db.path} was deleted or replaced while a run was writing to it; {where}"
+    )
 
 
 def _shared(source: file.Connection, target: file.Connection, table: str) -> list[str]:
@@ -78,22 +84,28 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
     assert new is not None
     for table in PARTS:
         columns = [name for name in rows.columns_of(source, table) if name != "trial_id"]
-        found = source.execute(f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,))
+        found = source.execute(
+            f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,)
+        )
         marks = ",".join("?" * (1 + len(columns)))
         target.executemany(
-            f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})", ((new, *row) for row in found)
+            f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})",
+            ((new, *row) for row in found),
         )
     return new
 
 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
-    """Copy from `source` the runs and trials that `target` lacks; the caller has begun a transaction on `target`.
+    """Copy from `source` the runs and trials that `target` lacks.
 
-    If both databases have a copy of a run, the copy in `target` gets the missing trials. If the run ended later in
-    `source`, it also gets the status and the provenance from there. Raises UnreadableRow for a damaged trial. Raises
-    StoreError if two copies of a run contradict each other; the message names the runs and cases. Two copies contradict
-    each other if they differ in plan, host, code, start or number of rounds, if a trial has different results in them,
-    or if each has a trial of the same case and round that the other lacks.
+    The caller has begun a transaction on `target`.
+
+    If both databases have a copy of a run, the copy in `target` gets the missing trials. If the run
+    ended later in `source`, it also gets the status and the provenance from there. Raises
+    UnreadableRow for a damaged trial. Raises StoreError if two copies of a run contradict each
+    other; the message names the runs and cases. Two copies contradict each other if they differ in
+    plan, host, code, start or number of rounds, if a trial has different results in them, or if
+    each has a trial of the same case and round that the other lacks.
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
@@ -110,33 +122,47 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
             if not found:
                 _adopt(source, target, run_id)
         for trial_id in missing:
-            if source.execute("SELECT source FROM trial WHERE id=?", (trial_id,)).fetchone()[0] is not None:
+            if (
+                source.execute("SELECT source FROM trial WHERE id=?", (trial_id,)).fetchone()[0]
+                is not None
+            ):
                 rows.trial(source, trial_id)  # raises for an ended trial that cannot be read
             copy_trial(source, trial_id, target, run_id)
     if conflicts:
         more = f"; and {len(conflicts) - SHOWN} more" if len(conflicts) > SHOWN else ""
         raise StoreError(
-            f"the stores contradict each other, and nothing was merged: {'; '.join(conflicts[:SHOWN])}{more}. Remove "
-            "each of these runs from one of the stores with `dpbench rm RUN --store FILE`"
+            "the stores contradict each other, and nothing was merged:"
+            f" {'; '.join(conflicts[:SHOWN])}{more}. Remove each of these runs from one of the"
+            " stores with `dpbench rm RUN --store FILE`"
         )
     return copied
 
 
 def _ids(db: file.Connection, run_id: str) -> list[int]:
-    return [number for (number,) in db.execute("SELECT id FROM trial WHERE run_id=? ORDER BY id", (run_id,))]
+    return [
+        number
+        for (number,) in db.execute("SELECT id FROM trial WHERE run_id=? ORDER BY id", (run_id,))
+    ]
 
 
 def _slots(db: file.Connection, run_id: str) -> dict[tuple[str, int], dict[float, int]]:
-    """Return the ids of a run's ended trials by (fingerprint of the case, round) and by start time."""
+    """Return the ids of a run's ended trials by (fingerprint of the case, round) and by start
+    time.
+    """
     found: dict[tuple[str, int], dict[float, int]] = {}
-    query = "SELECT fingerprint, round, started, id FROM trial WHERE run_id=? AND status NOT IN ('running', ?)"
+    query = (
+        "SELECT fingerprint, round, started, id FROM trial WHERE run_id=? AND status NOT IN"
+        " ('running', ?)"
+    )
     for fingerprint, number, started, trial_id in db.execute(query, (run_id, Status.KILLED)):
         found.setdefault((fingerprint, number), {})[started] = trial_id
     return found
 
 
 def _missing(source: file.Connection, target: file.Connection, run_id: str) -> list[int]:
-    """Return the ids, in `source`, of a run's ended trials that `target` lacks, in the order of their start."""
+    """Return the ids, in `source`, of a run's ended trials that `target` lacks, in the order of
+    their start.
+    """
     here = _slots(target, run_id)
     return sorted(
         trial_id
@@ -156,13 +182,19 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
     here, there = _slots(target, run_id), _slots(source, run_id)
     for slot in here.keys() & there.keys():
         both = here[slot].keys() & there[slot].keys()
-        where = f"run {run_id[:12]}, {_label(target, next(iter(here[slot].values())))}, round {slot[1] + 1}"
+        where = (
+            f"run {run_id[:12]}, {_label(target, next(iter(here[slot].values())))}, round"
+            f" {slot[1] + 1}"
+        )
         if both not in (here[slot].keys(), there[slot].keys()):
             yield f"{where}: each store has a trial that the other lacks"
         for started in both:
             one, other = here[slot][started], there[slot][started]
             if _content(target, one) != _content(source, other):
-                yield f"{where}: trial {one} of this store and trial {other} of the other differ in their results"
+                yield (
+                    f"{where}: trial {one} of this store and trial {other} of the other differ in"
+                    " their results"
+                )
 
 
 def _label(db: file.Connection, trial_id: int) -> str:
@@ -172,16 +204,24 @@ def _label(db: file.Connection, trial_id: int) -> str:
 
 
 def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
-    """Return the results of a trial: columns that all versions of the schema have, and the rows of its steps."""
+    """Return the results of a trial: columns that all versions of the schema have, and the rows of
+    its steps.
+    """
     names = "case_json, status, reason, verified, source, schema, setup, provenance"
     trial = db.execute(f"SELECT {names} FROM trial WHERE id=?", (trial_id,)).fetchone()
-    steps = db.execute("SELECT step, seconds, warmup, end_s FROM step WHERE trial_id=? ORDER BY step", (trial_id,))
+    steps = db.execute(
+        "SELECT step, seconds, warmup, end_s FROM step WHERE trial_id=? ORDER BY step", (trial_id,)
+    )
     return (trial, steps.fetchall())
 
 
 def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> None:
-    """If the run ended later in `source`, copy its status, end and provenance from there to `target`."""
+    """If the run ended later in `source`, copy its status, end and provenance from there to
+    `target`.
+    """
     query = "SELECT ended, status, provenance FROM run WHERE id=?"
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     if (theirs[0] or 0.0) > (mine[0] or 0.0):
-        target.execute("UPDATE run SET ended=?, status=?, provenance=? WHERE id=?", (*theirs, run_id))
+        target.execute(
+            "UPDATE run SET ended=?, status=?, provenance=? WHERE id=?", (*theirs, run_id)
+        )

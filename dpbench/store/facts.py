@@ -1,7 +1,8 @@
-"""Facts: the types of the provenance of runs and trials, so that a stored fact of another type makes its row damaged.
+"""Facts: the types of the provenance of runs and trials, so that a stored fact of another type
+makes its row damaged.
 
-Only the facts that dpbench reads again are listed. Every fact may be missing, because earlier versions did not store
-it; other facts may have any type.
+Only the facts that dpbench reads again are listed. Every fact may be missing, because earlier
+versions did not store it; other facts may have any type.
 """
 
 from __future__ import annotations
@@ -122,17 +123,23 @@ class _Trial(msgspec.Struct):
 
 
 def check_run(found: Mapping[str, Any], started_s: float) -> None:
-    """Raise ValueError if a run's start is no time, or if a fact of its provenance has another type than it must."""
+    """Raise ValueError if a run's start is no time, or if a fact of its provenance has another type
+    than it must.
+    """
     msgspec.convert(found, _Run)
     _check_time(started_s)
 
 
 def check_trial(found: Mapping[str, Any], started_s: float) -> None:
-    """Raise ValueError if a trial's start is no time, or if a fact of its provenance has another type than it must."""
+    """Raise ValueError if a trial's start is no time, or if a fact of its provenance has another
+    type than it must.
+    """
     msgspec.convert(found, _Trial)
     _check_time(started_s)
 
 
 def _check_time(started_s: float) -> None:
     if not 0 <= started_s <= LATEST_S:
-        raise ValueError(f"the start, {started_s} s after the year 1970 began, is not before the year 10000")
+        raise ValueError(
+            f"the start, {started_s} s after the year 1970 began, is not before the year 10000"
+        )

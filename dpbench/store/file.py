@@ -1,4 +1,6 @@
-"""Store file: open, identify and migrate the SQLite file; merge its write-ahead log into the file on closing.
+"""Store file: open, identify and migrate the SQLite file.
+
+Merge its write-ahead log into the file on closing.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that
 failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums).
@@ -30,33 +32,42 @@ APPLICATION_ID = int.from_bytes(b"dpbn", "big")
 MIGRATIONS = (
     """
     CREATE TABLE run (
-        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL, status TEXT NOT NULL,
-        started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL, pid INTEGER NOT NULL, pid_born REAL NOT NULL,
+        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL, status TEXT
+        NOT NULL,
+        started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL, pid INTEGER NOT NULL, pid_born
+        REAL NOT NULL,
         provenance TEXT NOT NULL
     );
     CREATE TABLE trial (
         id INTEGER PRIMARY KEY, run_id TEXT NOT NULL REFERENCES run(id), fingerprint TEXT NOT NULL,
-        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
+        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL
+        DEFAULT '',
         verified TEXT, source TEXT, started REAL, schema INTEGER, setup TEXT, provenance TEXT
     );
     CREATE INDEX trial_slot ON trial(run_id, fingerprint, round);
     CREATE TABLE step (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL, seconds REAL NOT NULL,
+        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL, seconds REAL NOT
+        NULL,
         warmup INTEGER NOT NULL, end_s REAL NOT NULL, PRIMARY KEY (trial_id, step)
     ) WITHOUT ROWID;
     CREATE TABLE span (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL, step INTEGER NOT NULL,
-        phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL, start_s REAL NOT NULL, end_s REAL NOT NULL,
+        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL, step INTEGER NOT
+        NULL,
+        phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL, start_s REAL NOT NULL,
+        end_s REAL NOT NULL,
         PRIMARY KEY (trial_id, number)
     ) WITHOUT ROWID;
     CREATE TABLE memory (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER NOT NULL,
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER
+        NOT NULL,
         source TEXT NOT NULL
     );
     -- one row per series: times and readings are zlib-compressed little-endian doubles
     CREATE TABLE series (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT NULL,
-        n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings BLOB NOT NULL,
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT
+        NULL,
+        n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings
+        BLOB NOT NULL,
         PRIMARY KEY (trial_id, device, metric)
     ) WITHOUT ROWID
     """,
@@ -72,17 +83,22 @@ MIGRATIONS = (
 
 
 def _fact(path: str) -> str:
-    """Return the SQL expression of a text in a run's provenance; it is '?' if SQLite cannot read the provenance.
+    """Return the SQL expression of a text in a run's provenance.
 
-    SQLite refuses JSON that Python writes, such as NaN, so that such a run must be looked at for every text.
+    It is '?' if SQLite cannot read the provenance.
+
+    SQLite refuses JSON that Python writes, such as NaN, so that such a run must be looked at for
+    every text.
     """
     return (
-        f"CASE WHEN typeof(provenance)<>'text' THEN '?' "
+        "CASE WHEN typeof(provenance)<>'text' THEN '?' "
         f"WHEN json_valid(provenance) THEN json_extract(provenance,'{path}') ELSE '?' END"
     )
 
 
-NAME, COMMIT, PROJECT = (_fact(f"$.{path}") for path in ("name", "dpbench.commit", "project.commit"))
+NAME, COMMIT, PROJECT = (
+    _fact(f"$.{path}") for path in ("name", "dpbench.commit", "project.commit")
+)
 """The SQL expressions of a run's name, and of the commits of dpbench and of the project."""
 INDEXES = {
     "run_started": "run(started)",
@@ -94,8 +110,8 @@ INDEXES = {
 }
 """The indexes with which a run or the trials of a case are found without reading all runs.
 
-They are no part of the schema's version: a file without them is read as well, but more slowly, and earlier versions of
-dpbench keep them up to date.
+They are no part of the schema's version: a file without them is read as well, but more slowly, and
+earlier versions of dpbench keep them up to date.
 """
 
 
@@ -104,7 +120,9 @@ class StoreError(RuntimeError):
 
 
 class Unusable(StoreError, sqlite3.OperationalError):
-    """SQLite could not execute a statement, for example because the file is locked or on a read-only disk."""
+    """SQLite could not execute a statement, for example because the file is locked or on a
+    read-only disk.
+    """
 
 
 class Locked(Unusable):
@@ -117,19 +135,29 @@ class DamagedStore(StoreError, sqlite3.DatabaseError):
 
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-"""SQLite's error codes for damaged and for locked files, which are the lowest eight bits of extended codes."""
+"""SQLite's error codes for damaged and for locked files, which are the lowest eight bits of
+extended codes.
+"""
 
 
 class Connection(sqlite3.Connection):
-    """A connection that knows its file, `path`; SQLite's errors become StoreErrors that name the file."""
+    """A connection that knows its file, `path`.
+
+    SQLite's errors become StoreErrors that name the file.
+    """
 
     path: Path
-    columns: dict[str, list[str]]  # the column names of each table that `rows.columns_of` has looked up
+    columns: dict[
+        str, list[str]
+    ]  # the column names of each table that `rows.columns_of` has looked up
     inode: tuple[int, int] | None = None
     """The device and the inode number of the file; None if the file is open read-only."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
-        """Execute a statement. Raises DamagedStore for a damaged file, and Unusable for other errors of SQLite."""
+        """Execute a statement.
+
+        Raises DamagedStore for a damaged file, and Unusable for other errors of SQLite.
+        """
         return self.cursor(_Cursor).execute(sql, parameters)
 
     def executemany(self, sql: str, parameters: Any, /) -> sqlite3.Cursor:
@@ -151,7 +179,8 @@ class Connection(sqlite3.Connection):
     def named(self) -> Iterator[None]:
         """Turn SQLite's errors inside this context into StoreErrors that name the file.
 
-        Errors that only a mistake in dpbench causes, such as a violated constraint, are not converted.
+        Errors that only a mistake in dpbench causes, such as a violated constraint, are not
+        converted.
         """
         try:
             yield
@@ -162,10 +191,12 @@ class Connection(sqlite3.Connection):
                 raise
             if getattr(error, "sqlite_errorcode", 0) & 0xFF in _LOCKED:
                 raise Locked(
-                    f"{_held(self.path)} for more than {PATIENCE_S:g} s: wait until that process has ended, or give "
-                    "another file with --store"
+                    f"{_held(self.path)} for more than {PATIENCE_S:g} s: wait until that process"
+                    " has ended, or give another file with --store"
                 ) from error
-            raise Unusable(f"cannot use the store {self.path}: {error}; give another file with --store") from error
+            raise Unusable(
+                f"cannot use the store {self.path}: {error}; give another file with --store"
+            ) from error
         except UnicodeDecodeError as error:  # SQLite's message quotes damaged text of the schema
             raise damaged(self.path, error) from error
 
@@ -179,14 +210,18 @@ class _Cursor(sqlite3.Cursor):
         try:
             with self.connection.named():
                 _patiently(self.connection.path, lambda: super(_Cursor, self).execute(*arguments))
-        except BaseException:  # after a signal, the traceback keeps this cursor: an open PRAGMA would prevent a commit
+        except (
+            BaseException
+        ):  # after a signal, the traceback keeps this cursor: an open PRAGMA would prevent a commit
             self.close()
             raise
         return self
 
     def executemany(self, *arguments: Any) -> Self:
         with self.connection.named():
-            return super().executemany(*arguments)  # inside a transaction, which has locked the file
+            return super().executemany(
+                *arguments
+            )  # inside a transaction, which has locked the file
 
     def fetchone(self) -> Any:
         with self.connection.named():
@@ -218,11 +253,14 @@ def way_out(path: object) -> str:
 def open_to_write(path: Path) -> Connection:
     """Return a connection for writing; create or migrate the file if necessary.
 
-    Raises StoreError on failure. A file that fails SQLite's quick check is left unchanged, and raises DamagedStore.
+    Raises StoreError on failure. A file that fails SQLite's quick check is left unchanged, and
+    raises DamagedStore.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if _check_header(path):  # check read-only first, because opening for writing would already change the WAL
+        if _check_header(
+            path
+        ):  # check read-only first, because opening for writing would already change the WAL
             with closing(_connect_read_only(path)) as db:
                 _check_version(path, db)
                 refuse_damaged(db)
@@ -240,17 +278,28 @@ def open_to_write(path: Path) -> Connection:
     except StoreError:
         raise
     except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"cannot open the store {path}: {error}; give another file with --store") from error
+        raise StoreError(
+            f"cannot open the store {path}: {error}; give another file with --store"
+        ) from error
     return db
 
 
 def open_to_read(path: Path) -> Connection:
-    """Return a read-only connection. Raises StoreError if the file is missing or is not a valid store."""
+    """Return a read-only connection.
+
+    Raises StoreError if the file is missing or is not a valid store.
+    """
     if not path.exists():
-        raise StoreError(f"there is no store at {path}; run `dpbench run` first, or give another file with --store")
+        raise StoreError(
+            f"there is no store at {path}; run `dpbench run` first, or give another file with"
+            " --store"
+        )
     try:
         if not _check_header(path):
-            raise StoreError(f"the store {path} is empty; run `dpbench run` first, or give another file with --store")
+            raise StoreError(
+                f"the store {path} is empty; run `dpbench run` first, or give another file with"
+                " --store"
+            )
         db = _connect_read_only(path)
         try:
             _check_version(path, db)
@@ -260,7 +309,9 @@ def open_to_read(path: Path) -> Connection:
     except StoreError:
         raise
     except (sqlite3.Error, OSError) as error:
-        raise StoreError(f"cannot read the store {path}: {error}; give another file with --store") from error
+        raise StoreError(
+            f"cannot read the store {path}: {error}; give another file with --store"
+        ) from error
     return db
 
 
@@ -277,7 +328,10 @@ def _last_line(fault: str) -> str:
 
 
 def same_file(db: Connection) -> bool:
-    """Return whether the path of a connection still names its open file; True for a connection that only reads."""
+    """Return whether the path of a connection still names its open file.
+
+    True for a connection that only reads.
+    """
     return db.inode is None or db.inode == _inode(db.path)
 
 
@@ -289,12 +343,16 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def fold(db: Connection) -> None:
-    """Merge the write-ahead log into the file, so that the file alone can be copied, or read on a read-only disk.
+    """Merge the write-ahead log into the file, so that the file alone can be copied, or read on a
+    read-only disk.
 
-    If that fails because another process uses the file, or because the disk is full, the log remains, and no error is
-    raised. Raises DamagedStore for a damaged file.
+    If that fails because another process uses the file, or because the disk is full, the log
+    remains, and no error is raised. Raises DamagedStore for a damaged file.
     """
-    with suppress(Unusable), db.named():  # another process has the file open and will merge it, or the disk is full
+    with (
+        suppress(Unusable),
+        db.named(),
+    ):  # another process has the file open and will merge it, or the disk is full
         plain = sqlite3.Connection.execute  # raises SQLite's own errors, and lets SQLite wait
         plain(db, f"PRAGMA busy_timeout={PATIENCE_S * 1000:.0f}")
         plain(db, "PRAGMA wal_checkpoint(TRUNCATE)")
@@ -303,7 +361,9 @@ def fold(db: Connection) -> None:
 
 @contextmanager
 def snapshot(db: Connection) -> Iterator[None]:
-    """Let all statements inside this context see one state of the file, whatever other processes change meanwhile."""
+    """Let all statements inside this context see one state of the file, whatever other processes
+    change meanwhile.
+    """
     if db.in_transaction:
         yield
         return
@@ -317,7 +377,9 @@ def snapshot(db: Connection) -> Iterator[None]:
 
 @contextmanager
 def transaction(db: Connection) -> Iterator[None]:
-    """Run the statements inside this context in one transaction; wait for other writers when it begins.
+    """Run the statements inside this context in one transaction.
+
+    Wait for other writers when it begins.
 
     Raises StoreError if the file cannot be written.
     """
@@ -334,24 +396,26 @@ def transaction(db: Connection) -> Iterator[None]:
         raise
     except sqlite3.OperationalError as error:
         raise StoreError(
-            f"cannot write to the store {db.path}: {error.__cause__ or error}; the store is unchanged. "
-            "Remove the cause, and try again"
+            f"cannot write to the store {db.path}: {error.__cause__ or error}; the store is"
+            " unchanged. Remove the cause, and try again"
         ) from error
 
 
 def _connect_read_only(path: Path) -> Connection:
     """Return a read-only connection.
 
-    To read a write-ahead log, SQLite needs an index file, which it cannot create in a read-only folder. Raises
-    StoreError if the folder is read-only, the index is missing, and the log has changes.
+    To read a write-ahead log, SQLite needs an index file, which it cannot create in a read-only
+    folder. Raises StoreError if the folder is read-only, the index is missing, and the log has
+    changes.
     """
     log_file, index = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
     options = "mode=ro"
     if not index.exists() and not os.access(path.parent, os.W_OK):
         if log_file.exists() and log_file.stat().st_size:
             raise StoreError(
-                f"the store {path} has changes in {log_file.name}, which cannot be read in a folder that is read-only: "
-                f"copy both files to another folder, and give the copy with --store"
+                f"the store {path} has changes in {log_file.name}, which cannot be read in a folder"
+                " that is read-only: copy both files to another folder, and give the copy with"
+                " --store"
             )
         options += "&immutable=1"
     return connect(path, f"{path.resolve().as_uri()}?{options}")
@@ -368,7 +432,8 @@ def connect(path: Path, address: str) -> Connection:
 def _migrate(db: Connection) -> None:
     """Migrate the file to the newest schema.
 
-    Each migration is a transaction, because another process may migrate the same file at the same time.
+    Each migration is a transaction, because another process may migrate the same file at the same
+    time.
     """
     for number, script in enumerate(MIGRATIONS, start=1):
         with transaction(db):
@@ -381,7 +446,10 @@ def _migrate(db: Connection) -> None:
 
 
 def _index(db: Connection) -> None:
-    """Create the indexes that the file lacks; a file in which one cannot be created is used without it."""
+    """Create the indexes that the file lacks.
+
+    A file in which one cannot be created is used without it.
+    """
     there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
     for name in INDEXES.keys() - there:
         with suppress(sqlite3.DatabaseError, StoreError), transaction(db):
@@ -391,12 +459,13 @@ def _index(db: Connection) -> None:
 def _check_header(path: Path) -> bool:
     """Return whether the file exists and is not empty, after a check of its header.
 
-    The file is not changed, and no file is created beside it. Raises StoreError for a directory, for a file that is not
-    a store, and for a store that a newer version of dpbench has written.
+    The file is not changed, and no file is created beside it. Raises StoreError for a directory,
+    for a file that is not a store, and for a store that a newer version of dpbench has written.
 
-    The header is read through SQLite. If Python opened the file and closed it, the system would drop all locks that
-    this process has on the file, those of SQLite's connections too, and another process could then merge the log of a
-    connection that still writes (https://sqlite.org/howtocorrupt.html, section 2.2).
+    The header is read through SQLite. If Python opened the file and closed it, the system would
+    drop all locks that this process has on the file, those of SQLite's connections too, and another
+    process could then merge the log of a connection that still writes
+    (https://sqlite.org/howtocorrupt.html, section 2.2).
     """
     if path.is_dir():
         raise StoreError(f"{path} is a directory; give a file with --store")
@@ -406,7 +475,9 @@ def _check_header(path: Path) -> bool:
         raise _another_kind(path)
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
         try:
-            db.execute("PRAGMA writable_schema=ON")  # the file may still lack pages that are in the log
+            db.execute(
+                "PRAGMA writable_schema=ON"
+            )  # the file may still lack pages that are in the log
             (version,) = db.execute("PRAGMA user_version").fetchone()
             (application,) = db.execute("PRAGMA application_id").fetchone()
         except sqlite3.DatabaseError as error:
@@ -414,26 +485,34 @@ def _check_header(path: Path) -> bool:
                 return True  # the header is being written; `_check_version` waits for the writer
             raise _another_kind(path) from error
     _refuse_newer(path, version)
-    if application not in (0, APPLICATION_ID):  # 0: a store being created or another database; see _check_version
+    if application not in (
+        0,
+        APPLICATION_ID,
+    ):  # 0: a store being created or another database; see _check_version
         raise _another_database(path)
     return True
 
 
 def _another_kind(path: Path) -> StoreError:
     return StoreError(
-        f"{path} is not a store of dpbench, but another kind of file, or its first bytes are damaged; give "
-        "another file with --store"
+        f"{path} is not a store of dpbench, but another kind of file, or its first bytes are"
+        " damaged; give another file with --store"
     )
 
 
 def _another_database(path: Path) -> StoreError:
-    return StoreError(f"{path} is not a store of dpbench, but another SQLite database; give another file with --store")
+    return StoreError(
+        f"{path} is not a store of dpbench, but another SQLite database; give another file with"
+        " --store"
+    )
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
-    """Raise StoreError if the database belongs to another program, or if a newer version of dpbench has written it.
+    """Raise StoreError if the database belongs to another program, or if a newer version of dpbench
+    has written it.
 
-    This check is needed besides `_check_header`, because the latest changes may still be in the write-ahead log.
+    This check is needed besides `_check_header`, because the latest changes may still be in the
+    write-ahead log.
     """
     # tables first: another process that creates the store commits its tables and its id together
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
@@ -447,15 +526,19 @@ def _check_version(path: Path, db: sqlite3.Connection) -> None:
 def _refuse_newer(path: Path, version: int) -> None:
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"the store {path} has schema version {version}, but this version of dpbench supports only versions up to "
-            f"{len(MIGRATIONS)}; update dpbench, or give another file with --store"
+            f"the store {path} has schema version {version}, but this version of dpbench supports"
+            f" only versions up to {len(MIGRATIONS)}; update dpbench, or give another file with"
+            " --store"
         )
 
 
 def _patiently(path: Path, action: Callable[[], Any]) -> Any:
-    """Call `action` again as long as the file is locked, for at most `PATIENCE_S` seconds; return its result.
+    """Call `action` again as long as the file is locked, for at most `PATIENCE_S` seconds.
 
-    After `SILENT_S` seconds, log which processes have locked the file. SQLite's own wait would hold back signals.
+    Return its result.
+
+    After `SILENT_S` seconds, log which processes have locked the file. SQLite's own wait would hold
+    back signals.
     """
     begun_s, silent = time.monotonic(), True
     while True:
@@ -476,13 +559,17 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
 
 
 def _roll_back(path: Path) -> None:
-    """Let SQLite undo the transaction of a process that was killed, which a connection that only reads cannot do."""
+    """Let SQLite undo the transaction of a process that was killed, which a connection that only
+    reads cannot do.
+    """
     with closing(sqlite3.connect(path, timeout=PATIENCE_S)) as db:
         db.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def _held(path: Path) -> str:
-    """Return a clause that names the processes that have locked a store, or "another process" if they are unknown."""
+    """Return a clause that names the processes that have locked a store, or "another process" if
+    they are unknown.
+    """
     import psutil
 
     holders: dict[int, str] = {}

@@ -1,4 +1,7 @@
-"""Rows: the only module that makes objects from rows of the file; a row that cannot be read raises UnreadableRow."""
+"""Rows: the only module that makes objects from rows of the file.
+
+A row that cannot be read raises UnreadableRow.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +24,33 @@ from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
 TRIAL = (
-    "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup, provenance, failed_device"
+    "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup,"
+    " provenance, failed_device"
 )
 STEP = "seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
 MEMORY = "device, peak_bytes, source, phase, kind"
 SERIES = "device, metric, n, times, readings"
 """The columns to read."""
-_DATA = (sqlite3.Error, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, zlib.error)
-"""The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys, bad compression."""
+_DATA = (
+    sqlite3.Error,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    zlib.error,
+)
+"""The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys,
+bad compression.
+"""
 
 
 MOST_READINGS = 2**24
-"""The largest number of readings of one metric of a device that is read: those of 19 days, at 10 per second."""
+"""The largest number of readings of one metric of a device that is read: those of 19 days, at 10
+per second.
+"""
 REASON = 4000
 """The number of characters up to which a reason is stored in full."""
 Read = TypeVar("Read")
@@ -42,7 +59,9 @@ Reader: TypeAlias = Callable[[file.Connection, int], Read]
 
 
 class UnreadableRow(StoreError):
-    """The error of a row that cannot be read: `table` is run or trial, `row` is its rowid, and `why` is the fault."""
+    """The error of a row that cannot be read: `table` is run or trial, `row` is its rowid, and
+    `why` is the fault.
+    """
 
     def __init__(self, path: object, table: str, row: int, why: str) -> None:
         self.table, self.row, self.why = table, row, why
@@ -51,7 +70,10 @@ class UnreadableRow(StoreError):
 
 @contextmanager
 def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
-    """Convert every exception that damaged data can cause to UnreadableRow; let the error of a locked file pass."""
+    """Convert every exception that damaged data can cause to UnreadableRow.
+
+    Let the error of a locked file pass.
+    """
     try:
         yield
     except (UnreadableRow, file.Locked):
@@ -64,7 +86,9 @@ def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
 def run(db: file.Connection, row: int) -> StoredRun:
     """Return the run in a row of the table `run`. Raises UnreadableRow."""
     with _reading(db, "run", row):
-        name, status, started, rounds, provenance = _row(db, "run", "id, status, started, rounds, provenance", row)
+        name, status, started, rounds, provenance = _row(
+            db, "run", "id, status, started, rounds, provenance", row
+        )
         facts.check_run(_object(provenance), float(started))
         stored = StoredRun.read(str(name), str(status), float(started), int(rounds), provenance)
         _ = stored.naming  # raises for a name that no run can have
@@ -87,7 +111,9 @@ def trial(db: file.Connection, row: int) -> Trial:
 
 
 def summary(db: file.Connection, row: int) -> Trial:
-    """Return `Trial.summary` of the trial in a row, without reading its spans. Raises UnreadableRow.
+    """Return `Trial.summary` of the trial in a row, without reading its spans.
+
+    Raises UnreadableRow.
 
     The summary was stored when the trial ended. If it is missing or damaged, or if another version
     of dpbench wrote it, the summary is computed from the spans.
@@ -116,23 +142,50 @@ def _samples(db: file.Connection, row: int) -> Samples:
 
 def _plain(head: Sequence[Any]) -> dict[str, Any]:
     """Return the values of the columns `TRIAL`, for `Trial.from_dict`."""
-    fingerprint, number, text, status, reason, verified, source, started, schema, setup, provenance, failed = head
+    (
+        fingerprint,
+        number,
+        text,
+        status,
+        reason,
+        verified,
+        source,
+        started,
+        schema,
+        setup,
+        provenance,
+        failed,
+    ) = head
     return {
-        "status": status, "reason": reason, "verified": verified, "source": source, "started_s": started,
-        "schema": schema, "setup": _object(setup), "provenance": _object(provenance), "round": number,
-        "failed_device": failed, "case": case(text, fingerprint).to_dict(),
-    }  # fmt: skip
+        "status": status,
+        "reason": reason,
+        "verified": verified,
+        "source": source,
+        "started_s": started,
+        "schema": schema,
+        "setup": _object(setup),
+        "provenance": _object(provenance),
+        "round": number,
+        "failed_device": failed,
+        "case": case(text, fingerprint).to_dict(),
+    }
 
 
 def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
-    """Return the case and the status of the trial in a row, which may still be running. Raises UnreadableRow."""
+    """Return the case and the status of the trial in a row, which may still be running.
+
+    Raises UnreadableRow.
+    """
     with _reading(db, "trial", row):
         text, fingerprint, status = _row(db, "trial", "case_json, fingerprint, status", row)
         return case(text, fingerprint), status if status == "running" else Status(status).value
 
 
 def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
-    """Return the fingerprint of a trial's case, and the trial's total seconds over its stages. Raises UnreadableRow."""
+    """Return the fingerprint of a trial's case, and the trial's total seconds over its stages.
+
+    Raises UnreadableRow.
+    """
     with _reading(db, "trial", row):
         fingerprint, setup = _row(db, "trial", "fingerprint, setup", row)
         return fingerprint, float(sum(_object(setup).values()))
@@ -140,25 +193,34 @@ def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
 
 @lru_cache(maxsize=4096)
 def case(text: str, fingerprint: str) -> Case:
-    """Return the case whose JSON is `text`. Raises ValueError if `fingerprint` is not the case's fingerprint.
+    """Return the case whose JSON is `text`.
+
+    Raises ValueError if `fingerprint` is not the case's fingerprint.
 
     The results are cached, because the trials of all rounds of a case have the same text.
     """
     data = _object(text)
     found = Case.from_dict(data)
-    if found.fingerprint != fingerprint and visible.everywhere(data) == data:  # escaped texts change the fingerprint
-        raise ValueError(f"the row was changed or damaged: its case, {found.label}, does not match its fingerprint")
+    if (
+        found.fingerprint != fingerprint and visible.everywhere(data) == data
+    ):  # escaped texts change the fingerprint
+        raise ValueError(
+            f"the row was changed or damaged: its case, {found.label}, does not match its"
+            " fingerprint"
+        )
     return found
 
 
 def readable(
-    db: file.Connection, read: Reader[Read], ids: Iterable[tuple[int]],
+    db: file.Connection,
+    read: Reader[Read],
+    ids: Iterable[tuple[int]],
     unreadable: Callable[[UnreadableRow], None] | None,
-) -> Iterator[tuple[int, Read]]:  # fmt: skip
+) -> Iterator[tuple[int, Read]]:
     """Yield each row's id, and the object that `read` makes of the row.
 
-    `unreadable` is called for each row that cannot be read, and the other rows are still yielded. If `unreadable` is
-    None, the first such row raises UnreadableRow.
+    `unreadable` is called for each row that cannot be read, and the other rows are still yielded.
+    If `unreadable` is None, the first such row raises UnreadableRow.
     """
     for (row,) in ids:
         try:
@@ -170,8 +232,13 @@ def readable(
 
 
 def short(reason: str, log: Path) -> str:
-    """Return `reason` for the store; a long one is cut to its head and tail, and written in full to the file `log`."""
-    reason = reason.encode("utf-8", "replace").decode()  # error messages may contain lone surrogates
+    """Return `reason` for the store.
+
+    A long one is cut to its head and tail, and written in full to the file `log`.
+    """
+    reason = reason.encode(
+        "utf-8", "replace"
+    ).decode()  # error messages may contain lone surrogates
     if len(reason) <= REASON:
         return reason
     half = REASON // 2
@@ -181,7 +248,10 @@ def short(reason: str, log: Path) -> str:
         where = f"the whole text is in {log}"
     except OSError as error:
         where = f"they are lost, because {log} cannot be written: {error.strerror}"
-    return f"{reason[:half]}\n[{len(reason) - 2 * half} characters are left out; {where}]\n{reason[-half:]}"
+    return (
+        f"{reason[:half]}\n[{len(reason) - 2 * half} characters are left out;"
+        f" {where}]\n{reason[-half:]}"
+    )
 
 
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:
@@ -189,16 +259,23 @@ def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[An
 
     Raises LookupError if the row is missing.
     """
-    found = db.execute(f"SELECT {_known(db, table, columns)} FROM {table} WHERE rowid=?", (row,)).fetchone()
+    found = db.execute(
+        f"SELECT {_known(db, table, columns)} FROM {table} WHERE rowid=?", (row,)
+    ).fetchone()
     if found is None:
         raise LookupError("the row is missing")
     return tuple(found)
 
 
 def _known(db: file.Connection, table: str, columns: str) -> str:
-    """Return the columns for a query; a column that the file's schema lacks is replaced by its default."""
+    """Return the columns for a query.
+
+    A column that the file's schema lacks is replaced by its default.
+    """
     has, defaults = columns_of(db, table), {"phase": "''", "kind": "'allocated'"}
-    return ", ".join(name if name in has else defaults.get(name, "NULL") for name in columns.split(", "))
+    return ", ".join(
+        name if name in has else defaults.get(name, "NULL") for name in columns.split(", ")
+    )
 
 
 def _part(db: file.Connection, table: str, columns: str, row: int, order: str) -> list[Any]:
@@ -207,12 +284,18 @@ def _part(db: file.Connection, table: str, columns: str, row: int, order: str) -
 
 
 def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return the values of `rows` as one list per column; `names` are the columns, separated by ", "."""
+    """Return the values of `rows` as one list per column.
+
+    `names` are the columns, separated by ", ".
+    """
     return {name: [row[i] for row in rows] for i, name in enumerate(names.split(", "))}
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the dictionary that is stored as JSON. Raises TypeError if the JSON is of another type."""
+    """Return the dictionary that is stored as JSON.
+
+    Raises TypeError if the JSON is of another type.
+    """
     found = json.loads(text)
     if not isinstance(found, Mapping):
         raise TypeError(f"JSON of the type {type(found).__name__} instead of an object")
@@ -220,12 +303,17 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """Return the rows of the table `series`, one per device and metric; NaN and infinite values are left out."""
+    """Return the rows of the table `series`, one per device and metric.
+
+    NaN and infinite values are left out.
+    """
     groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
     for sample in samples:
         if not math.isfinite(sample.value):
             continue  # a reading of NaN or infinity carries no information
-        times, readings = groups.setdefault((sample.device, sample.metric), (array("d"), array("d")))
+        times, readings = groups.setdefault(
+            (sample.device, sample.metric), (array("d"), array("d"))
+        )
         times.append(sample.time_s)
         readings.append(sample.value)
     return [
@@ -241,16 +329,20 @@ def _pack(values: array[float]) -> bytes:
 def _unpacked(blob: bytes, n: int) -> array[float]:
     """Return the `n` numbers of a compressed column of the table `series`.
 
-    Raises ValueError for another number of them, which is found before more than `n` are in memory, and for more than
-    `MOST_READINGS`.
+    Raises ValueError for another number of them, which is found before more than `n` are in memory,
+    and for more than `MOST_READINGS`.
     """
     if n > MOST_READINGS:
         raise ValueError(f"the row states {n} readings; at most {MOST_READINGS} are read")
     values = array("d")
     stream = zlib.decompressobj()
-    plain = stream.decompress(blob, n * values.itemsize + 1)  # the byte too many shows that there are more
+    plain = stream.decompress(
+        blob, n * values.itemsize + 1
+    )  # the byte too many shows that there are more
     if len(plain) != n * values.itemsize or not stream.eof:
-        raise ValueError(f"a column of the table series has not the {n} readings that its row states")
+        raise ValueError(
+            f"a column of the table series has not the {n} readings that its row states"
+        )
     values.frombytes(plain)
     return values
 
@@ -258,8 +350,9 @@ def _unpacked(blob: bytes, n: int) -> array[float]:
 def columns_of(db: file.Connection, table: str) -> list[str]:
     """Return the names of a table's columns.
 
-    The columns depend on the version of dpbench that wrote the file, because files that are only read are not migrated.
-    They are looked up once per connection, because a file is migrated only when it is opened.
+    The columns depend on the version of dpbench that wrote the file, because files that are only
+    read are not migrated. They are looked up once per connection, because a file is migrated only
+    when it is opened.
     """
     if table not in db.columns:
         db.columns[table] = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]

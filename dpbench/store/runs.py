@@ -20,12 +20,14 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """The name and the tags that the user gave to a run, and the command that started the run; empty if not given.
+    """The name and the tags that the user gave to a run, and the command that started the run.
 
-    Name and tags are part of a run's identity: the same command resumes an unfinished run, and a command with another
-    name or other tags begins a new run. Several runs may have the same name. Names and the keys of tags consist of
-    letters, digits, ".", "-" and "_", and begin with a letter or a digit. Raises ValueError for any other name or key,
-    and for the name "last".
+    Empty if not given.
+
+    Name and tags are part of a run's identity: the same command resumes an unfinished run, and a
+    command with another name or other tags begins a new run. Several runs may have the same name.
+    Names and the keys of tags consist of letters, digits, ".", "-" and "_", and begin with a letter
+    or a digit. Raises ValueError for any other name or key, and for the name "last".
     """
 
     name: str = ""
@@ -36,25 +38,33 @@ class Naming:
         for what, word in (("name", self.name), *(("tag", key) for key in self.tags)):
             if (word or what == "tag") and not _WORD.fullmatch(word):
                 raise ValueError(
-                    f"the {what} {word!r} must consist of letters, digits, '.', '-' and '_', and begin with a letter "
-                    "or a digit"
+                    f"the {what} {word!r} must consist of letters, digits, '.', '-' and '_', and"
+                    " begin with a letter or a digit"
                 )
         if self.name == LATEST:
             raise ValueError(
-                f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give another name"
+                f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give"
+                " another name"
             )
 
     def identified(self, plan: str) -> str:
-        """Return a hash of the plan, the name and the tags of a run; a run with the same hash can be resumed.
+        """Return a hash of the plan, the name and the tags of a run.
+
+        A run with the same hash can be resumed.
 
         `plan` is the hash of the plan alone; it is returned if there is neither a name nor a tag.
         """
         if not (self.name or self.tags):
             return plan
-        return hashlib.sha256(json.dumps([plan, self.name, sorted(self.tags.items())]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([plan, self.name, sorted(self.tags.items())]).encode()
+        ).hexdigest()
 
     def added_to(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a run's provenance with the entries `name`, `tags` and `command`; empty entries are left out."""
+        """Return a run's provenance with the entries `name`, `tags` and `command`.
+
+        Empty entries are left out.
+        """
         given = {"name": self.name, "tags": dict(self.tags), "command": self.command}
         return {**provenance, **{key: value for key, value in given.items() if value}}
 
@@ -63,8 +73,8 @@ class Naming:
 class StoredRun:
     """One stored run, without its trials.
 
-    `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch. `rounds` is the number
-    of planned rounds, 0 if it was not fixed.
+    `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch.
+    `rounds` is the number of planned rounds, 0 if it was not fixed.
     """
 
     id: str
@@ -79,25 +89,36 @@ class StoredRun:
 
         `facts` is the run's provenance as JSON.
         """
-        return cls(visible.visible(run_id), visible.visible(status), started, rounds, visible.loads(facts))
+        return cls(
+            visible.visible(run_id), visible.visible(status), started, rounds, visible.loads(facts)
+        )
 
     @property
     def naming(self) -> Naming:
-        """Return the name, tags and command of the run; those that its provenance lacks are empty."""
+        """Return the name, tags and command of the run.
+
+        Those that its provenance lacks are empty.
+        """
         facts = self.provenance
-        return Naming(name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", ""))
+        return Naming(
+            name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", "")
+        )
 
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run that shares cases with a given run; `trials` are the summaries (`Trial.summary`) of its trials of them."""
+    """A run that shares cases with a given run.
+
+    `trials` are the summaries (`Trial.summary`) of its trials of them.
+    """
 
     run: StoredRun
     trials: tuple[Trial, ...]
 
 
 def born(pid: int) -> float:
-    """Return the start time of a process, which distinguishes it from later processes with the same id.
+    """Return the start time of a process, which distinguishes it from later processes with the same
+    id.
 
     The time is in seconds since the epoch; it is 0 if the process does not exist.
     """

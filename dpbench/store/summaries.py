@@ -1,7 +1,8 @@
-"""Summaries: the steps and the ledger of a trial as one value of a row, so that a report need not read the spans.
+"""Summaries: the steps and the ledger of a trial as one value of a row, so that a report need not
+read the spans.
 
-A trial has thousands of spans, and going through them takes most of the time of a report. The summary is computed once,
-when the trial ends, and it can always be computed again from the spans.
+A trial has thousands of spans, and going through them takes most of the time of a report. The
+summary is computed once, when the trial ends, and it can always be computed again from the spans.
 """
 
 from __future__ import annotations
@@ -20,17 +21,22 @@ from dpbench.records.series import Steps
 from dpbench.records.visible import visible
 
 VERSION = 3
-"""The version of the ledger's rules. Raise it if a rule changes; summaries of other versions are computed again."""
+"""The version of the ledger's rules.
+
+Raise it if a rule changes. Summaries of other versions are computed again.
+"""
 _PHASES = {phase.value: phase for phase in Phase}
 
 
 class _Packed(msgspec.Struct, array_like=True):
-    """The data of a summary: the columns of the trial's steps, and values of the properties of its `Ledger`.
+    """The data of a summary: the columns of the trial's steps, and values of the properties of its
+    `Ledger`.
 
-    `warmup` has one byte per step. All other series are little-endian doubles, one per step, or one per timed step in
-    `occupied`. `charged` has one series for each (phase, device) in `keys`; NaN marks a step without this key.
-    `median` is the index of the median step, and `spans` has its spans as (phase, device, clock, start, end). `places`
-    has the step of each of these spans, relative to `median`; versions before 3 lack it.
+    `warmup` has one byte per step. All other series are little-endian doubles, one per step, or one
+    per timed step in `occupied`. `charged` has one series for each (phase, device) in `keys`; NaN
+    marks a step without this key. `median` is the index of the median step, and `spans` has its
+    spans as (phase, device, clock, start, end). `places` has the step of each of these spans,
+    relative to `median`; versions before 3 lack it.
     """
 
     version: int
@@ -51,7 +57,10 @@ _DECODER = msgspec.msgpack.Decoder(_Packed)
 
 
 class StoredLedger(Ledger):
-    """A ledger whose properties were stored; each series is decoded when a caller first asks for it."""
+    """A ledger whose properties were stored.
+
+    Each series is decoded when a caller first asks for it.
+    """
 
     def __init__(self, packed: _Packed) -> None:
         warmup = tuple(map(bool, packed.warmup))
@@ -66,7 +75,11 @@ class StoredLedger(Ledger):
         if not columns:
             return ({},) * len(self.steps)
         return tuple(
-            {key: seconds for key, seconds in zip(self._packed.keys, row, strict=True) if not math.isnan(seconds)}
+            {
+                key: seconds
+                for key, seconds in zip(self._packed.keys, row, strict=True)
+                if not math.isnan(seconds)
+            }
             for row in zip(*columns, strict=True)
         )
 
@@ -78,7 +91,9 @@ class StoredLedger(Ledger):
             own = _numbers(column)
             if math.isnan(sum(own)):  # a step lacks this phase
                 own = array("d", (0.0 if math.isnan(seconds) else seconds for seconds in own))
-            found[phase] = array("d", map(operator.add, found[phase], own)) if phase in found else own
+            found[phase] = (
+                array("d", map(operator.add, found[phase], own)) if phase in found else own
+            )
         return found
 
     @cached_property
@@ -88,12 +103,16 @@ class StoredLedger(Ledger):
 
     @cached_property
     def occupied(self) -> dict[int, array[float]]:
-        """Return, by device, the stored seconds in each timed step during which a span was open on the device."""
+        """Return, by device, the stored seconds in each timed step during which a span was open on
+        the device.
+        """
         return {device: _numbers(column) for device, column in self._packed.occupied.items()}
 
     @cached_property
     def concurrency(self) -> dict[Phase, tuple[float, float]]:
-        """Return, by phase, the stored sum and the stored union of its spans, in seconds over all timed steps."""
+        """Return, by phase, the stored sum and the stored union of its spans, in seconds over all
+        timed steps.
+        """
         return {_PHASES[phase]: pair for phase, pair in self._packed.concurrency.items()}
 
     @cached_property
@@ -122,7 +141,9 @@ def packed(trial: Trial) -> bytes:
             ends=_column(steps.ends),
             warmup=bytes(steps.warmup),
             keys=keys,
-            charged=[_column([charged.get(key, math.nan) for charged in found.charged]) for key in keys],
+            charged=[
+                _column([charged.get(key, math.nan) for charged in found.charged]) for key in keys
+            ],
             middle=dict(found.middle),
             occupied={device: _column(values) for device, values in found.occupied.items()},
             concurrency={phase.value: pair for phase, pair in found.concurrency.items()},
@@ -134,7 +155,10 @@ def packed(trial: Trial) -> bytes:
 
 
 def unpacked(summary: bytes | None) -> StoredLedger | None:
-    """Return the ledger of a summary; None if it is missing or damaged, or has another `VERSION`."""
+    """Return the ledger of a summary.
+
+    None if it is missing or damaged, or has another `VERSION`.
+    """
     try:
         found = _DECODER.decode(summary or b"")
         return StoredLedger(found) if found.version == VERSION and _consistent(found) else None
@@ -143,7 +167,9 @@ def unpacked(summary: bytes | None) -> StoredLedger | None:
 
 
 def _consistent(found: _Packed) -> bool:
-    """Return whether the phases of a summary are known and sum to its steps, and its parts fit together."""
+    """Return whether the phases of a summary are known and sum to its steps, and its parts fit
+    together.
+    """
     phases = {phase for phase, _ in found.keys} | {span[0] for span in found.spans}
     if not {*phases, *found.concurrency, *found.middle} <= {*_PHASES, UNATTRIBUTED}:
         return False
@@ -157,7 +183,8 @@ def _consistent(found: _Packed) -> bool:
         and math.isclose(
             sum(map(_total, found.charged)),
             sum(_numbers(found.seconds)),
-            rel_tol=0.01,  # the ends of steps are rounded, so that those of short steps differ slightly
+            # the ends of steps are rounded, so that those of short steps differ slightly
+            rel_tol=0.01,
         )
     )
 

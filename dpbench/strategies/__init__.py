@@ -1,8 +1,9 @@
 """Strategies: ways to train on one or several devices.
 
-A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions depend only on a
-strategy's methods and traits; no other package uses a strategy's name. Users run their own strategies with
-`--strategy file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
+A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions
+depend only on a strategy's methods and traits; no other package uses a strategy's name. Users run
+their own strategies with `--strategy file.py:name`, or by the name of an entry point in the group
+`dpbench.strategies`.
 """
 
 from __future__ import annotations
@@ -51,21 +52,24 @@ __all__ = [
 Step = Callable[[Any, Any], "torch.Tensor"]
 """One training step: a function of (inputs, target) that returns the loss as a 0-dim tensor.
 
-If the function is an object with a method `observe()`, the timer calls this method after each step, outside the timed
-region. `observe()` returns the spans that only a library's internal timers record, as a list of
-(phase, device, start_s, end_s).
+If the function is an object with a method `observe()`, the timer calls this method after each step,
+outside the timed region. `observe()` returns the spans that only a library's internal timers
+record, as a list of (phase, device, start_s, end_s).
 """
 
 Forward = Callable[..., "torch.Tensor"]
-"""The forward alone: a function that takes the module's positional arguments and returns the output."""
+"""The forward alone: a function that takes the module's positional arguments and returns the
+output.
+"""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The split of the batch in one step: `rows` has the number of samples of each forward pass, in order of the batch.
+    """The split of the batch in one step: `rows` has the number of samples of each forward pass, in
+    order of the batch.
 
-    `replays` is True if each forward pass is one call of the module's forward that draws from one generator;
-    verification can then replay the random numbers.
+    `replays` is True if each forward pass is one call of the module's forward that draws from one
+    generator; verification can then replay the random numbers.
     """
 
     rows: tuple[int, ...]
@@ -73,36 +77,50 @@ class Split:
 
 
 class Unpredictable(ValueError):
-    """The step time of a strategy cannot be predicted, because the strategy does not describe its step as tasks."""
+    """The step time of a strategy cannot be predicted, because the strategy does not describe its
+    step as tasks.
+    """
 
 
 class Strategy(Protocol):
-    """The base class of strategies. Subclasses set `traits` and define `start`; the other methods have defaults."""
+    """The base class of strategies.
+
+    Subclasses set `traits` and define `start`. The other methods have defaults.
+    """
 
     traits: Traits = Traits()
 
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> AbstractContextManager[Step]:
         """Return a context manager that yields the training step of a case.
 
-        `devices` has the devices of the case; in a strategy with ranks, it has only the devices of this rank. The step
-        runs each phase on a device inside `mark(phase, index)`, where `index` is the index of the device. When the
-        context manager exits, the module of `model` must have the trained weights.
+        `devices` has the devices of the case; in a strategy with ranks, it has only the devices of
+        this rank. The step runs each phase on a device inside `mark(phase, index)`, where `index`
+        is the index of the device. When the context manager exits, the module of `model` must have
+        the trained weights.
         """
         ...
 
-    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> AbstractContextManager[Forward]:
+    def infer(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> AbstractContextManager[Forward]:
         """Return a context manager that yields the forward of a case that does not train.
 
-        The arguments have the same meaning as in `start`. The module is in eval mode. The forward leaves the output on
-        a device; in a strategy with ranks, the output has only the rows of this rank. Cases that do not train are
-        skipped under a strategy that does not override this method.
+        The arguments have the same meaning as in `start`. The module is in eval mode. The forward
+        leaves the output on a device; in a strategy with ranks, the output has only the rows of
+        this rank. Cases that do not train are skipped under a strategy that does not override this
+        method.
         """
         raise ValueError(_no_forward(case))
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
         if self.traits.ranks and case.device_kind == "emulated":
-            return f"{case.strategy} runs one process per rank, but emulated devices exist in one process only"
+            return (
+                f"{case.strategy} runs one process per rank, but emulated devices exist in one"
+                " process only"
+            )
         return ""
 
     def backend(self, case: Case) -> str:
@@ -110,11 +128,15 @@ class Strategy(Protocol):
         return rank_backend(case)
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return whether verification of a case compares the module's buffers in addition to the gradients."""
+        """Return whether verification of a case compares the module's buffers in addition to the
+        gradients.
+        """
         return True
 
     def split(self, case: Case, module: nn.Module) -> Split:
-        """Return how a step splits the batch; verification splits the batch of the reference in the same way.
+        """Return how a step splits the batch.
+
+        Verification splits the batch of the reference in the same way.
 
         By default, each replica runs its samples in one forward pass. With `Parallelism.OTHER`, one
         forward pass runs the whole batch.
@@ -125,25 +147,30 @@ class Strategy(Protocol):
         return Split((case.batch_size,) if whole else case.rows, replays=not generators)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return one step of a case as a graph of tasks, from which the predictor computes the step time.
+        """Return one step of a case as a graph of tasks, from which the predictor computes the step
+        time.
 
-        `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable if the strategy does not describe its
-        step.
+        `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable if the strategy
+        does not describe its step.
         """
         raise Unpredictable(
-            f"the strategy {case.strategy} cannot be predicted, because it does not describe its step as tasks; "
-            "measure the strategy instead"
+            f"the strategy {case.strategy} cannot be predicted, because it does not describe its"
+            " step as tasks; measure the strategy instead"
         )
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one typical rank in one step; the predictor predicts a step of many ranks from them.
+        """Return the tasks of one typical rank in one step.
+
+        The predictor predicts a step of many ranks from them.
 
         By default, return the tasks of the whole step.
         """
         return self.tasks(case, profile)
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the transfers of bytes between devices in one step; empty if the strategy does not describe them.
+        """Return the transfers of bytes between devices in one step.
+
+        Empty if the strategy does not describe them.
 
         `shapes` has the sizes of the model's tensors.
         """
@@ -164,33 +191,53 @@ def refusal(strategy: Strategy, case: Case) -> str:
 
 
 def _no_neighbour(strategy: Strategy, case: Case) -> str:
-    """Return the reason why a case's neighbour cannot have separate devices; "" if it can, or if there is none."""
+    """Return the reason why a case's neighbour cannot have separate devices.
+
+    "" if it can, or if there is none.
+    """
     if not case.neighbour:
         return ""
     if strategy.traits.alone:
-        return f"{case.strategy} needs several processes or every core: for two models at once, give another strategy"
+        return (
+            f"{case.strategy} needs several processes or every core: for two models at once, give"
+            " another strategy"
+        )
     if case.placement == "colocated":
-        return "replicas that share one GPU leave no device to the other model: give --placement spread"
+        return (
+            "replicas that share one GPU leave no device to the other model: give --placement"
+            " spread"
+        )
     import torch
 
     cores = len(processes.CORES) or case.devices * 2
-    available = cores if case.device_kind == "cpu" else len(case.device_ids) or torch.cuda.device_count()
+    available = (
+        cores if case.device_kind == "cpu" else len(case.device_ids) or torch.cuda.device_count()
+    )
     if 2 * case.devices > available:
         kind = "cores" if case.device_kind == "cpu" else "GPUs"
-        return f"two models need {2 * case.devices} {kind} ({case.devices} for each model), but available: {available}"
+        return (
+            f"two models need {2 * case.devices} {kind} ({case.devices} for each model), but"
+            f" available: {available}"
+        )
     return ""
 
 
 def _no_forward(case: Case) -> str:
-    return f"{case.strategy} runs whole training steps only, not the forward alone: leave out --mode"
+    return (
+        f"{case.strategy} runs whole training steps only, not the forward alone: leave out --mode"
+    )
 
 
 @contextmanager
-def begin(strategy: Strategy, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-    """Start the strategy in the mode of a case, and yield the step: a training step, or the forward alone.
+def begin(
+    strategy: Strategy, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+) -> Iterator[Step]:
+    """Start the strategy in the mode of a case, and yield the step: a training step, or the forward
+    alone.
 
-    The forward alone returns the output, and waits for the devices like a server that sends each output before it takes
-    the next request. The duration of this step is therefore the latency of a request.
+    The forward alone returns the output, and waits for the devices like a server that sends each
+    output before it takes the next request. The duration of this step is therefore the latency of a
+    request.
     """
     if case.trains:
         with strategy.start(case, model, devices, mark) as training:
@@ -200,7 +247,9 @@ def begin(strategy: Strategy, case: Case, model: Model, devices: Sequence[Device
 
     from dpbench.models import positional
 
-    autograd: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(case.mode, nullcontext)
+    autograd: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
+        case.mode, nullcontext
+    )
     model.module.eval()
     with strategy.infer(case, model, devices, mark) as forward:
 
@@ -215,8 +264,11 @@ def begin(strategy: Strategy, case: Case, model: Model, devices: Sequence[Device
 
 
 def rank_backend(case: Case) -> str:
-    """Return torch's name of the backend for the ranks of a case: NCCL between distinct GPUs, otherwise gloo."""
-    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated ranks
+    """Return torch's name of the backend for the ranks of a case: NCCL between distinct GPUs,
+    otherwise gloo.
+    """
+    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated
+    # ranks
     spread = case.device_kind == "cuda" and case.placement == "spread"
     return "cpu:gloo,cuda:nccl" if spread else "gloo"
 
@@ -237,7 +289,8 @@ def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
 
 
 def rows_of(value: Any, case: Case, rank: int) -> Any:
-    """Return the structure `value` with only those rows of each tensor on which the rank `rank` trains.
+    """Return the structure `value` with only those rows of each tensor on which the rank `rank`
+    trains.
 
     A tensor that already has the rank's number of rows is kept, because the rank has loaded only
     its own rows.
@@ -245,7 +298,9 @@ def rows_of(value: Any, case: Case, rank: int) -> Any:
     from dpbench.engine.containers import mapped
 
     mine = case.rows[rank]
-    return mapped(value, lambda tensor: tensor if len(tensor) == mine else tensor.split(case.rows)[rank])
+    return mapped(
+        value, lambda tensor: tensor if len(tensor) == mine else tensor.split(case.rows)[rank]
+    )
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -267,38 +322,53 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": _sgd, "adam": _adam, "adamw": _adamw,
-}  # fmt: skip
+    "sgd": _sgd,
+    "adam": _adam,
+    "adamw": _adamw,
+}
 
 
 OWN = "own"
-"""The name of the optimizer that the model's object makes; the object's scheduler and clip norm are then used too."""
+"""The name of the optimizer that the model's object makes.
+
+The object's scheduler and clip norm are then used too.
+"""
 
 
-def optimizer_of(case: Case, model: Model | None = None) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def optimizer_of(
+    case: Case, model: Model | None = None
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that creates the case's optimizer from parameters.
 
-    Raises LookupError if the name of the optimizer is unknown, or if it is "own" and the model provides no optimizer.
+    Raises LookupError if the name of the optimizer is unknown, or if it is "own" and the model
+    provides no optimizer.
     """
     if case.optimizer == OWN:
         if model is None or model.loop.optimizer is None:
             raise LookupError(
-                f"--optimizer own: the model {case.model} has no function optimizer(parameters): add it to the model's "
-                "object, or give --optimizer sgd"
+                f"--optimizer own: the model {case.model} has no function optimizer(parameters):"
+                " add it to the model's object, or give --optimizer sgd"
             )
         make = model.loop.optimizer
         return lambda parameters: make(list(parameters))
     if case.optimizer not in OPTIMIZERS:
-        raise LookupError(f"unknown optimizer {case.optimizer!r}; known optimizers: {', '.join(sorted(OPTIMIZERS))}")
+        raise LookupError(
+            f"unknown optimizer {case.optimizer!r}; known optimizers:"
+            f" {', '.join(sorted(OPTIMIZERS))}"
+        )
     return OPTIMIZERS[case.optimizer]
 
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-"""For each precision with autocast: torch's name of the type to which autocast rounds in forward."""
+"""For each precision with autocast: torch's name of the type to which autocast rounds in
+forward.
+"""
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the context manager for the case's forward: autocast for bf16 and fp16, otherwise one without effect."""
+    """Return the context manager for the case's forward: autocast for bf16 and fp16, otherwise one
+    without effect.
+    """
     if case.precision not in AUTOCAST:
         return nullcontext()
     import torch
@@ -307,7 +377,10 @@ def precision_of(case: Case) -> AbstractContextManager[Any]:
 
 
 def scaler_of(case: Case) -> torch.amp.GradScaler | None:
-    """Return a GradScaler if the case's precision is fp16, in which small gradients would become 0; otherwise None."""
+    """Return a GradScaler if the case's precision is fp16, in which small gradients would become 0.
+
+    Otherwise None.
+    """
     if case.precision != "fp16":
         return None
     import torch
@@ -316,37 +389,54 @@ def scaler_of(case: Case) -> torch.amp.GradScaler | None:
 
 
 def clip_norm_of(case: Case, model: Model) -> float | None:
-    """Return the norm to which the training loop of a case clips the gradient; None if the loop does not clip."""
+    """Return the norm to which the training loop of a case clips the gradient.
+
+    None if the loop does not clip.
+    """
     return model.loop.clip_norm if case.optimizer == OWN else None
 
 
 def scheduler_of(case: Case, model: Model, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the scheduler of the learning rate in the loop of a case; None if the loop has none."""
+    """Return the scheduler of the learning rate in the loop of a case.
+
+    None if the loop has none.
+    """
     make = model.loop.scheduler if case.optimizer == OWN else None
     return None if make is None else make(optimizer)
 
 
 class Updates:
-    """The optimizer of a case's training loop, with the GradScaler if the case's precision needs one."""
+    """The optimizer of a case's training loop, with the GradScaler if the case's precision needs
+    one.
+    """
 
     def __init__(self, case: Case, model: Model, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._optimizer, self._scaler = optimizer_of(case, model)(self._parameters), scaler_of(case)
-        self._clip_norm, self._scheduler = clip_norm_of(case, model), scheduler_of(case, model, self._optimizer)
+        self._clip_norm, self._scheduler = (
+            clip_norm_of(case, model),
+            scheduler_of(case, model, self._optimizer),
+        )
         self._drops = case.zero_grad == "none"
 
     def clear(self) -> None:
-        """Clear the gradients before a step: set them to None or to zero, as `zero_grad` of the case says."""
+        """Clear the gradients before a step: set them to None or to zero, as `zero_grad` of the
+        case says.
+        """
         self._optimizer.zero_grad(set_to_none=self._drops)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on which the loop calls backward: the loss times the scale, or the loss itself."""
+        """Return the tensor on which the loop calls backward: the loss times the scale, or the loss
+        itself.
+        """
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def step(self) -> None:
-        """Clip the gradients if the loop does, update the weights, and advance the scheduler if there is one.
+        """Clip the gradients if the loop does, update the weights, and advance the scheduler if
+        there is one.
 
-        A GradScaler first unscales the gradients, and skips the update if one of them is infinite or NaN.
+        A GradScaler first unscales the gradients, and skips the update if one of them is infinite
+        or NaN.
         """
         if self._clip_norm is not None:
             from torch.nn.utils import clip_grad_norm_

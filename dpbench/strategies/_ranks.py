@@ -37,14 +37,21 @@ class RankStep:
         self.case, self.model, self.device, self.mark = case, model, device, mark
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if device.torch_device.type != "cpu":
-            torch.accelerator.set_device_index(device.torch_device)  # otherwise all ranks open contexts on GPU 0
+            torch.accelerator.set_device_index(
+                device.torch_device
+            )  # otherwise all ranks open contexts on GPU 0
         self.wrapped: Any = wrap(model.module, device)
         self.updates = Updates(case, model, self.wrapped.parameters())
         self.returned_s = 0.0
-        """The time at which the last backward returned, in seconds on the clock of `time.perf_counter`."""
+        """The time at which the last backward returned, in seconds on the clock of
+        `time.perf_counter`.
+        """
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on this rank's chunk, and return the loss; the arguments are the whole batch or already this chunk."""
+        """Train on this rank's chunk, and return the loss.
+
+        The arguments are the whole batch or already this chunk.
+        """
         from dpbench.models import positional
 
         with self.mark(Phase.OPTIMIZER, self.device.index):
@@ -59,11 +66,15 @@ class RankStep:
         return loss
 
     def backward(self, arguments: Sequence[Any], target: Any) -> torch.Tensor:
-        """Compute the gradients of this rank's rows, and return the loss; a subclass may use several passes."""
+        """Compute the gradients of this rank's rows, and return the loss.
+
+        A subclass may use several passes.
+        """
         return self.forward_backward(arguments, target, self.share(self.case.rows[self.rank]))
 
     def share(self, rows: int, passes: int = 1) -> float:
-        """Return the factor of the loss of `rows` rows, in one of the `passes` forward passes of this rank's step.
+        """Return the factor of the loss of `rows` rows, in one of the `passes` forward passes of
+        this rank's step.
 
         With this factor, the mean of the ranks' gradients is the gradient of the global batch. The
         loss that a model returns itself is a mean with an unknown divisor; each pass then has the
@@ -72,7 +83,9 @@ class RankStep:
         return 1 / passes if self.model.owns_loss else rows * self.world / self.case.batch_size
 
     def forward_backward(self, arguments: Sequence[Any], target: Any, share: float) -> torch.Tensor:
-        """Run forward and backward on some rows, and return the loss, which is multiplied by `share`."""
+        """Run forward and backward on some rows, and return the loss, which is multiplied by
+        `share`.
+        """
         mark, i = self.mark, self.device.index
         with precision_of(self.case):
             with mark(Phase.FORWARD, i):
@@ -85,9 +98,15 @@ class RankStep:
 
 
 def forward_of_rank(
-    case: Case, model: Model, device: Device, mark: Mark, wrap: Callable[[nn.Module, Device], nn.Module]
+    case: Case,
+    model: Model,
+    device: Device,
+    mark: Mark,
+    wrap: Callable[[nn.Module, Device], nn.Module],
 ) -> Forward:
-    """Return a function that runs the forward of the module from `wrap` on this rank's rows, and returns its output."""
+    """Return a function that runs the forward of the module from `wrap` on this rank's rows, and
+    returns its output.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,8 @@
 """Tasks: describe training steps as graphs of tasks, from which the predictor computes step times.
 
-`Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices under a schedule.
-`scheduled` yields the transfers of one step under a schedule, with their phase, source, target and bytes.
+`Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices
+under a schedule. `scheduled` yields the transfers of one step under a schedule, with their phase,
+source, target and bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dpbench.records.work import BUCKET_BYTES, FIRST_BUCKET_BYTES, Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers between devices in one step of dpbench's engine under the case's schedule."""
+    """Yield the transfers between devices in one step of dpbench's engine under the case's
+    schedule.
+    """
     schedule, rows = parse(case.schedule or "reference"), case.rows
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
@@ -28,8 +31,9 @@ def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
 def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
     """Yield the transfers of the inputs and the target of a batch to the devices.
 
-    If `local`, the rows of the target move to their replicas. Otherwise the whole target moves to device 0, unless the
-    devices are logical CPU devices, which read the target in the host's memory.
+    If `local`, the rows of the target move to their replicas. Otherwise the whole target moves to
+    device 0, unless the devices are logical CPU devices, which read the target in the host's
+    memory.
     """
     on_device = case.inputs == "device"
     for device, count in enumerate(case.rows):
@@ -44,21 +48,29 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
-    """Yield the transfers of weights and buffers from device 0 to the other devices with rows of the batch.
+    """Yield the transfers of weights and buffers from device 0 to the other devices with rows of
+    the batch.
 
-    The first `count` of the `devices` devices have rows. Persistent replicas that update their weights themselves
-    receive only the buffers. With `update=sharded`, every device also receives the shards that other devices have
-    updated.
+    The first `count` of the `devices` devices have rows. Persistent replicas that update their
+    weights themselves receive only the buffers. With `update=sharded`, every device also receives
+    the shards that other devices have updated.
     """
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
-        yield Move(Phase.REPLICATE, 0, device, shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes))
+        yield Move(
+            Phase.REPLICATE,
+            0,
+            device,
+            shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes),
+        )
     if schedule.update == "sharded":
         yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / devices, devices, devices)
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of outputs to device 0 in `gather`, and of their gradients from device 0 in `backward`."""
+    """Yield the transfers of outputs to device 0 in `gather`, and of their gradients from device 0
+    in `backward`.
+    """
     for device, rows in enumerate(case.rows[1:], start=1):
         yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
@@ -67,10 +79,10 @@ def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
 def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
     """Yield the transfers of the gradients between devices, to the devices that update weights.
 
-    With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on GPUs by a ring
-    all-reduce. With `update=sharded`, every device receives only its
-    shard. With `update=each` or `update=sharded`, devices without rows of the batch also receive gradients, but they
-    send gradients only in the collectives of GPUs.
+    With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on
+    GPUs by a ring all-reduce. With `update=sharded`, every device receives only its shard. With
+    `update=each` or `update=sharded`, devices without rows of the batch also receive gradients, but
+    they send gradients only in the collectives of GPUs.
     """
     collective = case.device_kind == "cuda"
     count, devices, each = len(case.rows), case.devices, shapes.trainable_bytes
@@ -85,13 +97,17 @@ def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]
 
 
 def ring(count: int, size: float) -> Iterator[Move]:
-    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices; none for one device."""
+    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices.
+
+    None for one device.
+    """
     for device in range(count if count > 1 else 0):
         yield Move(Phase.REDUCE, device, (device + 1) % count, 2 * (count - 1) / count * size)
 
 
 def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
-    """Yield transfers of `each` bytes from each of the first `sources` devices to each of the first `targets`.
+    """Yield transfers of `each` bytes from each of the first `sources` devices to each of the first
+    `targets`.
 
     No device sends to itself.
     """
@@ -102,7 +118,9 @@ def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterato
 
 
 PASSES = {"sgd": 5, "adam": 7, "adamw": 9}
-"""For each optimizer: the bytes that its step reads and writes (weights, gradients, state) per byte of parameters."""
+"""For each optimizer: the bytes that its step reads and writes (weights, gradients, state) per byte
+of parameters.
+"""
 
 
 class Graph:
@@ -112,21 +130,36 @@ class Graph:
         self.tasks: list[Task] = []
 
     def add(
-        self, phase: Phase, device: int, resource: str, amount: float, unit: str,
-        after: Iterable[int] = (), overlap: Iterable[int] = (),
-    ) -> int:  # fmt: skip
+        self,
+        phase: Phase,
+        device: int,
+        resource: str,
+        amount: float,
+        unit: str,
+        after: Iterable[int] = (),
+        overlap: Iterable[int] = (),
+    ) -> int:
         """Append a task with the given fields of `Task`, and return its index."""
         self.tasks.append(Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap)))
         return len(self.tasks) - 1
 
     def launch(
-        self, phase: Phase, device: int, host: str, launches: float, kernels: tuple[float, str],
-        after: Iterable[int] = (), overlap: Iterable[int] = (),
-    ) -> int:  # fmt: skip
-        """Append the task of the host's launches and the task of the kernels; return the index of the kernels' task.
+        self,
+        phase: Phase,
+        device: int,
+        host: str,
+        launches: float,
+        kernels: tuple[float, str],
+        after: Iterable[int] = (),
+        overlap: Iterable[int] = (),
+    ) -> int:
+        """Append the task of the host's launches and the task of the kernels.
 
-        `host` is the resource that makes the launches, and `kernels` is the amount of the kernels' work with its unit.
-        The kernels run at the same time as the launches, but never end before them.
+        Return the index of the kernels' task.
+
+        `host` is the resource that makes the launches, and `kernels` is the amount of the kernels'
+        work with its unit. The kernels run at the same time as the launches, but never end before
+        them.
         """
         before = tuple(after)
         handed = self.add(phase, device, host, launches, "launches", before, overlap)
@@ -134,23 +167,42 @@ class Graph:
         return self.add(phase, device, f"device:{device}", amount, unit, before, [handed])
 
     def each(
-        self, phase: Phase, devices: Sequence[int], collective: str, amount: float,
-        after: Callable[[int], Iterable[int]], overlap: Callable[[int], Iterable[int]] = lambda i: (),
-    ) -> list[int]:  # fmt: skip
-        """Append one collective of `amount` bytes as one task per device; return the indices of these tasks.
+        self,
+        phase: Phase,
+        devices: Sequence[int],
+        collective: str,
+        amount: float,
+        after: Callable[[int], Iterable[int]],
+        overlap: Callable[[int], Iterable[int]] = lambda i: (),
+    ) -> list[int]:
+        """Append one collective of `amount` bytes as one task per device.
 
-        `after(device)` and `overlap(device)` return the fields `after` and `overlap` of this device's task.
+        Return the indices of these tasks.
+
+        `after(device)` and `overlap(device)` return the fields `after` and `overlap` of this
+        device's task.
         """
-        return [self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices]
+        return [
+            self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices
+        ]
 
     def update(
-        self, case: Case, profile: Profile, device: int, host: str, after: Iterable[int],
-        *, flat: bool = False, share: float = 1.0,
-    ) -> int:  # fmt: skip
-        """Append the launches and the kernels of the optimizer's step on a device; return the kernels' index.
+        self,
+        case: Case,
+        profile: Profile,
+        device: int,
+        host: str,
+        after: Iterable[int],
+        *,
+        flat: bool = False,
+        share: float = 1.0,
+    ) -> int:
+        """Append the launches and the kernels of the optimizer's step on a device.
 
-        `host` is the resource that makes the launches. With `flat`, the step is one launch for all parameters. `share`
-        is the fraction of the parameters that the device updates.
+        Return the kernels' index.
+
+        `host` is the resource that makes the launches. With `flat`, the step is one launch for all
+        parameters. `share` is the fraction of the parameters that the device updates.
         """
         launches = 1 if flat else profile.parameter_tensors
         moved = PASSES.get(case.optimizer, 5) * profile.parameter_bytes * share
@@ -158,7 +210,8 @@ class Graph:
 
 
 def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
-    """Return the bytes of each bucket of gradients, in the order in which backward fills the buckets.
+    """Return the bytes of each bucket of gradients, in the order in which backward fills the
+    buckets.
 
     `first` is the size limit of the first bucket in bytes.
     """
@@ -169,8 +222,9 @@ def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
 class Chain:
     """A builder of the tasks of one step, for one process that drives several devices.
 
-    The default schedule is `reference`. The time to start the replicas' threads is a task of the host if
-    `threads_marked` is True, otherwise of device 0. `reduction` is the phase in which the gradients are added.
+    The default schedule is `reference`. The time to start the replicas' threads is a task of the
+    host if `threads_marked` is True, otherwise of device 0. `reduction` is the phase in which the
+    gradients are added.
     """
 
     def __init__(
@@ -196,42 +250,69 @@ class Chain:
         """Return the tasks of one step, from the scatter to the last transfer of weights."""
         forwards = self._forward(self._replicate(self._scatter()))
         local = self._schedule.loss == "local"
-        losses = self._local_loss(forwards) if local else [[self._gathered_loss(forwards)]] * len(self._rows)
+        losses = (
+            self._local_loss(forwards)
+            if local
+            else [[self._gathered_loss(forwards)]] * len(self._rows)
+        )
         self._update(self._backward(losses))
         return self._graph.tasks
 
     def _scatter(self) -> list[int]:
-        """Append the copies of each replica's rows from the host, one after the other; return their indices.
+        """Append the copies of each replica's rows from the host, one after the other.
+
+        Return their indices.
 
         The copies do not overlap, because one thread makes them.
         """
         graph, size = self._graph, self._profile.input_bytes
         found: list[int] = []
         for i, rows in enumerate(self._rows):
-            found.append(graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * size, "bytes", found[-1:]))
+            found.append(
+                graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * size, "bytes", found[-1:])
+            )
         return found
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Append the transfers of weights and buffers to all devices; the transfers wait for the tasks `scattered`.
+        """Append the transfers of weights and buffers to all devices.
+
+        The transfers wait for the tasks `scattered`.
 
         Return the indices of the tasks that every forward waits for.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"
         sent = profile.buffer_bytes + (profile.parameter_bytes if weights else 0)
-        tensors = 1 if schedule.storage == "flat" else profile.buffer_tensors + profile.parameter_tensors * weights
+        tensors = (
+            1
+            if schedule.storage == "flat"
+            else profile.buffer_tensors + profile.parameter_tensors * weights
+        )
         modules = profile.modules if schedule.replicas == "rebuilt" else 0
-        joined = [graph.add(Phase.REPLICATE, i, "host", tensors, "tensors", scattered) for i in self._devices]
-        wire = graph.each(Phase.REPLICATE, self._devices, self._collective("broadcast"), sent, lambda i: [joined[i]])
+        joined = [
+            graph.add(Phase.REPLICATE, i, "host", tensors, "tensors", scattered)
+            for i in self._devices
+        ]
+        wire = graph.each(
+            Phase.REPLICATE,
+            self._devices,
+            self._collective("broadcast"),
+            sent,
+            lambda i: [joined[i]],
+        )
         # the copies are transferred while Python rebuilds the module trees
-        trees = [graph.add(Phase.REPLICATE, i, "host", modules, "modules", [joined[i]]) for i in self._devices]
+        trees = [
+            graph.add(Phase.REPLICATE, i, "host", modules, "modules", [joined[i]])
+            for i in self._devices
+        ]
         return [*wire, *trees]
 
     def _forward(self, copied: list[int]) -> list[int]:
-        """Append the tasks of every replica's forward, and return the indices of the kernels' tasks.
+        """Append the tasks of every replica's forward, and return the indices of the kernels'
+        tasks.
 
-        `copied` has the indices of the tasks that every forward waits for. Replicas that run in threads share one
-        interpreter lock.
+        `copied` has the indices of the tasks that every forward waits for. Replicas that run in
+        threads share one interpreter lock.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         serial = schedule.workers == "serial"
@@ -246,24 +327,38 @@ class Chain:
             host = "host" if serial else "gil"
             handed = graph.tasks[found[-1]].overlap if serial and found else ()
             found.append(
-                graph.launch(Phase.FORWARD, i, host, profile.forward_launches, work, [*copied, *handed], started)
+                graph.launch(
+                    Phase.FORWARD,
+                    i,
+                    host,
+                    profile.forward_launches,
+                    work,
+                    [*copied, *handed],
+                    started,
+                )
             )
         return found
 
     def _gathered_loss(self, forwards: list[int]) -> int:
-        """Append the gather of all outputs on device 0 and the loss there; return the index of the loss."""
+        """Append the gather of all outputs on device 0 and the loss there.
+
+        Return the index of the loss.
+        """
         graph, size = self._graph, self._profile.output_bytes
         gathered = [
-            graph.add(Phase.GATHER, 0, f"copy:{i}:0", self._rows[i] * size, "bytes", forwards) for i in self._devices
+            graph.add(Phase.GATHER, 0, f"copy:{i}:0", self._rows[i] * size, "bytes", forwards)
+            for i in self._devices
         ]
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device; return, per device, the indices of the tasks that backward awaits.
+        """Append each replica's loss on its device.
 
-        The sum of the losses is appended on device 0, and every backward waits for it. With backward=local on CPU
-        devices, no backward waits for the sum, so no sum is appended. With backward=local, one further host task per
-        replica precedes the replica's backward.
+        Return, per device, the indices of the tasks that backward awaits.
+
+        The sum of the losses is appended on device 0, and every backward waits for it. With
+        backward=local on CPU devices, no backward waits for the sum, so no sum is appended. With
+        backward=local, one further host task per replica precedes the replica's backward.
         """
         graph, size = self._graph, self._profile.output_bytes
         own = [
@@ -271,21 +366,32 @@ class Chain:
             for i, rows in enumerate(self._rows)
         ]
         if self._schedule.backward == "local" and self._case.device_kind == "cpu":
-            # the loss is divided by the count of targets, which the host knows before any replica has finished
-            return [[graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i]])] for i in self._devices]
+            # the loss is divided by the count of targets, which the host knows before any replica
+            # has finished
+            return [
+                [graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i]])] for i in self._devices
+            ]
         total = graph.add(Phase.LOSS, 0, "host", 1, "launches", own)
         if self._schedule.backward == "joint":
             return [[own[i], total] for i in self._devices]
-        return [[graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i], total])] for i in self._devices]
+        return [
+            [graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i], total])] for i in self._devices
+        ]
 
     def _backward(self, losses: list[list[int]]) -> list[int]:
-        """Append each replica's backward and the reductions; return the indices of the tasks that the update waits for.
+        """Append each replica's backward and the reductions.
+
+        Return the indices of the tasks that the update waits for.
 
         `losses` has, per device, the indices of the tasks that its backward waits for.
         """
         pieces = [float(self._bytes)]
         if self._schedule.reduce == "overlap":
-            scale = self._bytes / self._profile.parameter_bytes if self._profile.parameter_bytes else 0.0
+            scale = (
+                self._bytes / self._profile.parameter_bytes
+                if self._profile.parameter_bytes
+                else 0.0
+            )
             pieces = [size * scale for size in buckets(self._profile, first=BUCKET_BYTES)]
         segments = [self._segments(i, losses[i], len(pieces)) for i in self._devices]
         last = [segment[-1] for segment in segments]
@@ -293,60 +399,88 @@ class Chain:
         reduced: list[int] = []
         for number, size in enumerate(pieces):
             # in a trace, backward's span contains a bucket's span
-            overlap = [at for end in last for at in self._graph.tasks[end].overlap] if beside else []
+            overlap = (
+                [at for end in last for at in self._graph.tasks[end].overlap] if beside else []
+            )
             final = overlap if number == len(pieces) - 1 else []
-            reduced = self._reduce(size, [*reduced, *(segment[number] for segment in segments)], final)
+            reduced = self._reduce(
+                size, [*reduced, *(segment[number] for segment in segments)], final
+            )
         return reduced
 
     def _segments(self, device: int, after: list[int], count: int) -> list[int]:
-        """Append one device's backward in `count` equal parts, one per bucket of gradients; return their indices.
+        """Append one device's backward in `count` equal parts, one per bucket of gradients.
+
+        Return their indices.
 
         The first part waits for the tasks `after`.
         """
         found, profile = [], self._profile
-        work, launches = self._rows[device] * profile.backward_flop / count, profile.backward_launches / count
+        work, launches = (
+            self._rows[device] * profile.backward_flop / count,
+            profile.backward_launches / count,
+        )
         for _ in range(count):
             host = f"host:{device}"
-            after = [self._graph.launch(Phase.BACKWARD, device, host, launches, (work, "flop"), after)]
+            after = [
+                self._graph.launch(Phase.BACKWARD, device, host, launches, (work, "flop"), after)
+            ]
             found += after
         return found
 
     def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Append the tasks that reduce one message of gradients; return the index of the last task of each owner.
+        """Append the tasks that reduce one message of gradients.
 
-        The owners are the devices that update weights. `size` is the size of the message in bytes. The reduction waits
-        for the end of the tasks `ready`, and may run at the same time as the tasks `overlap`.
+        Return the index of the last task of each owner.
+
+        The owners are the devices that update weights. `size` is the size of the message in bytes.
+        The reduction waits for the end of the tasks `ready`, and may run at the same time as the
+        tasks `overlap`.
         """
         schedule, graph = self._schedule, self._graph
         share = size / self._bytes if self._bytes else 0.0
-        tensors = 1.0 if schedule.storage == "flat" else self._profile.parameter_tensors * share * len(self._rows)
+        tensors = (
+            1.0
+            if schedule.storage == "flat"
+            else self._profile.parameter_tensors * share * len(self._rows)
+        )
         owners = self._owners
-        kind = {"root": "reduce", "each": "all_reduce", "sharded": "reduce_scatter"}[schedule.update]
+        kind = {"root": "reduce", "each": "all_reduce", "sharded": "reduce_scatter"}[
+            schedule.update
+        ]
         joined = [
-            graph.add(self._reduction, i, "host", tensors / len(owners), "tensors", ready, overlap) for i in owners
+            graph.add(self._reduction, i, "host", tensors / len(owners), "tensors", ready, overlap)
+            for i in owners
         ]
         name = self._collective(kind)
-        return graph.each(self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap)
+        return graph.each(
+            self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap
+        )
 
     def _update(self, after: list[int]) -> None:
         """Append the optimizer's step: on device 0 with `update=root`, otherwise on every device.
 
-        With `update=sharded`, each device updates its shard of the weights; then append the all-gather of the updated
-        weights. The optimizer's steps wait for the tasks `after`.
+        With `update=sharded`, each device updates its shard of the weights; then append the
+        all-gather of the updated weights. The optimizer's steps wait for the tasks `after`.
         """
         schedule, graph, profile = self._schedule, self._graph, self._profile
         owners = self._owners
         share = 1 / len(owners) if schedule.update == "sharded" else 1.0
         flat, host = schedule.optimizer == "flat", "gil" if len(owners) > 1 else "host"
-        stepped = [graph.update(self._case, profile, i, host, after, flat=flat, share=share) for i in owners]
+        stepped = [
+            graph.update(self._case, profile, i, host, after, flat=flat, share=share)
+            for i in owners
+        ]
         if schedule.update == "sharded":
             name = self._collective("all_gather")
             graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
 
     def _collective(self, kind: str) -> str:
-        """Return the name of the resource for the next collective of a kind, such as "all_reduce:3".
+        """Return the name of the resource for the next collective of a kind, such as
+        "all_reduce:3".
 
-        Without flat storage, `_coalesced` is appended to the kind, because torch joins tensors into messages of 10 MiB.
+        Without flat storage, `_coalesced` is appended to the kind, because torch joins tensors into
+        messages of 10 MiB.
         """
         self._collectives += 1
         joined = "" if self._schedule.storage == "flat" else "_coalesced"

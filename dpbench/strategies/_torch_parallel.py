@@ -1,13 +1,14 @@
 """torch.nn.DataParallel with marks, on GPUs and on emulated devices.
 
-On emulated devices, the Python code of torch.nn.parallel runs unchanged, including its threads. This module replaces
-the functions that CUDA builds of torch implement in C++, and some functions that torch uses to query devices and
-precisions. The replacements of C++ functions follow `torch/csrc/cuda/comm.cpp`. In three modules of torch, the name
-`torch` refers to an object that provides the replacements and takes every other attribute from torch.
+On emulated devices, the Python code of torch.nn.parallel runs unchanged, including its threads.
+This module replaces the functions that CUDA builds of torch implement in C++, and some functions
+that torch uses to query devices and precisions. The replacements of C++ functions follow
+`torch/csrc/cuda/comm.cpp`. In three modules of torch, the name `torch` refers to an object that
+provides the replacements and takes every other attribute from torch.
 
-The replacements differ from `comm.cpp` in one respect. `comm.cpp` copies weights in flat buffers, in which a copy may
-start at any address. This module allocates each copy separately, because on a CPU `linear` rounds differently at other
-alignments.
+The replacements differ from `comm.cpp` in one respect. `comm.cpp` copies weights in flat buffers,
+in which a copy may start at any address. This module allocates each copy separately, because on a
+CPU `linear` rounds differently at other alignments.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ PACKAGE = "torch.nn.parallel"
 
 
 class Marked(nn.DataParallel):  # type: ignore[type-arg]
-    """torch.nn.DataParallel with marks around its methods scatter, replicate, parallel_apply and gather."""
+    """torch.nn.DataParallel with marks around its methods scatter, replicate, parallel_apply and
+    gather.
+    """
 
     def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
         super().__init__(module, ids)
@@ -69,23 +72,42 @@ class Marked(nn.DataParallel):  # type: ignore[type-arg]
 
 @contextmanager
 def on_emulated_devices(count: int) -> Iterator[None]:
-    """Inside this context, let torch.nn.DataParallel accept the emulated devices 0 to `count - 1` as device ids.
+    """Inside this context, let torch.nn.DataParallel accept the emulated devices 0 to `count - 1`
+    as device ids.
 
     The context affects the whole process.
     """
     install()
     primitives = _Overlay(
-        torch._C, _broadcast=_broadcast, _broadcast_coalesced=_broadcast_coalesced, _scatter=_scatter, _gather=_gather
+        torch._C,
+        _broadcast=_broadcast,
+        _broadcast_coalesced=_broadcast_coalesced,
+        _scatter=_scatter,
+        _gather=_gather,
     )
-    data_parallel = sys.modules[f"{PACKAGE}.data_parallel"]  # the package's attribute is the function of that name
+    data_parallel = sys.modules[
+        f"{PACKAGE}.data_parallel"
+    ]  # the package's attribute is the function of that name
     patches: list[tuple[Any, str, Any]] = [
         (data_parallel, "_get_available_device_type", lambda: "lazy"),
         (data_parallel, "_get_all_device_indices", lambda: list(range(count))),
         (sys.modules[f"{PACKAGE}.comm"], "torch", _Overlay(torch, _C=primitives)),
-        (sys.modules[f"{PACKAGE}.comm"], "nccl", SimpleNamespace(is_available=lambda tensors: False)),
-        (sys.modules[f"{PACKAGE}.parallel_apply"], "torch", _Overlay(torch, accelerator=_accelerator(available=True))),
+        (
+            sys.modules[f"{PACKAGE}.comm"],
+            "nccl",
+            SimpleNamespace(is_available=lambda tensors: False),
+        ),
+        (
+            sys.modules[f"{PACKAGE}.parallel_apply"],
+            "torch",
+            _Overlay(torch, accelerator=_accelerator(available=True)),
+        ),
         # without streams, as for an input that is on a GPU
-        (sys.modules[f"{PACKAGE}._functions"], "torch", _Overlay(torch, accelerator=_accelerator(available=False))),
+        (
+            sys.modules[f"{PACKAGE}._functions"],
+            "torch",
+            _Overlay(torch, accelerator=_accelerator(available=False)),
+        ),
         (torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
         (torch.cuda, "is_bf16_supported", lambda: True),
     ]
@@ -97,7 +119,9 @@ def on_emulated_devices(count: int) -> Iterator[None]:
 
 
 def emulated(index: int) -> torch.device:
-    """Return the torch.device of the emulated device `index`, or the CPU for -1, torch's index of the host."""
+    """Return the torch.device of the emulated device `index`, or the CPU for -1, torch's index of
+    the host.
+    """
     return torch.device("cpu") if index == -1 else torch.device("lazy", index)
 
 
@@ -105,16 +129,31 @@ def _broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
     return [tensor if tensor.device == emulated(i) else tensor.to(emulated(i)) for i in devices]
 
 
-def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
+def _broadcast_coalesced(
+    tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[Tensor]]:
     if any(tensor.get_device() != devices[0] for tensor in tensors):
-        raise RuntimeError(f"All tensors must be on the first device, devices[0], whose index is {devices[0]}")
-    return [list(tensors), *([tensor.detach().to(emulated(i), copy=True) for tensor in tensors] for i in devices[1:])]
+        raise RuntimeError(
+            f"All tensors must be on the first device, devices[0], whose index is {devices[0]}"
+        )
+    return [
+        list(tensors),
+        *([tensor.detach().to(emulated(i), copy=True) for tensor in tensors] for i in devices[1:]),
+    ]
 
 
 def _scatter(
-    tensor: Tensor, devices: Sequence[int], chunk_sizes: Sequence[int] | None, dim: int, streams: Any
+    tensor: Tensor,
+    devices: Sequence[int],
+    chunk_sizes: Sequence[int] | None,
+    dim: int,
+    streams: Any,
 ) -> list[Tensor]:
-    chunks = tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(list(chunk_sizes), dim)
+    chunks = (
+        tensor.chunk(len(devices), dim)
+        if chunk_sizes is None
+        else tensor.split(list(chunk_sizes), dim)
+    )
     return [chunk.to(emulated(i)) for chunk, i in zip(chunks, devices, strict=False)]
 
 
@@ -123,19 +162,22 @@ def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Ten
     for i, tensor in enumerate(tensors):
         if tensor.dim() != len(expected):
             raise RuntimeError(
-                "Expected all input tensors to have the same number of dimensions, but tensor at index "
-                f"{i} has {tensor.dim()} dimensions (expected {len(expected)})"
+                "Expected all input tensors to have the same number of dimensions, but tensor at"
+                f" index {i} has {tensor.dim()} dimensions (expected {len(expected)})"
             )
         expected[dim] = tensor.size(dim)
         if list(tensor.shape) != expected:
             raise RuntimeError(
-                f"Input tensor at index {i} has invalid shape {list(tensor.shape)}, but expected {expected}"
+                f"Input tensor at index {i} has invalid shape {list(tensor.shape)}, but expected"
+                f" {expected}"
             )
     return torch.cat([tensor.to(emulated(destination or 0)) for tensor in tensors], dim)
 
 
 class _Overlay:
-    """An object that has the attributes `own` and takes all other attributes from the object `below`."""
+    """An object that has the attributes `own` and takes all other attributes from the object
+    `below`.
+    """
 
     def __init__(self, below: Any, **own: Any) -> None:
         self.__dict__.update(own, _below=below)
@@ -145,7 +187,8 @@ class _Overlay:
 
 
 def _accelerator(*, available: bool) -> Any:
-    """Return a replacement of `torch.accelerator` without streams, whose `is_available` returns `available`.
+    """Return a replacement of `torch.accelerator` without streams, whose `is_available` returns
+    `available`.
 
     Its current accelerator is "cuda"; torch looks up the settings of autocast for this accelerator.
     """

@@ -1,13 +1,15 @@
-"""torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward.
+"""torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with
+backward.
 
 Outside a launch, the ranks are forked processes on this machine, which connect over the loopback
 interface only. No communication hook is installed, because a hook would change the measurement. The
-exposed part of the reduction, which no compute hides, lasts from the end of backward's compute until
-backward returns. torch's private DDP logger reports the end of backward's compute. Only this file uses
-this logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
+exposed part of the reduction, which no compute hides, lasts from the end of backward's compute
+until backward returns. torch's private DDP logger reports the end of backward's compute. Only this
+file uses this logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
 `logger.set_runtime_stats_and_log`).
 
-DDP synchronises buffers inside its forward; the `forward` phase therefore includes the time of this synchronisation.
+DDP synchronises buffers inside its forward; the `forward` phase therefore includes the time of this
+synchronisation.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ Observed = tuple[Phase, int, float, float]
 
 
 class DistributedDataParallel(Strategy):
-    """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with backward."""
+    """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps
+    with backward.
+    """
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -44,17 +48,26 @@ class DistributedDataParallel(Strategy):
     )
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[DdpStep]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[DdpStep]:
         """Yield this rank's training step; `devices` has only the device of this rank."""
         yield DdpStep(case, model, devices[0], mark)
 
     @contextmanager
-    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
-        """Yield the forward of torch's wrapper on this rank's rows; rank 0's buffers are first copied to all ranks."""
+    def infer(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Forward]:
+        """Yield the forward of torch's wrapper on this rank's rows.
+
+        Rank 0's buffers are first copied to all ranks.
+        """
         yield forward_of_rank(case, model, devices[0], mark, wrap)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of all ranks in one step, with each bucket reduced as soon as backward has filled it."""
+        """Return the tasks of all ranks in one step, with each bucket reduced as soon as backward
+        has filled it.
+        """
         return self._tasks(case, profile, range(len(case.rows)))
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
@@ -68,16 +81,21 @@ class DistributedDataParallel(Strategy):
         reduced: dict[int, list[int]] = {i: [] for i in ranks}
         for number, size in enumerate(pieces):
             for i in ranks:
-                # the last reduction overlaps with backward, whose span in a trace contains the hidden part
+                # the last reduction overlaps with backward, whose span in a trace contains the
+                # hidden part
                 beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
                 waits = [*reduced[i], ready[i][number]]
-                reduced[i] = [graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)]
+                reduced[i] = [
+                    graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)
+                ]
         for i in ranks:
             graph.update(case, profile, i, f"host:{i}", reduced[i])
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers in one step: each rank's rows, rank 0's buffers in forward, and a ring all-reduce."""
+        """Yield the transfers in one step: each rank's rows, rank 0's buffers in forward, and a
+        ring all-reduce.
+        """
         yield from batch(case, shapes, local=True)
         count = len(case.rows)
         for rank in range(1, count):
@@ -86,7 +104,9 @@ class DistributedDataParallel(Strategy):
 
 
 def wrap(module: nn.Module, device: Device, **options: Any) -> nn.parallel.DistributedDataParallel:
-    """Move a rank's module to its device, and wrap it in torch's class, which takes the `options`."""
+    """Move a rank's module to its device, and wrap it in torch's class, which takes the
+    `options`.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     ids = None if device.torch_device.type == "cpu" else [device.torch_device]
@@ -111,12 +131,16 @@ class DdpStep(RankStep):
         self._reduction = ExposedReduction(self.wrapped, device)
 
     def observe(self) -> list[Observed]:
-        """Return a list with the span of the exposed reduction in the last step; it is empty on GPUs."""
+        """Return a list with the span of the exposed reduction in the last step.
+
+        It is empty on GPUs.
+        """
         return self._reduction.observe(self.returned_s)
 
 
 class ExposedReduction:
-    """The part of the reduction after the end of backward's compute, which the DDP logger of `wrapped` reports.
+    """The part of the reduction after the end of backward's compute, which the DDP logger of
+    `wrapped` reports.
 
     `wrapped` is a module that is wrapped in torch's DistributedDataParallel.
     """
@@ -128,7 +152,8 @@ class ExposedReduction:
             wrapped._set_ddp_runtime_logging_sample_rate(1)
 
     def observe(self, returned_s: float) -> list[Observed]:
-        """Return a list with the span from the end of backward's compute to `returned_s`, at which backward returned.
+        """Return a list with the span from the end of backward's compute to `returned_s`, at which
+        backward returned.
 
         The list is empty on GPUs, where the logger's times do not use the host's clock.
         """
@@ -142,13 +167,18 @@ class ExposedReduction:
 
 
 def _backward(graph: Graph, case: Case, profile: Profile, rank: int, count: int) -> list[int]:
-    """Append a rank's tasks up to backward; return, for each of `count` buckets, the task that fills it.
+    """Append a rank's tasks up to backward.
+
+    Return, for each of `count` buckets, the task that fills it.
 
     A rank is a process with a separate interpreter. Backward is `count` tasks, one after the other;
     the tasks are returned as indices.
     """
     rows, host = case.rows[rank], f"host:{rank}"
-    forward, part = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop / count, "flop")
+    forward, part = (
+        (rows * profile.forward_flop, "flop"),
+        (rows * profile.backward_flop / count, "flop"),
+    )
     at = graph.add(Phase.SCATTER, rank, f"copy:host:{rank}", rows * profile.input_bytes, "bytes")
     at = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, forward, [at])
     at = graph.add(Phase.LOSS, rank, f"device:{rank}", rows * profile.output_bytes, "bytes", [at])

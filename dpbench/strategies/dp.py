@@ -41,38 +41,60 @@ class Engine(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        The engine always clears gradients by setting them to None, and emulated devices have no flat storage. The
-        forward alone runs in dpbench.DataParallel, which supports fewer schedules.
+        The engine always clears gradients by setting them to None, and emulated devices have no
+        flat storage. The forward alone runs in dpbench.DataParallel, which supports fewer
+        schedules.
         """
         if case.zero_grad == "zero":
-            return f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run: leave out --zero-grad"
+            return (
+                f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run:"
+                " leave out --zero-grad"
+            )
         named = case.schedule not in ("", *SELECTED)
-        if named and not case.trains and (missing := parse(case.schedule).missing(train_step=False)):
+        if (
+            named
+            and not case.trains
+            and (missing := parse(case.schedule).missing(train_step=False))
+        ):
             unmet = "; ".join(missing)
-            return f"the forward alone runs in dpbench.DataParallel, and {unmet}: give another schedule in --schedules"
+            return (
+                f"the forward alone runs in dpbench.DataParallel, and {unmet}: give another"
+                " schedule in --schedules"
+            )
         if named and case.device_kind == "emulated" and parse(case.schedule).storage == "flat":
             return (
-                "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be views of one buffer"
+                "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be"
+                " views of one buffer"
             )
         return ""
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
         """Yield the engine's training step under the case's schedule."""
         from dpbench.engine.train_step import TrainStep
 
         module = model.module.to(devices[0].torch_device)
         train_step = TrainStep(
-            module, model.loss, optimizer_of(case, model), list(devices), case.schedule or "reference",
-            clip_norm=clip_norm_of(case, model), scaler=scaler_of(case), mark=mark,
-        )  # fmt: skip
+            module,
+            model.loss,
+            optimizer_of(case, model),
+            list(devices),
+            case.schedule or "reference",
+            clip_norm=clip_norm_of(case, model),
+            scaler=scaler_of(case),
+            mark=mark,
+        )
         scheduler = scheduler_of(case, model, train_step.optimizer)
 
         with train_step:
             yield _Training(case, train_step, scheduler)
 
     @contextmanager
-    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+    def infer(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Forward]:
         """Yield the forward of dpbench.DataParallel under the case's schedule."""
         from dpbench.engine import DataParallel
 
@@ -97,7 +119,9 @@ class Engine(Strategy):
 
 
 class _Training:
-    """The engine's training step in the precision of a case, followed by a step of the scheduler, if there is one."""
+    """The engine's training step in the precision of a case, followed by a step of the scheduler,
+    if there is one.
+    """
 
     def __init__(self, case: Case, train_step: TrainStep, scheduler: Any) -> None:
         self._case, self._train_step, self._scheduler = case, train_step, scheduler
@@ -112,7 +136,10 @@ class _Training:
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the schedule of a case; for `copying` and `fastest`, the one that TrainStep prefers."""
+    """Return the schedule of a case.
+
+    For `copying` and `fastest`, the one that TrainStep prefers.
+    """
     return SELECTED.get(case.schedule) or parse(case.schedule or REFERENCE)
 
 

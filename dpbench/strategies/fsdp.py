@@ -1,8 +1,10 @@
-"""torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer state.
+"""torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer
+state.
 
-The module's children with parameters are sharded one by one, then the module itself. An all-gather therefore precedes
-the forward and the backward of each child, and a reduce-scatter follows its backward. The phases `forward` and
-`backward` include the time of these collectives, because torch does not report which part of it is exposed.
+The module's children with parameters are sharded one by one, then the module itself. An all-gather
+therefore precedes the forward and the backward of each child, and a reduce-scatter follows its
+backward. The phases `forward` and `backward` include the time of these collectives, because torch
+does not report which part of it is exposed.
 """
 
 from __future__ import annotations
@@ -26,26 +28,41 @@ if TYPE_CHECKING:
 
 
 class FullyShardedDataParallel(Strategy):
-    """torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer state."""
+    """torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer
+    state.
+    """
 
-    traits = Traits(parallelism=Parallelism.RANKS, reduction=Reduction.IN_BACKWARD, shared_stream=True)
+    traits = Traits(
+        parallelism=Parallelism.RANKS, reduction=Reduction.IN_BACKWARD, shared_stream=True
+    )
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[RankStep]:
-        """Yield this rank's training step; on exit, put whole weights and gradients back into the module."""
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[RankStep]:
+        """Yield this rank's training step.
+
+        On exit, put whole weights and gradients back into the module.
+        """
         yield RankStep(case, model, devices[0], mark, _shard)
         _restore(model.module)
 
     @contextmanager
-    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
-        """Yield a forward on this rank's rows that gathers the weights; on exit, put whole weights into the module."""
+    def infer(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Forward]:
+        """Yield a forward on this rank's rows that gathers the weights.
+
+        On exit, put whole weights into the module.
+        """
         yield forward_of_rank(case, model, devices[0], mark, _shard)
         _restore(model.module)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of all ranks in one step.
 
-        The collectives are all-gathers of weights, in forward and again in backward, and reduce-scatters of gradients.
+        The collectives are all-gathers of weights, in forward and again in backward, and
+        reduce-scatters of gradients.
         """
         return _tasks(case, profile, range(len(case.rows)))
 
@@ -54,20 +71,29 @@ class FullyShardedDataParallel(Strategy):
         return _tasks(case, profile, [0])
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers in one step: each rank's rows, and the messages of collectives along a ring of ranks.
+        """Yield the transfers in one step: each rank's rows, and the messages of collectives along
+        a ring of ranks.
 
-        The weights are gathered twice, in forward and in backward, and the gradients are reduced once.
+        The weights are gathered twice, in forward and in backward, and the gradients are reduced
+        once.
         """
         yield from batch(case, shapes, local=True)
         size = len(case.rows)
         for rank in range(size if size > 1 else 0):
             ring, following = (size - 1) / size, (rank + 1) % size
             yield Move(Phase.FORWARD, rank, following, ring * shapes.parameter_bytes)
-            yield Move(Phase.BACKWARD, rank, following, ring * (shapes.parameter_bytes + shapes.trainable_bytes))
+            yield Move(
+                Phase.BACKWARD,
+                rank,
+                following,
+                ring * (shapes.parameter_bytes + shapes.trainable_bytes),
+            )
 
 
 def _shard(module: nn.Module, device: Device) -> nn.Module:
-    """Shard the module over all ranks in place, first its children and then the module itself, and return it."""
+    """Shard the module over all ranks in place, first its children and then the module itself, and
+    return it.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -99,18 +125,25 @@ def _restore(module: nn.Module) -> None:
 
 
 def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
-    """Return the tasks of `ranks` in one step; the collectives of a unit run during the compute of other units.
+    """Return the tasks of `ranks` in one step.
 
-    A unit is a group of parameters that one collective gathers. The units are assumed to be as large as DDP's buckets,
-    because a profile does not describe the module's children.
+    The collectives of a unit run during the compute of other units.
+
+    A unit is a group of parameters that one collective gathers. The units are assumed to be as
+    large as DDP's buckets, because a profile does not describe the module's children.
     """
     graph, found = Graph(), list(ranks)
     sizes = buckets(profile) if len(case.rows) > 1 else []
     parts, numbers = max(1, len(sizes)), count()
     rows = {i: case.rows[i] for i in found}
-    done = {i: graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows[i] * profile.input_bytes, "bytes") for i in found}
+    done = {
+        i: graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows[i] * profile.input_bytes, "bytes")
+        for i in found
+    }
 
-    def collective(phase: Phase, kind: str, size: float, after: dict[int, list[int]]) -> dict[int, int]:
+    def collective(
+        phase: Phase, kind: str, size: float, after: dict[int, list[int]]
+    ) -> dict[int, int]:
         name = f"{kind}:{next(numbers)}"
         return {i: graph.add(phase, i, name, size, "bytes", after[i]) for i in found}
 
@@ -130,7 +163,9 @@ def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
                 work = (rows[i] * flop / parts, "flop")
                 done[i] = graph.launch(phase, i, f"host:{i}", launches / parts, work, needs)
             if phase is Phase.BACKWARD and sizes:
-                last = collective(phase, "reduce_scatter", units[part], {i: [done[i]] for i in found})
+                last = collective(
+                    phase, "reduce_scatter", units[part], {i: [done[i]] for i in found}
+                )
         if phase is Phase.FORWARD:
             for i in found:
                 output = rows[i] * profile.output_bytes

@@ -34,8 +34,12 @@ class Single(Strategy):
     traits = Traits(parallelism=Parallelism.NONE, role=Role.BASELINE)
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield the training step of a plain training loop, as in torch's tutorials, on the first device."""
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
+        """Yield the training step of a plain training loop, as in torch's tutorials, on the first
+        device.
+        """
         from dpbench.models import positional
 
         device = devices[0]
@@ -61,7 +65,9 @@ class Single(Strategy):
         yield step
 
     @contextmanager
-    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+    def infer(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Forward]:
         """Yield the forward of the module on the first device."""
         device = devices[0]
         module = model.module.to(device.torch_device)
@@ -76,9 +82,14 @@ class Single(Strategy):
         yield forward
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step: scatter, forward, loss, backward and optimizer, one after the other."""
+        """Return the tasks of one step: scatter, forward, loss, backward and optimizer, one after
+        the other.
+        """
         graph, rows = Graph(), case.batch_size
-        forward, backward = (rows * profile.forward_flop, "flop"), (rows * profile.backward_flop, "flop")
+        forward, backward = (
+            (rows * profile.forward_flop, "flop"),
+            (rows * profile.backward_flop, "flop"),
+        )
         at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
         at = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [at])
         at = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [at])
@@ -87,10 +98,14 @@ class Single(Strategy):
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfer of the batch from the host to the device, unless the device has it before the step."""
+        """Yield the transfer of the batch from the host to the device, unless the device has it
+        before the step.
+        """
         if case.inputs == "device":
             return
-        yield Move(Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes))
+        yield Move(
+            Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes)
+        )
 
 
 strategy = Single()

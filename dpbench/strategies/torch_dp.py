@@ -1,7 +1,8 @@
 """torch.nn.DataParallel, with marks in the four methods that subclasses may override.
 
-The reduction runs inside autograd, where no mark can be set. The phase `backward` therefore includes the reduction.
-When phases are compared with those of other strategies, the sums of `backward` and `reduce` are compared.
+The reduction runs inside autograd, where no mark can be set. The phase `backward` therefore
+includes the reduction. When phases are compared with those of other strategies, the sums of
+`backward` and `reduce` are compared.
 """
 
 from __future__ import annotations
@@ -46,20 +47,29 @@ class TorchDataParallel(Strategy):
         """
         if case.device_kind == "cpu":
             return (
-                "torch.nn.DataParallel needs an accelerator, because on the CPU it only calls the module; "
-                "to run it on emulated devices, give --device-kind emulated"
+                "torch.nn.DataParallel needs an accelerator, because on the CPU it only calls the"
+                " module; to run it on emulated devices, give --device-kind emulated"
             )
         if case.precision == "bf16" and case.devices > 1:
-            return "torch.nn.DataParallel does not pass autocast's dtype to its threads, so bf16 would run as fp16"
+            return (
+                "torch.nn.DataParallel does not pass autocast's dtype to its threads, so bf16 would"
+                " run as fp16"
+            )
         return ""
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False if the replicas share one GPU: they then also share their buffers, and each updates them."""
+        """Return False if the replicas share one GPU: they then also share their buffers, and each
+        updates them.
+        """
         return case.placement != "colocated"
 
     @contextmanager
-    def start(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Step]:
-        """Yield the training step of torch's tutorials, with the module wrapped in torch.nn.DataParallel."""
+    def start(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Step]:
+        """Yield the training step of torch's tutorials, with the module wrapped in
+        torch.nn.DataParallel.
+        """
         from dpbench.models import positional
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
@@ -90,7 +100,9 @@ class TorchDataParallel(Strategy):
             yield step
 
     @contextmanager
-    def infer(self, case: Case, model: Model, devices: Sequence[Device], mark: Mark) -> Iterator[Forward]:
+    def infer(
+        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
+    ) -> Iterator[Forward]:
         """Yield the forward of torch.nn.DataParallel."""
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
@@ -99,15 +111,24 @@ class TorchDataParallel(Strategy):
             yield Marked(model.module, [device.torch_device.index for device in devices], mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step under the schedule `reference`, with the reduction in the phase `backward`."""
+        """Return the tasks of one step under the schedule `reference`, with the reduction in the
+        phase `backward`.
+        """
         if case.devices == 1:
             return single.strategy.tasks(case, profile)
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers of one step under the schedule `reference`; the phase `backward` has the reduction."""
+        """Yield the transfers of one step under the schedule `reference`.
+
+        The phase `backward` has the reduction.
+        """
         for move in _tasks.scheduled(case, shapes):
-            yield Move(Phase.BACKWARD, move.source, move.target, move.bytes) if move.phase is Phase.REDUCE else move
+            yield (
+                Move(Phase.BACKWARD, move.source, move.target, move.bytes)
+                if move.phase is Phase.REDUCE
+                else move
+            )
 
 
 strategy = TorchDataParallel()

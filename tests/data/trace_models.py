@@ -1,13 +1,15 @@
-"""Count what well-known models are made of, without weights or a GPU: dpbench/predict/data/models.json.
+"""Count what well-known models are made of, without weights or a GPU:
+dpbench/predict/data/models.json.
 
 Needs torchvision and transformers, which nothing else here does:
 
     python tests/data/trace_models.py > dpbench/predict/data/models.json
 
-Each entry: modules, parameter_tensors, parameters, buffer_tensors, buffer_bytes, forward and backward operations
-that launch a kernel, the bytes that these read and write for one sample (weights shared by two), forward_flop of one
-sample (multiply and add count as two), input and output values of one sample, and the bytes of the buckets in which
-torch's DistributedDataParallel reduces fp32 gradients.
+Each entry: modules, parameter_tensors, parameters, buffer_tensors, buffer_bytes, forward and
+backward operations that launch a kernel, the bytes that these read and write for one sample
+(weights shared by two), forward_flop of one sample (multiply and add count as two), input and
+output values of one sample, and the bytes of the buckets in which torch's DistributedDataParallel
+reduces fp32 gradients.
 """
 
 from __future__ import annotations
@@ -109,12 +111,13 @@ VISION = [
 ]
 
 
-# torchvision's compiled operators may need CUDA's libraries; these models use none, but its import asks for two
+# torchvision's compiled operators may need CUDA's libraries; these models use none, but its import
+# asks for two
 _LIBRARY = torch.library.Library("torchvision", "DEF")
 _LIBRARY.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 _LIBRARY.define(
-    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt pooled_width, "
-    "int sampling_ratio, bool aligned) -> Tensor"
+    "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt"
+    " pooled_width, int sampling_ratio, bool aligned) -> Tensor"
 )
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
 
@@ -151,7 +154,9 @@ VIEWS = [
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that launch a kernel, and the bytes of the tensors that they take and give."""
+    """Counts operations that launch a kernel, and the bytes of the tensors that they take and
+    give.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +167,9 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if kernel:
             self.count += 1
-            found = {id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)}
+            found = {
+                id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)
+            }
             self.bytes += sum(t.numel() * t.element_size() for t in found.values())
         return result
 
@@ -170,7 +177,11 @@ class Operations(TorchDispatchMode):
 def vision(name: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     import torchvision.models as tv
 
-    extra = {"init_weights": False, "aux_logits": False} if name in ("googlenet", "inception_v3") else {}
+    extra = (
+        {"init_weights": False, "aux_logits": False}
+        if name in ("googlenet", "inception_v3")
+        else {}
+    )
     side = 299 if name == "inception_v3" else 256 if name.startswith("swin_v2") else 224
     return getattr(tv, name)(weights=None, **extra), (torch.empty(2, 3, side, side),), {}
 
@@ -183,7 +194,10 @@ def language() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
 
     def bert(layers: int, width: int, heads: int, length: int, kind: Any = None) -> Any:
         config = t.BertConfig(
-            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, intermediate_size=4 * width
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
         )
         return lambda: ((kind or t.BertForQuestionAnswering)(config), (ids(length, 30522),), {})
 
@@ -193,42 +207,75 @@ def language() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
 
     def t5(layers: int, width: int, ff: int, heads: int, kv: int = 64) -> Any:
         config = t.T5Config(
-            decoder_start_token_id=0, num_layers=layers, d_model=width, d_ff=ff, num_heads=heads, d_kv=kv
+            decoder_start_token_id=0,
+            num_layers=layers,
+            d_model=width,
+            d_ff=ff,
+            num_heads=heads,
+            d_kv=kv,
         )
         return lambda: (
-            t.T5ForConditionalGeneration(config), (), {"input_ids": ids(512, 32128), "labels": ids(128, 32128)}
-        )  # fmt: skip
+            t.T5ForConditionalGeneration(config),
+            (),
+            {"input_ids": ids(512, 32128), "labels": ids(128, 32128)},
+        )
 
     def llama(layers: int, width: int, ff: int, heads: int, kv: int, vocabulary: int) -> Any:
         config = t.LlamaConfig(
-            num_hidden_layers=layers, hidden_size=width, intermediate_size=ff, num_attention_heads=heads,
-            num_key_value_heads=kv, vocab_size=vocabulary,
-        )  # fmt: skip
+            num_hidden_layers=layers,
+            hidden_size=width,
+            intermediate_size=ff,
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            vocab_size=vocabulary,
+        )
         return lambda: (t.LlamaForCausalLM(config), (ids(1024, vocabulary),), {})
 
     return {
         "bert-base": bert(12, 768, 12, 384),
         "bert-large": bert(24, 1024, 16, 384),
         "bert-tiny": bert(2, 128, 2, 128),
-        "roberta-base": lambda: (t.RobertaForMaskedLM(t.RobertaConfig(vocab_size=50265)), (ids(512, 50265),), {}),
+        "roberta-base": lambda: (
+            t.RobertaForMaskedLM(t.RobertaConfig(vocab_size=50265)),
+            (ids(512, 50265),),
+            {},
+        ),
         "roberta-large": lambda: (
             t.RobertaForMaskedLM(
                 t.RobertaConfig(
-                    vocab_size=50265, num_hidden_layers=24, hidden_size=1024, num_attention_heads=16,
+                    vocab_size=50265,
+                    num_hidden_layers=24,
+                    hidden_size=1024,
+                    num_attention_heads=16,
                     intermediate_size=4096,
                 )
-            ), (ids(512, 50265),), {},
+            ),
+            (ids(512, 50265),),
+            {},
         ),
-        "distilbert": lambda: (t.DistilBertForMaskedLM(t.DistilBertConfig()), (ids(512, 30522),), {}),
+        "distilbert": lambda: (
+            t.DistilBertForMaskedLM(t.DistilBertConfig()),
+            (ids(512, 30522),),
+            {},
+        ),
         "albert-base": lambda: (
             t.AlbertForMaskedLM(
                 t.AlbertConfig(hidden_size=768, num_attention_heads=12, intermediate_size=3072)
-            ), (ids(512, 30000),), {},
+            ),
+            (ids(512, 30000),),
+            {},
         ),
         "electra-base": lambda: (
             t.ElectraForMaskedLM(
-                t.ElectraConfig(embedding_size=768, hidden_size=768, num_attention_heads=12, intermediate_size=3072)
-            ), (ids(512, 30522),), {},
+                t.ElectraConfig(
+                    embedding_size=768,
+                    hidden_size=768,
+                    num_attention_heads=12,
+                    intermediate_size=3072,
+                )
+            ),
+            (ids(512, 30522),),
+            {},
         ),
         "gpt2": gpt2(12, 768, 12),
         "gpt2-medium": gpt2(24, 1024, 16),
@@ -240,16 +287,22 @@ def language() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
         "opt-125m": lambda: (t.OPTForCausalLM(t.OPTConfig()), (ids(1024, 50272),), {}),
         "opt-1.3b": lambda: (
             t.OPTForCausalLM(
-                t.OPTConfig(hidden_size=2048, num_hidden_layers=24, ffn_dim=8192, num_attention_heads=32)
-            ), (ids(1024, 50272),), {},
+                t.OPTConfig(
+                    hidden_size=2048, num_hidden_layers=24, ffn_dim=8192, num_attention_heads=32
+                )
+            ),
+            (ids(1024, 50272),),
+            {},
         ),
         "llama-2-7b": llama(32, 4096, 11008, 32, 32, 32000),
         "llama-3-8b": llama(32, 4096, 14336, 32, 8, 128256),
-    }  # fmt: skip
+    }
 
 
 def buckets(sizes: list[int]) -> list[int]:
-    """Return the bytes of DDP's buckets: closed by the tensor with which they reach 1 MiB, then 25 MiB."""
+    """Return the bytes of DDP's buckets: closed by the tensor with which they reach 1 MiB, then 25
+    MiB.
+    """
     found, full = [0], 2**20
     for size in sizes:
         if found[-1] >= full:
@@ -259,8 +312,13 @@ def buckets(sizes: list[int]) -> list[int]:
     return found
 
 
-def counted(build: Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]) -> dict[str, Any]:
-    """Trace one forward and backward of two samples on fake tensors; weights are real where building needs numbers."""
+def counted(
+    build: Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]],
+) -> dict[str, Any]:
+    """Trace one forward and backward of two samples on fake tensors.
+
+    Weights are real where building needs numbers.
+    """
     module = None
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with contextlib.suppress(RuntimeError), mode:
@@ -270,11 +328,16 @@ def counted(build: Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str
     module.train()
     with mode:
         forward, backward = Operations(), Operations()
-        with torch.no_grad(), FlopCounterMode(display=False) as flop:  # it takes some operations apart
+        with (
+            torch.no_grad(),
+            FlopCounterMode(display=False) as flop,
+        ):  # it takes some operations apart
             module(*args, **kwargs)
         with forward:
             out = module(*args, **kwargs)
-        tensor = out if isinstance(out, torch.Tensor) else next(v for v in out.values() if v.dim() > 1)
+        tensor = (
+            out if isinstance(out, torch.Tensor) else next(v for v in out.values() if v.dim() > 1)
+        )
         with backward:
             tensor.float().sum().backward()
     parameters, buffers = list(module.parameters()), list(module.buffers())
@@ -297,15 +360,26 @@ def counted(build: Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str
 
 
 def main() -> None:
-    for name in ("kaiming_normal_", "kaiming_uniform_", "trunc_normal_", "normal_", "uniform_", "xavier_uniform_"):
-        setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)  # numbers are not wanted
-    builds = {name: (lambda name=name: vision(name)) for name in VISION} | language()
+    for name in (
+        "kaiming_normal_",
+        "kaiming_uniform_",
+        "trunc_normal_",
+        "normal_",
+        "uniform_",
+        "xavier_uniform_",
+    ):
+        setattr(
+            torch.nn.init, name, lambda tensor, *args, **kwargs: tensor
+        )  # numbers are not wanted
+    builds = {name: lambda name=name: vision(name) for name in VISION} | language()
     wanted = sys.argv[1:] or list(builds)
     opening = "{"
     for name in wanted:
         try:
             row = counted(builds[name])
-        except Exception as error:  # one model that this torch cannot trace must not cost the others
+        except (
+            Exception
+        ) as error:  # one model that this torch cannot trace must not cost the others
             print(f"{name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
             continue
         print(f"{opening}\n {json.dumps(name)}: {json.dumps(row)}", end="", flush=True)

@@ -1,1 +1,3 @@
-"""A race detector for CUDA programs that run on the host: see `detect` in tests/races/machine.py."""
+"""A race detector for CUDA programs that run on the host: see `detect` in
+tests/races/machine.py.
+"""

@@ -1,20 +1,27 @@
-"""The streams of a backward: torch's rules for CUDA, applied to a backward of torch's engine on the host.
+"""The streams of a backward: torch's rules for CUDA, applied to a backward of torch's engine on the
+host.
 
-The rules are those of torch's notes ("CUDA semantics", "Stream semantics of backward passes") and of its source:
+The rules are those of torch's notes ("CUDA semantics", "Stream semantics of backward passes") and
+of its source:
 
-- A node has one stream: the stream that was current, in forward, on the device of the node's first output
-  (`Node::stream` in autograd/function.h, `InputMetadata` in autograd/input_metadata.h). For a leaf it is the stream
-  that was current when the leaf was first used. The node runs with this stream current.
-- The node waits for the stream of the node that computed its gradient, and records its stream on the gradient. If
-  several nodes compute it, their gradients are added on the consumer's stream if they are on its device, otherwise on
-  the producer's (`InputBuffer::add` in autograd/input_buffer.cpp).
-- The first node waits for the stream that is current in the thread that calls backward (`GraphRoot`, basic_ops.h).
-- At the end, the caller's current streams wait for the streams of all leaves (`GraphTask::exec_post_processing` in
-  autograd/engine.cpp).
-- torch runs the nodes of each GPU in a separate thread, in which the streams of the other GPUs are the default streams.
+- A node has one stream: the stream that was current, in forward, on the device of the node's first
+  output (`Node::stream` in autograd/function.h, `InputMetadata` in autograd/input_metadata.h). For
+  a leaf it is the stream that was current when the leaf was first used. The node runs with this
+  stream current.
+- The node waits for the stream of the node that computed its gradient, and records its stream on
+  the gradient. If several nodes compute it, their gradients are added on the consumer's stream if
+  they are on its device, otherwise on the producer's (`InputBuffer::add` in
+  autograd/input_buffer.cpp).
+- The first node waits for the stream that is current in the thread that calls backward
+  (`GraphRoot`, basic_ops.h).
+- At the end, the caller's current streams wait for the streams of all leaves
+  (`GraphTask::exec_post_processing` in autograd/engine.cpp).
+- torch runs the nodes of each GPU in a separate thread, in which the streams of the other GPUs are
+  the default streams.
 
-A backward within a backward (a reentrant checkpoint) is not supported. torch's engine runs the nodes of different GPUs
-at the same time, here they run one after the other in the order in which they were recorded.
+A backward within a backward (a reentrant checkpoint) is not supported. torch's engine runs the
+nodes of different GPUs at the same time, here they run one after the other in the order in which
+they were recorded.
 """
 
 from __future__ import annotations
@@ -33,7 +40,9 @@ STREAM = "stream of forward"
 
 
 def annotate(outputs: Sequence[torch.Tensor], machine: Machine, recorder: Recorder) -> None:
-    """Store in each new node below `outputs` the stream that is current on the device of the node's output."""
+    """Store in each new node below `outputs` the stream that is current on the device of the node's
+    output.
+    """
     for output in outputs:
         if output.grad_fn is None:
             continue
@@ -49,7 +58,9 @@ def annotate(outputs: Sequence[torch.Tensor], machine: Machine, recorder: Record
 
 @dataclass
 class Buffer:
-    """The gradient that waits for a node: the stream on which it is added up, and the work that must be done before."""
+    """The gradient that waits for a node: the stream on which it is added up, and the work that
+    must be done before.
+    """
 
     stream: Stream
     clock: Clock
@@ -80,7 +91,10 @@ class Backward:
                 continue
             seen.add(id(node))
             self._nodes.append(node)  # keep the ids valid
-            handles += [node.register_prehook(self._before(node)), node.register_hook(self._after(node))]
+            handles += [
+                node.register_prehook(self._before(node)),
+                node.register_hook(self._after(node)),
+            ]
             found += [below for below, _ in node.next_functions]
         try:
             with self._machine.entered(None):
@@ -95,7 +109,10 @@ class Backward:
                 caller.wait_stream(leaf)
 
     def sum_stream(self, tensors: Sequence[torch.Tensor]) -> tuple[Stream, Buffer] | None:
-        """Return the stream on which the engine adds two gradients, and their buffer; None inside a node."""
+        """Return the stream on which the engine adds two gradients, and their buffer.
+
+        None inside a node.
+        """
         if self._inside or not self._sums:
             return None
         buffer, clock = self._sums.pop(0)
@@ -117,7 +134,9 @@ class Backward:
                 stream.merge(buffer.clock)
                 if gradient is not None:
                     self._recorder.borrow(gradient, stream)
-            self._machine.streams = dict(self._callers) if stream.ordinal == HOST else {stream.ordinal: stream}
+            self._machine.streams = (
+                dict(self._callers) if stream.ordinal == HOST else {stream.ordinal: stream}
+            )
             self._inside = True
 
         return hook
@@ -135,13 +154,21 @@ class Backward:
 
         return hook
 
-    def _deliver(self, consumer: Any, number: int, gradient: torch.Tensor, producer: Stream) -> None:
-        """Note that a node has computed a gradient of its consumer; if there is one already, expect their sum."""
+    def _deliver(
+        self, consumer: Any, number: int, gradient: torch.Tensor, producer: Stream
+    ) -> None:
+        """Note that a node has computed a gradient of its consumer.
+
+        If there is one already, expect their sum.
+        """
         key, clock = (id(consumer), number), dict(producer.clock)
         if key in self._buffers:
             self._sums.append((self._buffers[key], clock))
             return
-        home, stream = self._recorder.ordinal_of(gradient), consumer.metadata.get(STREAM) or self._machine.host
+        home, stream = (
+            self._recorder.ordinal_of(gradient),
+            consumer.metadata.get(STREAM) or self._machine.host,
+        )
         if home != stream.ordinal:
             stream = producer if home == producer.ordinal else self._machine.default(home)
         self._buffers[key] = Buffer(stream, clock)

@@ -1,21 +1,23 @@
-"""Vector clocks of streams and events: which work on simulated GPUs is ordered after which other work.
+"""Vector clocks of streams and events: which work on simulated GPUs is ordered after which other
+work.
 
-Each stream counts its operations. Its clock has, for each stream, the number of operations that are done before its
-next operation starts. The rules are those of CUDA and of torch:
+Each stream counts its operations. Its clock has, for each stream, the number of operations that are
+done before its next operation starts. The rules are those of CUDA and of torch:
 
 - Operations on one stream run in order (CUDA C++ Programming Guide, "Streams").
-- An event captures the work that its stream has queued when the event is recorded; recording again replaces it. A wait
-  for an event that was never recorded has no effect (CUDA Runtime API, `cudaEventRecord`, `cudaStreamWaitEvent`).
+- An event captures the work that its stream has queued when the event is recorded; recording again
+  replaces it. A wait for an event that was never recorded has no effect (CUDA Runtime API,
+  `cudaEventRecord`, `cudaStreamWaitEvent`).
 - `wait_stream` records an event on the other stream and waits for it (torch/cuda/streams.py).
-- torch creates its streams with `cudaStreamNonBlocking` (c10/cuda/CUDAStream.cpp). They are therefore not ordered with
-  the default stream, nor with each other.
-- The current stream belongs to a thread and a device. In a new thread it is the default stream (the thread-local
-  `current_streams` in c10/cuda/CUDAStream.cpp).
+- torch creates its streams with `cudaStreamNonBlocking` (c10/cuda/CUDAStream.cpp). They are
+  therefore not ordered with the default stream, nor with each other.
+- The current stream belongs to a thread and a device. In a new thread it is the default stream (the
+  thread-local `current_streams` in c10/cuda/CUDAStream.cpp).
 - Work starts after the host has queued it, hence after all the work for which the host has waited.
 
-The host has one clock for all its threads: if one thread waits for a device, the later work of all threads is ordered.
-This hides the races of a program whose threads synchronize; `Machine.waits` counts the waits, so that tests can exclude
-them.
+The host has one clock for all its threads: if one thread waits for a device, the later work of all
+threads is ordered. This hides the races of a program whose threads synchronize; `Machine.waits`
+counts the waits, so that tests can exclude them.
 """
 
 from __future__ import annotations
@@ -97,7 +99,8 @@ class Event:
 
 
 class Machine:
-    """Simulated GPUs: their streams, and the streams and the device that are current in each thread.
+    """Simulated GPUs: their streams, and the streams and the device that are current in each
+    thread.
 
     `waits` counts the times at which the host has waited for work.
     """
@@ -111,7 +114,10 @@ class Machine:
 
     @property
     def streams(self) -> dict[int, Stream]:
-        """Return this thread's current stream by device; a device that is missing has its default stream."""
+        """Return this thread's current stream by device.
+
+        A device that is missing has its default stream.
+        """
         if not hasattr(self._local, "streams"):
             self._local.streams, self._local.ordinal = {}, 0
         return self._local.streams  # type: ignore[no-any-return]
@@ -134,7 +140,9 @@ class Machine:
         return self._defaults[ordinal]
 
     def current(self, ordinal: int) -> Stream:
-        """Return the stream of a GPU that is current in this thread, or the host's work for `HOST`."""
+        """Return the stream of a GPU that is current in this thread, or the host's work for
+        `HOST`.
+        """
         return self.streams.get(ordinal) or self.default(ordinal)
 
     def new_stream(self, ordinal: int) -> Stream:
@@ -142,15 +150,23 @@ class Machine:
         return Stream(self, ordinal, f"stream {len(self.made)} of cuda:{ordinal}")
 
     def entered(self, stream: Stream | None) -> Entered:
-        """Return a context that makes a stream and its device current, as torch.cuda.stream does; None does nothing."""
+        """Return a context that makes a stream and its device current, as torch.cuda.stream does.
+
+        None does nothing.
+        """
         return Entered(self, stream, None if stream is None else stream.ordinal)
 
     def on(self, ordinal: int) -> Entered:
-        """Return a context that makes a device current, as torch.cuda.device does; its stream stays the same."""
+        """Return a context that makes a device current, as torch.cuda.device does.
+
+        Its stream stays the same.
+        """
         return Entered(self, None, ordinal)
 
     def select(self, stream: Stream | None, ordinal: int) -> None:
-        """Make a device current in this thread, and a stream, unless it is None, current on its device."""
+        """Make a device current in this thread, and a stream, unless it is None, current on its
+        device.
+        """
         self.streams = self.streams if stream is None else {**self.streams, stream.ordinal: stream}
         self._local.ordinal = ordinal
 
@@ -168,7 +184,10 @@ class Machine:
 
 
 class Entered:
-    """A context of a thread that makes a stream or a device current; like torch's, it can be entered several times."""
+    """A context of a thread that makes a stream or a device current.
+
+    Like torch's, it can be entered several times.
+    """
 
     def __init__(self, machine: Machine, stream: Stream | None, ordinal: int | None) -> None:
         self._machine, self._stream, self._ordinal = machine, stream, ordinal

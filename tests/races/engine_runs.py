@@ -1,7 +1,9 @@
-"""Training steps of the engine on simulated GPUs, and the places at which the engine orders streams.
+"""Training steps of the engine on simulated GPUs, and the places at which the engine orders
+streams.
 
-A place is a call of a method that orders streams or keeps memory (`wait`, `borrow`, ...), named by its module, function
-and text. `without` leaves out one of them, so that a test can show that the detector reports it.
+A place is a call of a method that orders streams or keeps memory (`wait`, `borrow`, ...), named by
+its module, function and text. `without` leaves out one of them, so that a test can show that the
+detector reports it.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ RECORD = machine._record_stream
 
 
 class Net(nn.Module):
-    """Two layers, and a buffer that every forward reads and writes; with `partly`, replicas on cuda:1 do not scale."""
+    """Two layers, and a buffer that every forward reads and writes.
+
+    With `partly`, replicas on cuda:1 do not scale.
+    """
 
     total: Tensor
 
@@ -84,8 +89,8 @@ def _fail(_: Tensor) -> None:
 class InTurn(Serial):
     """Workers that run each job in a new thread, one after the other, in order or backwards.
 
-    A wait covers the work that is queued before it, so a fixed order of the jobs makes the runs repeatable. Jobs that
-    interleave are not simulated.
+    A wait covers the work that is queued before it, so a fixed order of the jobs makes the runs
+    repeatable. Jobs that interleave are not simulated.
     """
 
     def __init__(self, *, backwards: bool) -> None:
@@ -99,17 +104,22 @@ class InTurn(Serial):
             thread.join()
 
 
+def _with_weight(weight: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss that also reads a weight of the module."""
+    return lambda output, target: nn.functional.cross_entropy(output, target) + weight.sum()
+
+
 @dataclass(frozen=True)
 class Run:
     """A few training steps: their schedule, the GPU of each replica, and the loop around the steps.
 
-    With `side`, the steps run on streams of the user; with `backwards`, the last replica runs first. `kind` is "step"
-    for TrainStep, "host" for inputs on the host, "whole" and "host whole" for the same with accumulated gradients,
-    "host partly whole" for the last with a parameter that the replicas on cuda:1 do not use,
-    "short" with a last batch that is too short for all devices, "written" with weights that the loop writes between
-    steps, "unusual" with a loss that reads a weight,
-    "failed" with a backward that raises, "wrapper" for DataParallel, and "verbs" for the functions that it calls.
-    Without `nccl`, torch has no NCCL.
+    With `side`, the steps run on streams of the user; with `backwards`, the last replica runs
+    first. `kind` is "step" for TrainStep, "host" for inputs on the host, "whole" and "host whole"
+    for the same with accumulated gradients, "host partly whole" for the last with a parameter that
+    the replicas on cuda:1 do not use, "short" with a last batch that is too short for all devices,
+    "written" with weights that the loop writes between steps, "unusual" with a loss that reads a
+    weight, "failed" with a backward that raises, "wrapper" for DataParallel, and "verbs" for the
+    functions that it calls. Without `nccl`, torch has no NCCL.
     """
 
     schedule: Schedule
@@ -121,8 +131,12 @@ class Run:
 
     def __call__(self) -> Detector:
         """Run the steps on simulated GPUs; return the detector."""
-        choose = mock.patch("dpbench.engine.train_step.choose", return_value=InTurn(backwards=self.backwards))
-        other = mock.patch("dpbench.engine.data_parallel.choose", return_value=InTurn(backwards=self.backwards))
+        choose = mock.patch(
+            "dpbench.engine.train_step.choose", return_value=InTurn(backwards=self.backwards)
+        )
+        other = mock.patch(
+            "dpbench.engine.data_parallel.choose", return_value=InTurn(backwards=self.backwards)
+        )
         with detect(has_nccl=self.nccl) as found, choose, other, ExitStack() as streams:
             torch.manual_seed(0)
             for ordinal in sorted(set(self.ordinals), reverse=True) if self.side else ():
@@ -141,7 +155,9 @@ class Run:
                 "dpbench.engine.collectives.BUCKET_BYTES", 64
             ):  # several buckets, although the net is small
                 kinds.get(self.kind, self._stepped)(net, x, y)
-            assert found.machine.waits == waits, "the host waited for a device, which orders everything"
+            assert found.machine.waits == waits, (
+                "the host waited for a device, which orders everything"
+            )
             return found
 
     def _wrapped(self, net: Net, x: Tensor, y: Tensor) -> None:
@@ -154,12 +170,16 @@ class Run:
             self._use_memory()
 
     def _use_memory(self) -> None:
-        """Allocate memory on the current stream of each GPU, as a training loop may do between two steps."""
+        """Allocate memory on the current stream of each GPU, as a training loop may do between two
+        steps.
+        """
         for ordinal in set(self.ordinals):
             torch.ones(3, device=f"cuda:{ordinal}")
 
     def _verbs(self, net: Net, x: Tensor, y: Tensor) -> None:
-        """Use the verbs alone: the replicas run again, and free their results, without a new scatter."""
+        """Use the verbs alone: the replicas run again, and free their results, without a new
+        scatter.
+        """
         devices, workers = _cuda(self.ordinals), InTurn(backwards=self.backwards)
         with torch.no_grad():
             pieces = scatter((x,), devices)
@@ -175,7 +195,7 @@ class Run:
     def _stepped(self, net: Net, x: Tensor, y: Tensor) -> None:
         loss: Any = nn.MSELoss() if self.kind.startswith("host") else nn.CrossEntropyLoss()
         if self.kind == "unusual":
-            loss = lambda output, target: nn.functional.cross_entropy(output, target) + net.first.weight.sum()  # noqa: E731
+            loss = _with_weight(net.first.weight)
         options: dict[str, Any] = {"accumulate": 2} if self.kind.endswith("whole") else {}
         with TrainStep(
             net,
@@ -194,7 +214,9 @@ class Run:
             if self.kind == "short":
                 step(x[:1], y[:1])
             if self.kind == "failed":
-                hook = step._replicas._weights.parameters[-1][0].register_post_accumulate_grad_hook(_fail)
+                hook = step._replicas._weights.parameters[-1][0].register_post_accumulate_grad_hook(
+                    _fail
+                )
                 with pytest.raises(RuntimeError, match="fails on purpose"):
                     step(x, y)
                 hook.remove()
@@ -212,7 +234,10 @@ class Place:
 
 @functools.cache
 def places() -> dict[str, Place]:
-    """Return all such calls of the engine and of CudaDevice, by name; equal calls in a function are numbered."""
+    """Return all such calls of the engine and of CudaDevice, by name.
+
+    Equal calls in a function are numbered.
+    """
     methods, found = {name for names in ORDERING.values() for name in names}, dict[str, Place]()
     for file in FILES:
         tree = ast.parse(file.read_text())
@@ -224,7 +249,11 @@ def places() -> dict[str, Place]:
             if isinstance(call, ast.Call)
         }
         for call, function in sorted(owners.items(), key=lambda pair: pair[0].lineno):
-            if isinstance(call.func, ast.Attribute) and call.func.attr in methods and ast.unparse(call) not in OTHERS:
+            if (
+                isinstance(call.func, ast.Attribute)
+                and call.func.attr in methods
+                and ast.unparse(call) not in OTHERS
+            ):
                 name = f"{file.stem}.{function.name}: {ast.unparse(call)}"
                 while name in found:
                     name += " again"
@@ -234,7 +263,10 @@ def places() -> dict[str, Place]:
 
 @contextmanager
 def without(place: Place) -> Iterator[Callable[[], int]]:
-    """Leave out the call at `place` inside the context; yield a function that returns how often it was left out."""
+    """Leave out the call at `place` inside the context.
+
+    Yield a function that returns how often it was left out.
+    """
     left: list[Place] = []
 
     def skipping(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,6 +283,9 @@ def without(place: Place) -> Iterator[Callable[[], int]]:
         for owner, names in ORDERING.items():
             for name in () if owner is Tensor else names:
                 stack.enter_context(mock.patch.object(owner, name, skipping(getattr(owner, name))))
-        # `detect` puts its own record_stream in the place of torch's, so this one is passed through it
-        stack.enter_context(mock.patch.object(machine, "_record_stream", lambda d: skipping(RECORD(d))))
+        # `detect` puts its own record_stream in the place of torch's, so this one is passed through
+        # it
+        stack.enter_context(
+            mock.patch.object(machine, "_record_stream", lambda d: skipping(RECORD(d)))
+        )
         yield lambda: len(left)

@@ -1,4 +1,5 @@
-"""NCCL and torch's coalesced broadcast on simulated GPUs: they compute on the host, and queue collectives.
+"""NCCL and torch's coalesced broadcast on simulated GPUs: they compute on the host, and queue
+collectives.
 
 The rules are those of `Detector.collective`.
 """
@@ -17,7 +18,9 @@ if TYPE_CHECKING:  # machine imports this module
 
 
 def collectives(detector: Detector) -> dict[str, Any]:
-    """Return the functions of torch.cuda.nccl, which compute on the host and queue collectives, by name."""
+    """Return the functions of torch.cuda.nccl, which compute on the host and queue collectives, by
+    name.
+    """
 
     def summed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         with _disable_current_modes():
@@ -27,10 +30,14 @@ def collectives(detector: Detector) -> dict[str, Any]:
         with _disable_current_modes():
             target.copy_(value)
 
-    def reduce(inputs: Any, output: Any = None, root: int = 0, op: int = 0, streams: Any = None, **_: Any) -> None:
+    def reduce(
+        inputs: Any, output: Any = None, root: int = 0, op: int = 0, streams: Any = None, **_: Any
+    ) -> None:
         target = inputs[root] if output is None else output
         write(target, summed(inputs))
-        detector.collective(inputs, streams, [[target] if i == root else [] for i in range(len(inputs))], root=None)
+        detector.collective(
+            inputs, streams, [[target] if i == root else [] for i in range(len(inputs))], root=None
+        )
 
     def all_reduce(inputs: Any, outputs: Any = None, op: int = 0, streams: Any = None) -> None:
         total = summed(inputs)
@@ -49,14 +56,17 @@ def collectives(detector: Detector) -> dict[str, Any]:
         for target in outputs:
             write(target, whole)
         others = [
-            [part for j, part in enumerate(target.chunk(len(inputs))) if j != i] for i, target in enumerate(outputs)
+            [part for j, part in enumerate(target.chunk(len(inputs))) if j != i]
+            for i, target in enumerate(outputs)
         ]
         detector.collective(inputs, streams, others, root=None)
 
     def broadcast(inputs: Any, root: int = 0, streams: Any = None, **_: Any) -> None:
         for target in inputs:
             write(target, inputs[root])
-        detector.collective(inputs, streams, [[] if i == root else [t] for i, t in enumerate(inputs)], root=root)
+        detector.collective(
+            inputs, streams, [[] if i == root else [t] for i, t in enumerate(inputs)], root=root
+        )
 
     return {
         "is_available": lambda tensors: detector.has_nccl,
@@ -69,9 +79,13 @@ def collectives(detector: Detector) -> dict[str, Any]:
 
 
 def coalesced_broadcast(detector: Detector) -> Any:
-    """Return torch's coalesced broadcast: a flat buffer of the root, a broadcast of it, and views of each copy."""
+    """Return torch's coalesced broadcast: a flat buffer of the root, a broadcast of it, and views
+    of each copy.
+    """
 
-    def broadcast(tensors: Sequence[torch.Tensor], ordinals: Sequence[int], size: int) -> list[list[torch.Tensor]]:
+    def broadcast(
+        tensors: Sequence[torch.Tensor], ordinals: Sequence[int], size: int
+    ) -> list[list[torch.Tensor]]:
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         copies = [flat]
         for ordinal in ordinals[1:]:
@@ -83,7 +97,11 @@ def coalesced_broadcast(detector: Detector) -> Any:
             nccl.broadcast(copies)
         sizes = [tensor.numel() for tensor in tensors]
         return [
-            [*tensors] if i == 0 else [p.view(t.shape).data for p, t in zip(copy.split(sizes), tensors, strict=True)]
+            (
+                [*tensors]
+                if i == 0
+                else [p.view(t.shape).data for p, t in zip(copy.split(sizes), tensors, strict=True)]
+            )
             for i, copy in enumerate(copies)
         ]
 

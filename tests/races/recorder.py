@@ -1,14 +1,17 @@
 """The reads and writes of each memory block by the streams, and the races among them.
 
-A race is a pair of accesses of the same bytes, at least one of which writes, that nothing orders. The memory follows
-torch's caching allocator (docs: "CUDA semantics", "Memory management"; c10/cuda/CUDACachingAllocator.cpp):
+A race is a pair of accesses of the same bytes, at least one of which writes, that nothing orders.
+The memory follows torch's caching allocator (docs: "CUDA semantics", "Memory management";
+c10/cuda/CUDACachingAllocator.cpp):
 
-- A block belongs to the stream on which it was allocated. To allocate it counts as a write of that stream, because the
-  stream's earlier work may still use the memory for another tensor.
-- Freed memory is given to the next allocation on its stream at once, without waiting for other streams. Which of the
-  freed blocks that is depends on sizes, splits and merges; here the next allocation takes all of them.
-- A block with `record_stream` is not reused before the host has seen the work of the recorded stream end, so its reuse
-  is ordered after all that this stream had queued when the block was freed. Its other accesses are still checked.
+- A block belongs to the stream on which it was allocated. To allocate it counts as a write of that
+  stream, because the stream's earlier work may still use the memory for another tensor.
+- Freed memory is given to the next allocation on its stream at once, without waiting for other
+  streams. Which of the freed blocks that is depends on sizes, splits and merges; here the next
+  allocation takes all of them.
+- A block with `record_stream` is not reused before the host has seen the work of the recorded
+  stream end, so its reuse is ordered after all that this stream had queued when the block was
+  freed. Its other accesses are still checked.
 - The host's memory is reused in the host's order, so freed host tensors are not checked.
 """
 
@@ -32,7 +35,9 @@ TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Access:
-    """A read or write of the bytes [start, stop) of a storage by operation number `time` of `stream`, at `where`."""
+    """A read or write of the bytes [start, stop) of a storage by operation number `time` of
+    `stream`, at `where`.
+    """
 
     start: int
     stop: int
@@ -43,7 +48,10 @@ class Access:
     where: str
 
     def __str__(self) -> str:
-        return f"{self.work} {'writes' if self.writes else 'reads'} it on {self.stream} at {self.where}"
+        return (
+            f"{self.work} {'writes' if self.writes else 'reads'} it on {self.stream} at"
+            f" {self.where}"
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,9 @@ class Race:
 
 @dataclass
 class Block:
-    """The memory of one storage: its GPU (or HOST), the stream that allocated it, and its last accesses."""
+    """The memory of one storage: its GPU (or HOST), the stream that allocated it, and its last
+    accesses.
+    """
 
     ordinal: int
     owner: Stream
@@ -70,7 +80,10 @@ class Block:
 
 
 class Recorder:
-    """The accesses of all storages of a machine; `races` are those that were found, each pair of places once."""
+    """The accesses of all storages of a machine.
+
+    `races` are those that were found, each pair of places once.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -96,16 +109,25 @@ class Recorder:
         self.block(tensor).label = f"{name} {tuple(tensor.shape)}"
 
     def allocate(self, tensor: torch.Tensor, stream: Stream, work: str) -> None:
-        """Register a new tensor in memory that `stream` allocates; a known storage is left unchanged."""
+        """Register a new tensor in memory that `stream` allocates.
+
+        A known storage is left unchanged.
+        """
         storage = tensor.untyped_storage()
         with self._lock:
             if stream.ordinal == HOST or storage._cdata in self._blocks:
                 return
             where = place()
-            block = Block(stream.ordinal, stream, f"the tensor {tuple(tensor.shape)} that {work} made at {where}")
+            block = Block(
+                stream.ordinal,
+                stream,
+                f"the tensor {tuple(tensor.shape)} that {work} made at {where}",
+            )
             self._blocks[storage._cdata] = block
             weakref.finalize(storage, self._free, storage._cdata).atexit = False
-            access = Access(0, storage.nbytes(), stream, stream.tick(), True, f"the allocation by {work}", where)
+            access = Access(
+                0, storage.nbytes(), stream, stream.tick(), True, f"the allocation by {work}", where
+            )
             for freed, clock in self._freed.pop(stream, []):
                 for old in freed.accesses.values():
                     if not ordered(old, clock) and self._conflict(old, access, stream.clock):
@@ -118,24 +140,35 @@ class Recorder:
         with self._lock:
             key = storage._cdata
             if key not in self._blocks:
-                self._blocks[key] = Block(HOST, self.machine.host, f"the host's tensor {tuple(tensor.shape)}")
+                self._blocks[key] = Block(
+                    HOST, self.machine.host, f"the host's tensor {tuple(tensor.shape)}"
+                )
                 weakref.finalize(storage, self._free, key).atexit = False
             return self._blocks[key]
 
     def borrow(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory, once it is freed, from reuse until `stream` has done its work: `record_stream`."""
+        """Keep a tensor's memory, once it is freed, from reuse until `stream` has done its work:
+        `record_stream`.
+        """
         block = self.block(tensor)
         if stream is not block.owner:
             block.borrowers.add(stream)
 
     def access(self, tensor: torch.Tensor, stream: Stream, *, writes: bool, work: str) -> None:
-        """Record that the operation that `stream` queued last reads or writes a tensor; report the races with it."""
+        """Record that the operation that `stream` queued last reads or writes a tensor.
+
+        Report the races with it.
+        """
         if not tensor.numel():
             return
         size = tensor.element_size()
         start = tensor.storage_offset() * size
-        extent = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        access = Access(start, start + extent * size, stream, stream.clock[stream], writes, work, place())
+        extent = (
+            sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        )
+        access = Access(
+            start, start + extent * size, stream, stream.clock[stream], writes, work, place()
+        )
         with self._lock:
             block = self.block(tensor)
             covered = []
@@ -144,7 +177,12 @@ class Recorder:
                     continue
                 if self._conflict(old, access, stream.clock):
                     self._report(block.label, old, access)
-                elif writes and access.start <= old.start and old.stop <= access.stop and ordered(old, stream.clock):
+                elif (
+                    writes
+                    and access.start <= old.start
+                    and old.stop <= access.stop
+                    and ordered(old, stream.clock)
+                ):
                     covered.append(key)
             for key in covered:
                 del block.accesses[key]
@@ -179,7 +217,9 @@ def ordered(old: Access, clock: Clock) -> bool:
 
 
 def place() -> str:
-    """Return the innermost line outside torch and this package that the calling thread is at, as FILE:LINE."""
+    """Return the innermost line outside torch and this package that the calling thread is at, as
+    FILE:LINE.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if file := _outside(frame.f_code.co_filename):
@@ -190,6 +230,9 @@ def place() -> str:
 
 @functools.cache
 def _outside(name: str) -> str:
-    """Return the last two parts of a file's path; "" for a file of torch, of Python or of this package."""
+    """Return the last two parts of a file's path.
+
+    "" for a file of torch, of Python or of this package.
+    """
     inside = name.startswith((HERE, TORCH, "<")) or "/python3" in name
     return "" if inside else "/".join(Path(name).parts[-2:])

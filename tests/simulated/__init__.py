@@ -1,1 +1,3 @@
-"""A simulated machine with several GPUs: a test double of CUDA on a discrete-event timeline, whose truth is known."""
+"""A simulated machine with several GPUs: a test double of CUDA on a discrete-event timeline, whose
+truth is known.
+"""

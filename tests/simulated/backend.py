@@ -1,7 +1,8 @@
 """The simulated machine behind dpbench's `Device` and `Clock` protocols.
 
-Tensors are those of the emulated devices: their values are computed at once on the host. Every operator on them also
-queues simulated work on the current stream of its device. `running` installs this, and yields the devices.
+Tensors are those of the emulated devices: their values are computed at once on the host. Every
+operator on them also queues simulated work on the current stream of its device. `running` installs
+this, and yields the devices.
 """
 
 from __future__ import annotations
@@ -32,7 +33,17 @@ aten = torch.ops.aten
 _quiet = threading.local()
 LINK_BYTES = 2**18
 """The size of the copies that time a link; it is small, because the values are copied, too."""
-FREE = ("empty", "detach", "_unsafe_view", "alias", "set_", "lift_fresh", "resize_", "unbind", "split")
+FREE = (
+    "empty",
+    "detach",
+    "_unsafe_view",
+    "alias",
+    "set_",
+    "lift_fresh",
+    "resize_",
+    "unbind",
+    "split",
+)
 """Prefixes of the names of operators that start no kernel, besides views."""
 
 
@@ -48,14 +59,19 @@ def values_only() -> Iterator[None]:
 
 
 class SimulatedDevice(EmulatedDevice):
-    """A GPU of a simulated machine, used through the current stream, as spread replicas do on real GPUs."""
+    """A GPU of a simulated machine, used through the current stream, as spread replicas do on real
+    GPUs.
+    """
 
     def __init__(self, index: int, machine: Machine) -> None:
         super().__init__(index)
         self.machine, self.stream, self.background = machine, machine.streams[index], Stream(index)
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy on this GPU; a tensor of the host is copied in a background stream, as by torch's scatter."""
+        """Return a copy on this GPU.
+
+        A tensor of the host is copied in a background stream, as by torch's scatter.
+        """
         if tensor.device.type == _wrapper.LAZY:
             return super().put(tensor)
         with values_only():
@@ -71,7 +87,10 @@ class SimulatedDevice(EmulatedDevice):
             self.machine.timeline.wait(self.stream, other.stream)
 
     def event(self, reuse: Event | None = None) -> Event:
-        """Record and return an event; creating it and recording it each cost the host a tenth of a call."""
+        """Record and return an event.
+
+        Creating it and recording it each cost the host a tenth of a call.
+        """
         self.machine.timeline.spend(self.machine.timeline.call_s / (5 if reuse is None else 10))
         event = Event(self.machine.timeline, self.index) if reuse is None else reuse
         event.record(self.stream)
@@ -85,20 +104,40 @@ class SimulatedDevice(EmulatedDevice):
         """Return whether there are several devices."""
         return len(devices) > 1
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+    def broadcast(
+        self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
+    ) -> list[list[torch.Tensor]]:
         """Return copies of `tensors` on all `devices`, made by NCCL on their current streams."""
-        _group(self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors), "Broadcast")
+        _group(
+            self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors), "Broadcast"
+        )
         with values_only():
-            return [[t if d is devices[0] else t.to(d.torch_device, copy=True) for t in tensors] for d in devices]
+            return [
+                [t if d is devices[0] else t.to(d.torch_device, copy=True) for t in tensors]
+                for d in devices
+            ]
 
-    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+    def reduce_add(
+        self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]
+    ) -> list[torch.Tensor]:
         """Return the sums on this device, made by NCCL on the current streams."""
-        _group(self.machine, self.machine.streams, devices, sum(t.nbytes for t in tensors[0]), "Reduce_Sum")
+        _group(
+            self.machine,
+            self.machine.streams,
+            devices,
+            sum(t.nbytes for t in tensors[0]),
+            "Reduce_Sum",
+        )
         with values_only():
-            return [sum(t.to(self.torch_device) for t in each) for each in zip(*tensors, strict=True)]  # type: ignore[misc]
+            return [
+                sum(t.to(self.torch_device) for t in each) for each in zip(*tensors, strict=True)
+            ]  # type: ignore[misc]
 
     def collectives(self, devices: Sequence[Device]) -> Nccl | None:
-        """Return NCCL's collectives over `devices`, which run on separate streams; None for one device."""
+        """Return NCCL's collectives over `devices`, which run on separate streams.
+
+        None for one device.
+        """
         return Nccl(self.machine, devices) if self.can_collect(devices) else None
 
 
@@ -107,7 +146,9 @@ class Nccl:
 
     def __init__(self, machine: Machine, devices: Sequence[Device]) -> None:
         self._machine, self._devices = machine, devices
-        self._streams = {device.torch_device.index: Stream(device.torch_device.index) for device in devices}
+        self._streams = {
+            device.torch_device.index: Stream(device.torch_device.index) for device in devices
+        }
         machine.streams += self._streams.values()
 
     def follow(self, i: int) -> None:
@@ -126,7 +167,10 @@ class Nccl:
         self._write([tensors[root]], self._sum(tensors))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the sum of all tensors into every tensor; each device sends every part of it almost twice."""
+        """Write the sum of all tensors into every tensor.
+
+        Each device sends every part of it almost twice.
+        """
         self._queue("AllReduce_Sum", 2 * (len(tensors) - 1) * tensors[0].nbytes // len(tensors))
         self._write(tensors, self._sum(tensors))
 
@@ -141,7 +185,10 @@ class Nccl:
         """Copy part i of `tensors[i]` to part i of every other tensor."""
         self._queue("AllGather", (len(tensors) - 1) * tensors[0].nbytes // len(tensors))
         for i, tensor in enumerate(tensors):
-            self._write([self._part(other, i) for other in tensors if other is not tensor], self._part(tensor, i))
+            self._write(
+                [self._part(other, i) for other in tensors if other is not tensor],
+                self._part(tensor, i),
+            )
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
         """Copy the values of `tensors[root]` to all other tensors."""
@@ -174,21 +221,29 @@ def streams_of(machine: Machine, device: int) -> list[Stream]:
     return [stream for stream in machine.streams if stream.device == device]
 
 
-def _group(machine: Machine, streams: Sequence[Stream], devices: Sequence[Device], size: int, name: str) -> None:
+def _group(
+    machine: Machine, streams: Sequence[Stream], devices: Sequence[Device], size: int, name: str
+) -> None:
     """Queue one NCCL kernel per device."""
     ordinals = [device.torch_device.index for device in devices]
     machine.timeline.collective(
-        [streams[i] for i in ordinals], machine.ring_s(ordinals, size), f"ncclDevKernel_{name}_f32_RING_LL"
+        [streams[i] for i in ordinals],
+        machine.ring_s(ordinals, size),
+        f"ncclDevKernel_{name}_f32_RING_LL",
     )
 
 
-def _queue(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+def _queue(
+    machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> None:
     """Queue the work of one operator on the simulated machine."""
     name, streams = func.name().removeprefix("aten::"), machine.streams
     if func.namespace == "prim" or func.is_view or name.startswith(FREE):
         return
     if name.startswith("_local_scalar_dense"):
-        machine.timeline.read(streams[args[0].device.index], machine.host_s(args[0].device.index, args[0].nbytes))
+        machine.timeline.read(
+            streams[args[0].device.index], machine.host_s(args[0].device.index, args[0].nbytes)
+        )
         return
     for source, target in _copies(func, args, result):
         _copy(machine, source, target)
@@ -206,12 +261,16 @@ def _queue(machine: Machine, func: Any, args: Sequence[Any], kwargs: dict[str, A
         by_device: dict[int, int] = {}
         for tensor in _wrapper._tensors(lists):
             if tensor.device.type == _wrapper.LAZY:
-                by_device[tensor.device.index] = by_device.get(tensor.device.index, 0) + tensor.nbytes
+                by_device[tensor.device.index] = (
+                    by_device.get(tensor.device.index, 0) + tensor.nbytes
+                )
     else:
         tensors = [t for t in _wrapper._tensors((*args, result)) if t.device.type == _wrapper.LAZY]
         by_device = {tensors[0].device.index: sum(t.nbytes for t in tensors)} if tensors else {}
     for device, size in by_device.items():
-        seconds = machine.rates.kernel_s + max(flops / machine.rates.flops, size / machine.rates.memory)
+        seconds = machine.rates.kernel_s + max(
+            flops / machine.rates.flops, size / machine.rates.memory
+        )
         machine.timeline.kernel(streams[device], seconds, f"kernel_{name}")
 
 
@@ -227,21 +286,33 @@ def _copies(func: Any, args: Sequence[Any], result: Any) -> list[tuple[torch.Ten
 
 
 def _copy(machine: Machine, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Queue one copy: a kernel on one device, or a transfer between devices or between a device and the host."""
+    """Queue one copy: a kernel on one device, or a transfer between devices or between a device and
+    the host.
+    """
     of, to, line = source.device, target.device, machine.timeline
     if of == to:
         line.kernel(
-            machine.streams[to.index], machine.rates.kernel_s + 2 * source.nbytes / machine.rates.memory, "copy"
+            machine.streams[to.index],
+            machine.rates.kernel_s + 2 * source.nbytes / machine.rates.memory,
+            "copy",
         )
     elif of.type != _wrapper.LAZY:
         line.copy(
-            None, machine.streams[to.index], machine.host_s(to.index, source.nbytes), "Memcpy HtoD (Pinned -> Device)"
+            None,
+            machine.streams[to.index],
+            machine.host_s(to.index, source.nbytes),
+            "Memcpy HtoD (Pinned -> Device)",
         )
     elif to.type != _wrapper.LAZY:
         line.read(machine.streams[of.index], machine.host_s(of.index, source.nbytes))
     else:
         seconds = machine.link_s(of.index, to.index, source.nbytes)
-        line.copy(machine.streams[of.index], machine.streams[to.index], seconds, "Memcpy PtoP (Device -> Device)")
+        line.copy(
+            machine.streams[of.index],
+            machine.streams[to.index],
+            seconds,
+            "Memcpy PtoP (Device -> Device)",
+        )
 
 
 @dataclass(frozen=True)
@@ -260,15 +331,22 @@ class TrueSpan:
 
 
 class Witness(clocks.CudaClock):
-    """A `CudaClock` over simulated devices, which also notes the true times that the simulation knows.
+    """A `CudaClock` over simulated devices, which also notes the true times that the simulation
+    knows.
 
-    `true_ends` has the true end of each step: the time at which the work queued so far is complete on all devices.
+    `true_ends` has the true end of each step: the time at which the work queued so far is complete
+    on all devices.
     """
 
     def __init__(self, devices: Sequence[SimulatedDevice]) -> None:
         self.line = devices[0].machine.timeline
         super().__init__(devices, now=self.line.now)
-        self.sims, self.true_spans, self.true_ends, self.true_begins = devices, list[TrueSpan](), [], []
+        self.sims, self.true_spans, self.true_ends, self.true_begins = (
+            devices,
+            list[TrueSpan](),
+            [],
+            [],
+        )
         self.host_ends: list[float] = []
 
     def _front(self, device: int) -> float:
@@ -278,7 +356,9 @@ class Witness(clocks.CudaClock):
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
         step, mark = len(self.true_ends), super().mark(phase, device)
-        with self.line.held():  # else a call of another thread may come between the event and its true time
+        with (
+            self.line.held()
+        ):  # else a call of another thread may come between the event and its true time
             mark.__enter__()
             start_s, ready_s = self._front(device), max(self._front(d.index) for d in self.sims)
         try:
@@ -292,7 +372,9 @@ class Witness(clocks.CudaClock):
     @contextmanager
     def block(self) -> Iterator[None]:
         with super().block():
-            self.true_begins.append((len(self.true_ends), max(self._front(d.index) for d in self.sims)))
+            self.true_begins.append(
+                (len(self.true_ends), max(self._front(d.index) for d in self.sims))
+            )
             yield
 
     @contextmanager
@@ -304,9 +386,13 @@ class Witness(clocks.CudaClock):
 
 
 def _profiled(machine: Machine) -> Callable[..., list[list[Activity]]]:
-    """Return a replacement of `bench.profiled` that reads the activities of the steps from the timeline."""
+    """Return a replacement of `bench.profiled` that reads the activities of the steps from the
+    timeline.
+    """
 
-    def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) -> list[list[Activity]]:
+    def profiled(
+        step: Callable[[], object], devices: Sequence[Device], count: int
+    ) -> list[list[Activity]]:
         for device in devices:
             device.synchronize()
         before = len(machine.timeline.work)
@@ -318,19 +404,25 @@ def _profiled(machine: Machine) -> Callable[..., list[list[Activity]]]:
             machine.profiled.append((start_s, machine.timeline.now()))
         events = [
             SimpleNamespace(
-                device_type=DeviceType.CUDA, device_index=work.device, name=work.name,
+                device_type=DeviceType.CUDA,
+                device_index=work.device,
+                name=work.name,
                 time_range=SimpleNamespace(start=work.start_s * 1e6, end=work.end_s * 1e6),
             )
             for work in machine.timeline.work[before:]
-        ]  # fmt: skip
+        ]
         marks = [
             SimpleNamespace(
-                device_type=DeviceType.CPU, device_index=0, name=merging.PROFILED,
+                device_type=DeviceType.CPU,
+                device_index=0,
+                name=merging.PROFILED,
                 time_range=SimpleNamespace(start=start_s * 1e6, end=end_s * 1e6),
             )
             for start_s, end_s in machine.profiled
-        ]  # fmt: skip
-        found = bench.activities_of(events, {device.torch_device.index: device.index for device in devices})
+        ]
+        found = bench.activities_of(
+            events, {device.torch_device.index: device.index for device in devices}
+        )
         return bench.by_step(found, [*events, *marks])
 
     return profiled
@@ -338,7 +430,10 @@ def _profiled(machine: Machine) -> Callable[..., list[list[Activity]]]:
 
 @contextmanager
 def running(machine: Machine) -> Iterator[list[SimulatedDevice]]:
-    """Inside the context, operators on emulated tensors queue work on `machine`; yield its devices."""
+    """Inside the context, operators on emulated tensors queue work on `machine`.
+
+    Yield its devices.
+    """
     real = _wrapper._dispatch
 
     def dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

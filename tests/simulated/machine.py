@@ -16,7 +16,9 @@ THERMAL = 0x20
 
 @dataclass(frozen=True)
 class Rates:
-    """The speeds of a machine's parts: a normal GPU in flop/s and bytes/s, and its links in bytes/s and seconds."""
+    """The speeds of a machine's parts: a normal GPU in flop/s and bytes/s, and its links in bytes/s
+    and seconds.
+    """
 
     flops: float = 1e9
     memory: float = 1e9
@@ -29,11 +31,11 @@ class Rates:
 class Machine:
     """A machine with GPUs, whose CUDA numbers are their positions in `gpus`.
 
-    `slow_links` maps pairs of CUDA numbers, of which -1 is the host, to the fraction of the normal bandwidth in both
-    directions, or in the direction from the first to the second if it also has the reversed pair. `pci` has the CUDA
-    numbers in PCI order, which by default is the reverse of CUDA's order. `lag_s` is the sampling period of the
-    driver's counters: NVML returns the averages of the last complete period. `profiled` has the true start and end of
-    each profiled step.
+    `slow_links` maps pairs of CUDA numbers, of which -1 is the host, to the fraction of the normal
+    bandwidth in both directions, or in the direction from the first to the second if it also has
+    the reversed pair. `pci` has the CUDA numbers in PCI order, which by default is the reverse of
+    CUDA's order. `lag_s` is the sampling period of the driver's counters: NVML returns the averages
+    of the last complete period. `profiled` has the true start and end of each profiled step.
     """
 
     def __init__(
@@ -55,22 +57,36 @@ class Machine:
 
     def link_s(self, source: int, target: int, size: int) -> float:
         """Return the seconds for a copy of `size` bytes from one GPU to another."""
-        rate = self.rates.link * self._slow_links.get((source, target), self._slow_links.get((target, source), 1.0))
+        rate = self.rates.link * self._slow_links.get(
+            (source, target), self._slow_links.get((target, source), 1.0)
+        )
         return self.rates.latency_s + size / rate
 
     def host_s(self, device: int, size: int) -> float:
         """Return the seconds for a copy of `size` bytes between the host and a GPU."""
-        return self.rates.latency_s + size / (self.rates.host * self._slow_links.get((-1, device), 1.0))
+        return self.rates.latency_s + size / (
+            self.rates.host * self._slow_links.get((-1, device), 1.0)
+        )
 
     def ring_s(self, devices: list[int], size: int) -> float:
-        """Return the seconds in which each of `devices` sends `size` bytes to the next, as its slowest link allows."""
+        """Return the seconds in which each of `devices` sends `size` bytes to the next, as its
+        slowest link allows.
+        """
         pairs = zip(devices, [*devices[1:], devices[0]], strict=True)
         return max(self.link_s(source, target, size) for source, target in pairs)
 
-    def busy_s(self, device: int, start_s: float, end_s: float, kinds: tuple[str, ...] = ("compute",)) -> float:
-        """Return the true seconds between two times in which a device does work of one of `kinds`."""
+    def busy_s(
+        self, device: int, start_s: float, end_s: float, kinds: tuple[str, ...] = ("compute",)
+    ) -> float:
+        """Return the true seconds between two times in which a device does work of one of
+        `kinds`.
+        """
         done, seconds = start_s, 0.0
-        mine = [w for w in self.timeline.work if w.device == device and w.kind in kinds and w.end_s > start_s]
+        mine = [
+            w
+            for w in self.timeline.work
+            if w.device == device and w.kind in kinds and w.end_s > start_s
+        ]
         for work in sorted(mine, key=lambda one: one.start_s):
             seconds += max(0.0, min(work.end_s, end_s) - max(work.start_s, done))
             done = max(done, min(work.end_s, end_s))
@@ -87,7 +103,10 @@ class NvmlError(Exception):
 
 @dataclass
 class Nvml:
-    """The functions of pynvml that dpbench calls, over a machine at the true time `at_s`; handles are CUDA numbers."""
+    """The functions of pynvml that dpbench calls, over a machine at the true time `at_s`.
+
+    Handles are CUDA numbers.
+    """
 
     machine: Machine
     at_s: float
@@ -114,8 +133,13 @@ class Nvml:
 
     def nvmlDeviceGetUtilizationRates(self, gpu: int) -> SimpleNamespace:
         start_s, end_s = self._period()
-        kinds = ("compute", "collective")  # "percent of time during which one or more kernels was executing"
-        return SimpleNamespace(gpu=round(100 * self.machine.busy_s(gpu, start_s, end_s, kinds) / (end_s - start_s)))
+        kinds = (
+            "compute",
+            "collective",
+        )  # "percent of time during which one or more kernels was executing"
+        return SimpleNamespace(
+            gpu=round(100 * self.machine.busy_s(gpu, start_s, end_s, kinds) / (end_s - start_s))
+        )
 
     def nvmlDeviceGetClockInfo(self, gpu: int, kind: int) -> int:
         return round(MAX_CLOCK_MHZ * self._clocked(gpu))
@@ -136,11 +160,16 @@ class Nvml:
         return missing
 
     def _clocked(self, gpu: int) -> float:
-        """Return the clock as a fraction of the GPU's own clock; a slow model of GPU is not throttled."""
+        """Return the clock as a fraction of the GPU's own clock.
+
+        A slow model of GPU is not throttled.
+        """
         one = self.machine.timeline.gpus[gpu]
         return one.speed(self._period()[1]) / one.speeds[0][1]
 
     def _period(self) -> tuple[float, float]:
-        """Return the true times of the beginning and the end of the last complete sampling period."""
+        """Return the true times of the beginning and the end of the last complete sampling
+        period.
+        """
         end_s = math.floor(self.at_s / self.machine.lag_s) * self.machine.lag_s
         return end_s - self.machine.lag_s, end_s

@@ -1,4 +1,6 @@
-"""Runs of dpbench's own timing loop on a simulated machine, with the true times of the same steps."""
+"""Runs of dpbench's own timing loop on a simulated machine, with the true times of the same
+steps.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ EFFORT = Effort(budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_s
 
 @dataclass(frozen=True)
 class Truth:
-    """The true times of a trial, in seconds: its steps as (start, end), its spans, and the timed steps' numbers."""
+    """The true times of a trial, in seconds: its steps as (start, end), its spans, and the timed
+    steps' numbers.
+    """
 
     steps: list[tuple[float, float]]
     spans: list[TrueSpan]
@@ -35,39 +39,72 @@ class Truth:
         return float(np.median([self.steps[k][1] - self.steps[k][0] for k in self.timed]))
 
     def occupied_s(self, device: int) -> float:
-        """Return the median over the timed steps of the seconds in which a phase of the device was open."""
+        """Return the median over the timed steps of the seconds in which a phase of the device was
+        open.
+        """
         return float(np.median([self._open_s(device, *self.steps[k]) for k in self.timed]))
 
     def waits_and_works_s(self, phase: Phase) -> tuple[float, float]:
-        """Return the median seconds per timed step that a phase of device 0 waits for other devices, and then works."""
-        mine = [[s for s in self.spans if (s.step, s.phase, s.device) == (k, phase, 0)] for k in self.timed]
-        waits = [sum(max(0.0, min(s.ready_s, s.end_s) - s.start_s) for s in spans) for spans in mine]
+        """Return the median seconds per timed step that a phase of device 0 waits for other
+        devices, and then works.
+        """
+        mine = [
+            [s for s in self.spans if (s.step, s.phase, s.device) == (k, phase, 0)]
+            for k in self.timed
+        ]
+        waits = [
+            sum(max(0.0, min(s.ready_s, s.end_s) - s.start_s) for s in spans) for spans in mine
+        ]
         works = [sum(s.end_s - max(s.ready_s, s.start_s) for s in spans) for spans in mine]
         return float(np.median(waits)), float(np.median(works))
 
     def _open_s(self, device: int, start_s: float, end_s: float) -> float:
-        """Return the seconds between two times in which a span of the device, of any step, was open."""
+        """Return the seconds between two times in which a span of the device, of any step, was
+        open.
+        """
         edges = sorted(
-            {start_s, end_s, *(min(max(t, start_s), end_s) for s in self.spans for t in (s.start_s, s.end_s))}
+            {
+                start_s,
+                end_s,
+                *(min(max(t, start_s), end_s) for s in self.spans for t in (s.start_s, s.end_s)),
+            }
         )
         mine = [span for span in self.spans if span.device == device]
-        return sum(b - a for a, b in pairwise(edges) if any(s.start_s <= a and b <= s.end_s for s in mine))
+        return sum(
+            b - a for a, b in pairwise(edges) if any(s.start_s <= a and b <= s.end_s for s in mine)
+        )
 
 
 def case_of(count: int, strategy: str = "dp", batch: int = 32, **changed: Any) -> Case:
     """Return the case of a small model on `count` GPUs."""
-    return Case(model="mlp", strategy=strategy, device_kind="cuda", devices=count, batch_size=batch, **changed)
+    return Case(
+        model="mlp",
+        strategy=strategy,
+        device_kind="cuda",
+        devices=count,
+        batch_size=batch,
+        **changed,
+    )
 
 
 def run(machine: Machine, case: Case, effort: Effort = EFFORT) -> tuple[Trial, Truth]:
-    """Time a case on a simulated machine; return its trial, with the samples of NVML, and the truth."""
+    """Time a case on a simulated machine.
+
+    Return its trial, with the samples of NVML, and the truth.
+    """
     with running(machine) as devices:
         model = models.load(case.model, case.size, case.seed)
         prepared = bench.PreparedCase(
-            case=case, strategy=strategies.load(case.strategy), devices=devices[: case.devices], model=model,
-            batches=[model.batch(case.batch_size, case.seed)], examples=[], verified=Verified.BITWISE, setup={},
+            case=case,
+            strategy=strategies.load(case.strategy),
+            devices=devices[: case.devices],
+            model=model,
+            batches=[model.batch(case.batch_size, case.seed)],
+            examples=[],
+            verified=Verified.BITWISE,
+            setup={},
             facts={},
-        )  # fmt: skip
+        )
         began_s = machine.timeline.now()
         with bench.start_timer(prepared, effort) as timer:
             bench.run_timers([timer])
@@ -78,14 +115,17 @@ def run(machine: Machine, case: Case, effort: Effort = EFFORT) -> tuple[Trial, T
     begins = dict(clock.true_begins)
     starts = [begins.get(k, clock.true_ends[k - 1]) for k in range(len(clock.true_ends))]
     truth = Truth(
-        steps=list(zip(starts, clock.true_ends, strict=True)), spans=clock.true_spans,
+        steps=list(zip(starts, clock.true_ends, strict=True)),
+        spans=clock.true_spans,
         timed=[k for k, step in enumerate(trial.steps) if not step.warmup],
-    )  # fmt: skip
+    )
     samples = counters(machine, range(case.devices), began_s, ended_s)
     return replace(trial, samples=(*trial.samples, *samples)), truth
 
 
-def counters(machine: Machine, devices: range, start_s: float, end_s: float, each_s: float = 0.01) -> list[Sample]:
+def counters(
+    machine: Machine, devices: range, start_s: float, end_s: float, each_s: float = 0.01
+) -> list[Sample]:
     """Return what dpbench's sampler reads from NVML every `each_s` seconds between two true times.
 
     NVML numbers GPUs in PCI order; the UUIDs of CUDA's devices match the readings to the replicas.
@@ -100,7 +140,9 @@ def counters(machine: Machine, devices: range, start_s: float, end_s: float, eac
         visible = [{"index": gpu.index, "uuid": gpu.uuid} for gpu in opened.gpus]
     uuids = [library.nvmlDeviceGetUUID(number) for number in devices]
     place = hardware_nvml.replicas_of((), uuids, visible)
-    return [replace(sample, device=place[sample.device]) for sample in samples if sample.device in place]
+    return [
+        replace(sample, device=place[sample.device]) for sample in samples if sample.device in place
+    ]
 
 
 def report_of(trials: list[Trial]) -> Report:
@@ -109,5 +151,8 @@ def report_of(trials: list[Trial]) -> Report:
 
 
 def as_rounds(trial: Trial, count: int = 3) -> list[Trial]:
-    """Return `count` rounds with the measurements of `trial`; the simulation repeats itself exactly."""
+    """Return `count` rounds with the measurements of `trial`.
+
+    The simulation repeats itself exactly.
+    """
     return [replace(trial, round=number) for number in range(count)]

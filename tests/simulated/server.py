@@ -1,8 +1,10 @@
-"""The worker server of a machine with simulated GPUs, in which the real server and its forked workers run.
+"""The worker server of a machine with simulated GPUs, in which the real server and its forked
+workers run.
 
-`python -m tests.simulated.server SCENARIO -m dpbench.measure.worker PARENT` is the command that `executable` writes;
-the scenario is JSON with the arguments of `machine_of`. A worker opens the simulated GPUs where it would open real
-ones, and stores the truth of its steps in the provenance of the trial.
+`python -m tests.simulated.server SCENARIO -m dpbench.measure.worker PARENT` is the command that
+`executable` writes; the scenario is JSON with the arguments of `machine_of`. A worker opens the
+simulated GPUs where it would open real ones, and stores the truth of its steps in the provenance of
+the trial.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ TRUTH = "truth"
 
 
 def executable(folder: Path, **scenario: Any) -> Path:
-    """Write a program that takes the arguments of the Python interpreter, and runs the server with simulated GPUs."""
+    """Write a program that takes the arguments of the Python interpreter, and runs the server with
+    simulated GPUs.
+    """
     command = [sys.executable, "-m", "tests.simulated.server", json.dumps(scenario)]
     path = folder / "python-with-gpus"
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
@@ -40,7 +44,9 @@ def machine_of(count: int, speeds: Sequence[float]) -> Machine:
 
 
 def install(scenario: dict[str, Any]) -> None:
-    """Let the workers that this process forks open the GPUs of a simulated machine, which each makes for itself."""
+    """Let the workers that this process forks open the GPUs of a simulated machine, which each
+    makes for itself.
+    """
     from dpbench.measure.worker import trial as worker
     from tests.simulated.backend import SimulatedDevice, Witness, running
 
@@ -58,16 +64,23 @@ def install(scenario: dict[str, Any]) -> None:
 
     def with_truth(trial: Any, devices: Sequence[SimulatedDevice]) -> Any:
         found = with_links(trial, devices)
-        return replace(found, provenance={**found.provenance, TRUTH: truth_of(machines[-1], witnesses[-1])})
+        return replace(
+            found, provenance={**found.provenance, TRUTH: truth_of(machines[-1], witnesses[-1])}
+        )
 
     worker.open_devices, worker.with_links, Witness.__init__ = open_devices, with_truth, noting  # type: ignore
     worker.torch_facts = lambda case, device: {"gpu": device.name}  # type: ignore
 
 
 def truth_of(machine: Machine, witness: Any) -> dict[str, Any]:
-    """Return the true ends of the steps and each device's busy time by profiled step in seconds, and the process id."""
+    """Return the true ends of the steps and each device's busy time by profiled step in seconds,
+    and the process id.
+    """
     busy = [
-        [machine.busy_s(gpu.index, *window, kinds=("compute", "copy")) for window in machine.profiled]
+        [
+            machine.busy_s(gpu.index, *window, kinds=("compute", "copy"))
+            for window in machine.profiled
+        ]
         for gpu in machine.timeline.gpus
     ]
     return {"ends_s": witness.true_ends, "busy_s": busy, "pid": os.getpid()}

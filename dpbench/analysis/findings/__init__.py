@@ -1,9 +1,11 @@
-"""Findings: explain the gain from data parallelism, the phases that take the time, and the changes that would help.
+"""Findings: explain the gain from data parallelism, the phases that take the time, and the changes
+that would help.
 
-The rules are listed in phases.py, scale.py and loops.py. Each rule examines one case, preferably that of
-torch.nn.DataParallel on the most devices, and compares it with the other cases of the run. A finding is a problem that
-a rule found. Findings are sorted by their cost in seconds per step, the largest first. If the run also measured the
-remedy of a problem, the finding states the gain of the remedy.
+The rules are listed in phases.py, scale.py and loops.py. Each rule examines one case, preferably
+that of torch.nn.DataParallel on the most devices, and compares it with the other cases of the run.
+A finding is a problem that a rule found. Findings are sorted by their cost in seconds per step, the
+largest first. If the run also measured the remedy of a problem, the finding states the gain of the
+remedy.
 """
 
 from __future__ import annotations
@@ -47,10 +49,11 @@ OBSERVED_RULES: tuple[FindingRule, ...] = (*loops.RULES, *(rule for rule in RULE
 class Diagnosis:
     """The explanation of one case, the diagnosed case, whose results are in `row`.
 
-    `labels` are those of this case and of the cases with which it is compared. `text` is a paragraph on the gain, the
-    lost time and the best changes. `findings` are sorted by their cost, the largest first. `unjudged` has one text for
-    each question that the measurements of the run cannot answer. `open` has the evidence that is not shown as a
-    finding, because its cost is small or uncertain.
+    `labels` are those of this case and of the cases with which it is compared. `text` is a
+    paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost,
+    the largest first. `unjudged` has one text for each question that the measurements of the run
+    cannot answer. `open` has the evidence that is not shown as a finding, because its cost is small
+    or uncertain.
     """
 
     row: Row
@@ -62,14 +65,17 @@ class Diagnosis:
 
 
 def diagnose(
-    rows: Sequence[Row], trials: Sequence[Trial], machine: Resources, alternatives: Alternatives = MappingProxyType({})
+    rows: Sequence[Row],
+    trials: Sequence[Trial],
+    machine: Resources,
+    alternatives: Alternatives = MappingProxyType({}),
 ) -> list[Diagnosis]:
     """Return the diagnoses of a run.
 
-    Each observed loop has a diagnosis. Other cases are grouped by setting, which is a case without its strategy,
-    schedule, number of devices and batch size. In each setting, only cases on the largest number of devices are
-    diagnosed, one for each batch size. `machine` has the resources of the run's machine, and `alternatives` the
-    predictions for observed loops.
+    Each observed loop has a diagnosis. Other cases are grouped by setting, which is a case without
+    its strategy, schedule, number of devices and batch size. In each setting, only cases on the
+    largest number of devices are diagnosed, one for each batch size. `machine` has the resources of
+    the run's machine, and `alternatives` the predictions for observed loops.
     """
     return [_diagnosis(context) for context in contexts(rows, trials, machine, alternatives)]
 
@@ -78,7 +84,9 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     rules = OBSERVED_RULES if context.case.traits.observed else RULES
     judged = [(rule, rule.when(context)) for rule in rules]
     findings = [
-        _finding(context, rule, seen) for rule, seen in judged if isinstance(seen, Evidence) and _worth(context, seen)
+        _finding(context, rule, seen)
+        for rule, seen in judged
+        if isinstance(seen, Evidence) and _worth(context, seen)
     ]
     findings.sort(key=lambda finding: -finding.stake)
     missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
@@ -90,13 +98,19 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
         findings=tuple(findings),
         unjudged=(*missing, *(() if context.observed else _doubtful(judged))),
         open=tuple(
-            seen for _, seen in judged if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen)
+            seen
+            for _, seen in judged
+            if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen)
         ),
     )
 
 
 def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
-    names = [rule.name for rule, seen in judged if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt]
+    names = [
+        rule.name
+        for rule, seen in judged
+        if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt
+    ]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 
@@ -104,32 +118,42 @@ def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
 def _worth(context: CaseContext, seen: Evidence) -> bool:
     """Return whether the finding with the evidence `seen` is shown.
 
-    It is shown if its cost and the step time have enough rounds, the whole interval of its cost is above 0, and its
-    cost is at least 2 % of the step. A finding about memory, or about time outside the steps, is always shown.
+    It is shown if its cost and the step time have enough rounds, the whole interval of its cost is
+    above 0, and its cost is at least 2 % of the step. A finding about memory, or about time outside
+    the steps, is always shown.
     """
     size = seen.size_s
     if size is None:
         return True
-    return not (size.doubt or context.row.doubt) and size.low > 0 and size.value >= SMALLEST * context.step_s
+    return (
+        not (size.doubt or context.row.doubt)
+        and size.low > 0
+        and size.value >= SMALLEST * context.step_s
+    )
 
 
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     share = seen.size_s.value / context.step_s if seen.size_s else 0.0
     tried = rule.remedies(context.case)
     finding = Finding(
-        rule=rule, row=context.row, evidence=seen, share=share, cures=cures(context, rule),
+        rule=rule,
+        row=context.row,
+        evidence=seen,
+        share=share,
+        cures=cures(context, rule),
         labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
-        command=seen.command or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
-    )  # fmt: skip
+        command=seen.command
+        or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
+    )
     return replace(finding, code=seen.code or _code(finding, tried))
 
 
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
     """Return the line of code that applies the remedy of `finding`; "" if there is none.
 
-    The line selects the schedule that the evidence of the finding names. Without such a schedule, it selects the
-    fastest measured case with the remedy, if that case is decidedly faster than the case of the finding, and otherwise
-    the first case in `tried` that is not decidedly slower.
+    The line selects the schedule that the evidence of the finding names. Without such a schedule,
+    it selects the fastest measured case with the remedy, if that case is decidedly faster than the
+    case of the finding, and otherwise the first case in `tried` that is not decidedly slower.
     """
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
     slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}
@@ -140,20 +164,26 @@ def _code(finding: Finding, tried: Sequence[Case]) -> str:
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
-    """Return the measured cases of the same work that apply the rule's remedy, with their gains, the fastest first."""
+    """Return the measured cases of the same work that apply the rule's remedy, with their gains,
+    the fastest first.
+    """
     measured = []
     candidates = [*context.rivals, context.all_cores()]
     for row in candidates:
         if row is not None and _applies(row, rule):
             ratio = context.ratio(row)
-            measured.append(Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio)))
+            measured.append(
+                Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio))
+            )
     return tuple(sorted(measured, key=lambda cure: -cure.ratio.value))
 
 
 def _applies(row: Row, rule: FindingRule) -> bool:
-    """Return whether the case of `row` applies the remedy of `rule`, by its strategy's role or its schedule's switches.
+    """Return whether the case of `row` applies the remedy of `rule`, by its strategy's role or its
+    schedule's switches.
 
-    A schedule that TrainStep chose itself counts as the remedy of every rule that recommends switches.
+    A schedule that TrainStep chose itself counts as the remedy of every rule that recommends
+    switches.
     """
     case = row.case
     if not case.traits.scheduled:
@@ -161,4 +191,6 @@ def _applies(row: Row, rule: FindingRule) -> bool:
     if case.schedule in schedule.SELECTED or not rule.switches:
         return bool(rule.switches)
     mine = schedule.known(case.schedule or schedule.REFERENCE)
-    return mine is not None and any(getattr(mine, switch) in positions for switch, positions in rule.switches.items())
+    return mine is not None and any(
+        getattr(mine, switch) in positions for switch, positions in rule.switches.items()
+    )

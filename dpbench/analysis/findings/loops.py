@@ -1,7 +1,8 @@
-"""Loops: the rules about observed training loops: loading, reads, copies, launches, evaluation, skipped updates.
+"""Loops: the rules about observed training loops: loading, reads, copies, launches, evaluation,
+skipped updates.
 
-Each rule judges one loop without comparing it with others, because the loop of a user has no counterpart. The remedies
-are lines of code or commands.
+Each rule judges one loop without comparing it with others, because the loop of a user has no
+counterpart. The remedies are lines of code or commands.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 
-from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing, share_of
+from dpbench.analysis.findings.rule import (
+    CaseContext,
+    Evidence,
+    FindingRule,
+    Judgement,
+    Missing,
+    share_of,
+)
 from dpbench.analysis.stats import quotient
 from dpbench.records import Case, Phase, Source
 from dpbench.records.case import MOVING
@@ -18,12 +26,18 @@ from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count, duration, interval, long_time, number, percent, size, time
 
-WORKERS = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={}, persistent_workers=True)"
+WORKERS = (
+    "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={},"
+    " persistent_workers=True)"
+)
 PINNED = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, pin_memory=True)"
 SELDOM = "if step % 10 == 0: print(step, loss.item())"
 COMPILED = 'model = torch.compile(model, mode="reduce-overhead")'
 SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
-DDP = "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun starts"
+DDP = (
+    "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun"
+    " starts"
+)
 BIND = (
     'local_rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(local_rank); '
     'checkpoint = torch.load(path, map_location=f"cuda:{local_rank}")'
@@ -35,17 +49,29 @@ HOOK = (
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
 CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
-"""The lines of code that remedies give to any loop; `{}` takes the batch size or the number of workers."""
+"""The lines of code that remedies give to any loop.
+
+`{}` takes the batch size or the number of workers.
+"""
 MOST_WORKERS = 8
-"""The largest number of workers that `WORKERS` is given; `dpbench loaders` measures how many are enough."""
+"""The largest number of workers that `WORKERS` is given.
+
+`dpbench loaders` measures how many are enough.
+"""
 ASIDE = 0.2
-"""The least time of evaluation or checkpoints that is a finding, as a fraction of this time and all steps together."""
+"""The least time of evaluation or checkpoints that is a finding, as a fraction of this time and all
+steps together.
+"""
 PLACES = 3
 """The largest number of places in the script that a finding names."""
 
 
-def _observing(judge: Callable[[CaseContext, Observed], Judgement]) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` that calls `judge` for an observed loop, and returns None for other cases."""
+def _observing(
+    judge: Callable[[CaseContext, Observed], Judgement],
+) -> Callable[[CaseContext], Judgement]:
+    """Return a `FindingRule.when` that calls `judge` for an observed loop, and returns None for
+    other cases.
+    """
     return lambda context: judge(context, context.observed) if context.observed else None
 
 
@@ -61,7 +87,10 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
     more = min(MOST_WORKERS, max(2, 2 * (present or 0)))
     return Evidence(
         says="the loop waits for its DataLoader",
-        numbers=f"{duration(seconds)} per step with {workers}; without this wait, a step would take {time(rest_s)}",
+        numbers=(
+            f"{duration(seconds)} per step with {workers}; without this wait, a step would take"
+            f" {time(rest_s)}"
+        ),
         size_s=seconds,
         share=context.share(Phase.DATA.value),
         code=WORKERS.format(batch or "batch_size", more) if (present or 0) < more else "",
@@ -83,8 +112,9 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
 def _between(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on the phase `data` of a loop without a DataLoader.
 
-    In a watched script, it is the time before a batch is used: dpbench cannot observe what the script does there. In a
-    trace, the user has named it. Traces that an earlier version imported do not say whether there is a DataLoader.
+    In a watched script, it is the time before a batch is used: dpbench cannot observe what the
+    script does there. In a trace, the user has named it. Traces that an earlier version imported do
+    not say whether there is a DataLoader.
     """
     if not context.row.phases.get(Phase.DATA.value) or loop.loader_workers != WITHOUT_LOADER:
         return None
@@ -92,15 +122,21 @@ def _between(context: CaseContext, loop: Observed) -> Judgement:
     rest_s = max(context.step_s - seconds.value, 1e-5)
     watched = context.trials[0].source is not Source.IMPORTED
     where = (
-        " between the end of a step, a backward or a read and the next transfer or forward, where the "
-        "script reads a batch or does other work"
+        " between the end of a step, a backward or a read and the next transfer or forward, where"
+        " the script reads a batch or does other work"
         if watched
         else ""
     )
-    says = "the loop has no DataLoader, and works between its steps" if watched else "the loop waits for data"
+    says = (
+        "the loop has no DataLoader, and works between its steps"
+        if watched
+        else "the loop waits for data"
+    )
     return Evidence(
         says=says,
-        numbers=f"{duration(seconds)} per step{where}; without it, a step would take {time(rest_s)}",
+        numbers=(
+            f"{duration(seconds)} per step{where}; without it, a step would take {time(rest_s)}"
+        ),
         size_s=seconds,
         share=context.share(Phase.DATA.value),
         code=WORKERS.format(context.case.batch_size or "batch_size", 2),
@@ -117,14 +153,20 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
     seconds = context.phase(Phase.READ.value)
     steps = context.row.steps
     places = sorted(loop.reads.items(), key=lambda pair: (-pair[1], pair[0]))
-    said = ", ".join(f"{place} in {number} of {count(steps, 'step')}" for place, number in places[:PLACES])
+    said = ", ".join(
+        f"{place} in {number} of {count(steps, 'step')}" for place, number in places[:PLACES]
+    )
     more = f" and {count(len(places) - PLACES, 'more place')}" if len(places) > PLACES else ""
     return Evidence(
         says="the host waits for values from a device",
-        numbers=f"{duration(seconds)} per step; read at {said or 'an unknown place'}{more}; on a GPU, part of this "
-        "time is computation that the host would have to wait for later",
-        size_s=seconds, share=context.share(Phase.READ.value), code=SELDOM,
-    )  # fmt: skip
+        numbers=(
+            f"{duration(seconds)} per step; read at {said or 'an unknown place'}{more}; on a GPU,"
+            " part of this time is computation that the host would have to wait for later"
+        ),
+        size_s=seconds,
+        share=context.share(Phase.READ.value),
+        code=SELDOM,
+    )
 
 
 def _pageable(context: CaseContext, loop: Observed) -> Judgement:
@@ -136,10 +178,14 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     moved = f" for {size(sample * batch)}" if sample and batch else ""
     return Evidence(
         says="batches are copied to the GPU from pageable memory",
-        numbers=f"{duration(seconds)} per step{moved}; a copy from pinned memory is faster, and with non_blocking=True "
-        "the host does not wait for it",
-        size_s=seconds, share=context.share(Phase.SCATTER.value), code=PINNED.format(batch or "batch_size"),
-    )  # fmt: skip
+        numbers=(
+            f"{duration(seconds)} per step{moved}; a copy from pinned memory is faster, and with"
+            " non_blocking=True the host does not wait for it"
+        ),
+        size_s=seconds,
+        share=context.share(Phase.SCATTER.value),
+        code=PINNED.format(batch or "batch_size"),
+    )
 
 
 def _launches(context: CaseContext, loop: Observed) -> Judgement:
@@ -151,71 +197,115 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
     if context.case.device_kind != "cuda" or not row.busy or row.step is None:
         return None
     # busy time leaves out collectives, in which a GPU may wait for its peers
-    collectives = [s for trial in context.trials for v in trial.readings("collective_busy_s").values() for s in v]
+    collectives = [
+        s
+        for trial in context.trials
+        for v in trial.readings("collective_busy_s").values()
+        for s in v
+    ]
     busy_s = max(row.busy.values()) + max(collectives, default=0.0)
     waits_s = sum(row.phases.get(phase.value, 0.0) for phase in (Phase.DATA, *MOVING, Phase.READ))
     batch = f"the batch of {context.case.batch_size}" if context.case.batch_size else "the batch"
     other_s = busy_s + waits_s
-    idle = Estimate(row.step.value - other_s, row.step.low - other_s, row.step.high - other_s, row.step.n, signed=True)
+    idle = Estimate(
+        row.step.value - other_s,
+        row.step.low - other_s,
+        row.step.high - other_s,
+        row.step.n,
+        signed=True,
+    )
     return Evidence(
         says="the GPU is idle while the host launches its work",
-        numbers=f"kernels run for {time(busy_s)} of a step of {time(context.step_s)} ({row.busy_source}), and data, "
-        f"copies and reads take {time(waits_s)}: {batch} is too small for this GPU and this host",
-        size_s=idle, code=COMPILED,
-        share=Estimate(idle.value / row.step.value, 1 - other_s / row.step.low, 1 - other_s / row.step.high, idle.n),
-    )  # fmt: skip
+        numbers=(
+            f"kernels run for {time(busy_s)} of a step of {time(context.step_s)}"
+            f" ({row.busy_source}), and data, copies and reads take {time(waits_s)}: {batch} is too"
+            " small for this GPU and this host"
+        ),
+        size_s=idle,
+        code=COMPILED,
+        share=Estimate(
+            idle.value / row.step.value,
+            1 - other_s / row.step.low,
+            1 - other_s / row.step.high,
+            idle.n,
+        ),
+    )
 
 
 def _reduction(context: CaseContext, loop: Observed) -> Judgement:
-    if context.case.traits.parallelism is not Parallelism.RANKS or not context.row.phases.get(Phase.REDUCE.value):
+    if context.case.traits.parallelism is not Parallelism.RANKS or not context.row.phases.get(
+        Phase.REDUCE.value
+    ):
         return None
     seconds = context.phase(Phase.REDUCE.value)
     gradients = context.model.get("parameter_bytes")
     moved = f" of {size(gradients)} of gradients" if gradients else ""
     return Evidence(
         says="backward does not hide the reduction of gradients",
-        numbers=f"the reduction{moved} on {count(context.case.devices, 'device')} takes {duration(seconds)} per step "
-        "after the end of backward",
-        size_s=seconds, share=context.share(Phase.REDUCE.value), code=HOOK,
-    )  # fmt: skip
+        numbers=(
+            f"the reduction{moved} on {count(context.case.devices, 'device')} takes"
+            f" {duration(seconds)} per step after the end of backward"
+        ),
+        size_s=seconds,
+        share=context.share(Phase.REDUCE.value),
+        code=HOOK,
+    )
 
 
 def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return evidence on the predicted gain from training with DistributedDataParallel, one process per device.
+    """Return evidence on the predicted gain from training with DistributedDataParallel, one process
+    per device.
 
-    Without a prediction, return `Missing` with the reason why there is none, or None if the reason is unknown.
+    Without a prediction, return `Missing` with the reason why there is none, or None if the reason
+    is unknown.
     """
     other = context.alternative
     step = context.row.step
     if isinstance(other, str) or step is None:
         return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
     saved = Estimate(
-        step.value - other.step.value, step.low - other.step.high, step.high - other.step.low, step.n, signed=True
+        step.value - other.step.value,
+        step.low - other.step.high,
+        step.high - other.step.low,
+        step.n,
+        signed=True,
     )
     ratio = quotient(step, other.step)
     return Evidence(
-        says=f"DistributedDataParallel would be {number(ratio.value)}× ({interval(ratio)}) as fast, PREDICTED from the "
-        "phases of this loop",
-        numbers=f"{time(other.step.value)} ({interval(other.step, 1e3)} ms, 80% interval) per step instead of "
-        f"{duration(step)}, {other.basis}",
-        size_s=saved, predicted=True, code=DDP,
-    )  # fmt: skip
+        says=(
+            f"DistributedDataParallel would be {number(ratio.value)}× ({interval(ratio)}) as fast,"
+            " PREDICTED from the phases of this loop"
+        ),
+        numbers=(
+            f"{time(other.step.value)} ({interval(other.step, 1e3)} ms, 80% interval) per step"
+            f" instead of {duration(step)}, {other.basis}"
+        ),
+        size_s=saved,
+        predicted=True,
+        code=DDP,
+    )
 
 
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
-    If no such memory was found, but NVML did not list every rank on the rank's own GPU, return `Missing`: a rank that
-    is not listed may hold such memory.
+    If no such memory was found, but NVML did not list every rank on the rank's own GPU, return
+    `Missing`: a rank that is not listed may hold such memory.
     """
-    if not context.case.traits.ranks or context.case.device_kind != "cuda" or context.row.source is Source.IMPORTED:
+    if (
+        not context.case.traits.ranks
+        or context.case.device_kind != "cuda"
+        or context.row.source is Source.IMPORTED
+    ):
         return None
     homes = {one.rank for one in loop.held if one.own}
     stray = [one for one in loop.held if not one.own and one.rank in homes]
     if not stray:
         silent = context.case.devices - len(homes)
         ranks = f"{silent} of {count(context.case.devices, 'rank')}"
-        question = f"whether ranks hold memory on GPUs other than their own: NVML did not list {ranks}"
+        question = (
+            f"whether ranks hold memory on GPUs other than their own: NVML did not list {ranks}"
+        )
         return Missing(question) if silent > 0 else None
     gpus = {one.uuid: [other for other in stray if other.uuid == one.uuid] for one in stray}
     most = sorted(gpus.values(), key=lambda held: -sum(one.held_bytes for one in held))
@@ -224,8 +314,9 @@ def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     return Evidence(
         says=f"{_strays(most[0], loop)}{others}",
         numbers=f"{'; '.join(places)} (CUDA contexts or tensors, from NVML at the end of the loop)",
-        size_s=None, code=BIND,
-    )  # fmt: skip
+        size_s=None,
+        code=BIND,
+    )
 
 
 def _amount(one: Held) -> str:
@@ -241,9 +332,11 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
 
 
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
-    """Return a function that judges the seconds that a loop spends on one activity outside its steps.
+    """Return a function that judges the seconds that a loop spends on one activity outside its
+    steps.
 
-    `name` is the field of `Observed` that has the seconds, `what` names the activity, and `code` applies the remedy.
+    `name` is the field of `Observed` that has the seconds, `what` names the activity, and `code`
+    applies the remedy.
     """
 
     def judge(context: CaseContext, loop: Observed) -> Judgement:
@@ -253,10 +346,14 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
             return None
         return Evidence(
             says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
-            numbers=f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the time that {what} and all steps "
-            "take together; the step times do not include it",
-            size_s=None, aside=aside_s / (aside_s + steps_s), code=code,
-        )  # fmt: skip
+            numbers=(
+                f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the time that {what} and"
+                " all steps take together; the step times do not include it"
+            ),
+            size_s=None,
+            aside=aside_s / (aside_s + steps_s),
+            code=code,
+        )
 
     return judge
 
@@ -268,10 +365,14 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
     lost = min(1.0, loop.skipped_updates / steps)
     return Evidence(
         says=f"the update was skipped in {loop.skipped_updates} of {count(steps, 'step')}",
-        numbers=f"a GradScaler skips the update of a step whose gradients are not finite: {percent(lost)} of the work "
-        "has no effect",
-        size_s=share_of(context.row.step, lost), share=Estimate(lost, lost, lost, context.row.step.n), code=SCALE,
-    )  # fmt: skip
+        numbers=(
+            "a GradScaler skips the update of a step whose gradients are not finite:"
+            f" {percent(lost)} of the work has no effect"
+        ),
+        size_s=share_of(context.row.step, lost),
+        share=Estimate(lost, lost, lost, context.row.step.n),
+        code=SCALE,
+    )
 
 
 def unclear(loop: Observed) -> list[str]:
@@ -285,49 +386,83 @@ def _affected(one: Unknown) -> str:
 
 RULES = (
     FindingRule(
-        name="loading", when=_observing(_loading),
-        remedy="load batches in more worker processes; the command measures how many are enough: give it the file and "
-        "the name of your dataset",
+        name="loading",
+        when=_observing(_loading),
+        remedy=(
+            "load batches in more worker processes; the command measures how many are enough: give"
+            " it the file and the name of your dataset"
+        ),
     ),
     FindingRule(
-        name="between", when=_observing(_between),
-        remedy="if this time reads or prepares batches, let the worker processes of a DataLoader do it meanwhile",
+        name="between",
+        when=_observing(_between),
+        remedy=(
+            "if this time reads or prepares batches, let the worker processes of a DataLoader do it"
+            " meanwhile"
+        ),
     ),
     FindingRule(
-        name="reads", when=_observing(_reads),
-        remedy="read values such as the loss only every 10 steps, and keep tensors on the device in between",
+        name="reads",
+        when=_observing(_reads),
+        remedy=(
+            "read values such as the loss only every 10 steps, and keep tensors on the device in"
+            " between"
+        ),
     ),
     FindingRule(
-        name="pageable", when=_observing(_pageable),
-        remedy="let the DataLoader pin its batches, and copy them with .to(device, non_blocking=True)",
+        name="pageable",
+        when=_observing(_pageable),
+        remedy=(
+            "let the DataLoader pin its batches, and copy them with .to(device, non_blocking=True)"
+        ),
     ),
     FindingRule(
-        name="launches", when=_observing(_launches),
-        remedy="use a bigger batch, or launch fewer and larger kernels: torch.compile or CUDA graphs",
+        name="launches",
+        when=_observing(_launches),
+        remedy=(
+            "use a bigger batch, or launch fewer and larger kernels: torch.compile or CUDA graphs"
+        ),
     ),
     FindingRule(
-        name="reduction", when=_observing(_reduction),
-        remedy="send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients accumulate)",
+        name="reduction",
+        when=_observing(_reduction),
+        remedy=(
+            "send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients"
+            " accumulate)"
+        ),
     ),
     FindingRule(
-        name="memory of other ranks", when=_observing(_foreign),
-        remedy="call torch.cuda.set_device(local_rank) before the first CUDA call, and load checkpoints with "
-        "map_location",
+        name="memory of other ranks",
+        when=_observing(_foreign),
+        remedy=(
+            "call torch.cuda.set_device(local_rank) before the first CUDA call, and load"
+            " checkpoints with map_location"
+        ),
     ),
     FindingRule(
-        name="predicted ddp", when=_observing(_ddp),
-        remedy="start one process per device with torchrun, and use torch.nn.parallel.DistributedDataParallel",
+        name="predicted ddp",
+        when=_observing(_ddp),
+        remedy=(
+            "start one process per device with torchrun, and use"
+            " torch.nn.parallel.DistributedDataParallel"
+        ),
     ),
     FindingRule(
-        name="evaluation", when=_observing(_aside("evaluation_s", "evaluation", EVALUATE)),
+        name="evaluation",
+        when=_observing(_aside("evaluation_s", "evaluation", EVALUATE)),
         remedy="evaluate less often, on fewer samples, or under torch.inference_mode()",
     ),
     FindingRule(
-        name="checkpoints", when=_observing(_aside("checkpoint_s", "saving checkpoints", SAVE)),
+        name="checkpoints",
+        when=_observing(_aside("checkpoint_s", "saving checkpoints", SAVE)),
         remedy="save checkpoints less often, or from a copy in another thread",
     ),
     FindingRule(
-        name="skipped updates", when=_observing(_skipped),
-        remedy="begin with a lower scale, use bf16, which needs no scale, or look for the cause of infinite gradients",
+        name="skipped updates",
+        when=_observing(_skipped),
+        remedy=(
+            "begin with a lower scale, use bf16, which needs no scale, or look for the cause of"
+            " infinite gradients"
+        ),
     ),
-)  # fmt: skip
+)

@@ -1,25 +1,40 @@
-"""Phases: the rules about single phases of DataParallel's step: moving data, optimizer, compute, unattributed time."""
+"""Phases: the rules about single phases of DataParallel's step: moving data, optimizer, compute,
+unattributed time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing, overlap, share_of
+from dpbench.analysis.findings.rule import (
+    CaseContext,
+    Evidence,
+    FindingRule,
+    Judgement,
+    Missing,
+    overlap,
+    share_of,
+)
 from dpbench.records import UNATTRIBUTED, Phase
 from dpbench.records.registry import Reduction, Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25
-"""Devices count as taking turns in a phase if, on average, fewer than this number of them run it concurrently."""
+"""Devices count as taking turns in a phase if, on average, fewer than this number of them run it
+concurrently.
+"""
 
 
-def _heavy(phase: Phase, detail: Callable[[CaseContext, Estimate], str]) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is the time that DataParallel's step spends in `phase`.
+def _heavy(
+    phase: Phase, detail: Callable[[CaseContext, Estimate], str]
+) -> Callable[[CaseContext], Judgement]:
+    """Return a `FindingRule.when` whose evidence is the time that DataParallel's step spends in
+    `phase`.
 
-    It returns None for cases without this phase, or with one process per device. `detail` takes the context and the
-    time in seconds, and returns a breakdown of this time as text.
+    It returns None for cases without this phase, or with one process per device. `detail` takes the
+    context and the time in seconds, and returns a breakdown of this time as text.
     """
 
     def when(context: CaseContext) -> Judgement:
@@ -40,16 +55,24 @@ def _loading(context: CaseContext) -> Judgement:
         return None
     seconds = context.phase(Phase.DATA.value)
     return Evidence(
-        says=f"the wait for the DataLoader takes {percent(seconds.value / context.step_s)} of the step",
-        numbers=f"{time(seconds.value)} for a batch of {context.case.batch_size}: {context.case.habit('loader')}",
+        says=(
+            f"the wait for the DataLoader takes {percent(seconds.value / context.step_s)} of the"
+            " step"
+        ),
+        numbers=(
+            f"{time(seconds.value)} for a batch of {context.case.batch_size}:"
+            f" {context.case.habit('loader')}"
+        ),
         size_s=seconds,
     )
 
 
 def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
-    """Return the time of replication as text: in total, per parameter tensor and per module, with the bytes copied.
+    """Return the time of replication as text: in total, per parameter tensor and per module, with
+    the bytes copied.
 
-    The time depends mainly on the number of tensors. If this number is unknown, the text has only the total.
+    The time depends mainly on the number of tensors. If this number is unknown, the text has only
+    the total.
     """
     model = context.model
     if not model.get("parameter_tensors"):
@@ -59,9 +82,10 @@ def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
     each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
     modules = count(int(model["modules"]), "module")
     return (
-        f"{time(seconds.value)} = {each}, or {time(seconds.value / model['modules'])} for each of {modules}; "
-        f"replication copies {copies} × {size(model['parameter_bytes'] + model['buffer_bytes'])}, each copy in "
-        f"{count(int(tensors), 'tensor')}"
+        f"{time(seconds.value)} = {each}, or {time(seconds.value / model['modules'])} for each of"
+        f" {modules}; replication copies {copies} ×"
+        f" {size(model['parameter_bytes'] + model['buffer_bytes'])}, each copy in"
+        f" {count(int(tensors), 'tensor')}"
     )
 
 
@@ -80,7 +104,8 @@ def _tensors(model: Mapping[str, float]) -> str:
 
 
 def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
-    """Return a function that formats a phase's time, the bytes that the phase moves, and the pieces of the batch.
+    """Return a function that formats a phase's time, the bytes that the phase moves, and the pieces
+    of the batch.
 
     `name` is the model's fact that has the bytes per sample: "input_bytes" or "output_bytes".
     """
@@ -94,23 +119,38 @@ def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
 
 
 def _optimizer(context: CaseContext) -> Judgement:
-    """Return evidence if device 0 alone updates all weights, with the time that equal shares would save; else None."""
-    if not context.schedule or context.schedule.update != "root" or not context.row.phases.get(Phase.OPTIMIZER.value):
+    """Return evidence if device 0 alone updates all weights, with the time that equal shares would
+    save; else None.
+    """
+    if (
+        not context.schedule
+        or context.schedule.update != "root"
+        or not context.row.phases.get(Phase.OPTIMIZER.value)
+    ):
         return None
     seconds = context.phase(Phase.OPTIMIZER.value)
     idle = len(context.case.rows) - 1
     others = 1 - 1 / len(context.case.rows)
     return Evidence(
-        says=f"the optimizer runs on device 0 alone and takes {percent(seconds.value / context.step_s)} of the step",
-        numbers=f"{time(seconds.value)} while {count(idle, 'device')} {verb(idle, 'waits', 'wait')}; with equal "
-        f"shares, the update would take {time(seconds.value - seconds.value * others)}",
+        says=(
+            "the optimizer runs on device 0 alone and takes"
+            f" {percent(seconds.value / context.step_s)} of the step"
+        ),
+        numbers=(
+            f"{time(seconds.value)} while {count(idle, 'device')} {verb(idle, 'waits', 'wait')};"
+            " with equal shares, the update would take"
+            f" {time(seconds.value - seconds.value * others)}"
+        ),
         size_s=share_of(seconds, others),
     )
 
 
 def _unattributed(context: CaseContext) -> Judgement:
     seconds = context.phase(UNATTRIBUTED)
-    taken = f"{percent(seconds.value / context.step_s)} of the step is spent in Python code between the phases"
+    taken = (
+        f"{percent(seconds.value / context.step_s)} of the step is spent in Python code between the"
+        " phases"
+    )
     return Evidence(
         says="the loop runs code that belongs to no phase" if context.observed else taken,
         numbers=f"no phase covers {time(seconds.value)}",
@@ -120,10 +160,11 @@ def _unattributed(context: CaseContext) -> Judgement:
 
 
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is the time of `phase` in excess of perfect scaling.
+    """Return a `FindingRule.when` whose evidence is the time of `phase` in excess of perfect
+    scaling.
 
-    It returns `Missing` if `single` was not measured. It returns None for emulated devices, for cases with one
-    process per device, and for a backward that includes the reduction.
+    It returns `Missing` if `single` was not measured. It returns None for emulated devices, for
+    cases with one process per device, and for a backward that includes the reduction.
     """
 
     def when(context: CaseContext) -> Judgement:
@@ -134,15 +175,23 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
         lost = context.excess(phase.value)
         ideal = context.ideal()
         if lost is None or ideal is None:
-            return Missing("whether devices compute concurrently (needs the strategy single at the same batch size)")
+            return Missing(
+                "whether devices compute concurrently (needs the strategy single at the same batch"
+                " size)"
+            )
         at_once = _at_once(context, phase)
         took = context.row.phases.get(phase.value, 0.0)
         alone = ideal[0].phases.get(phase.value, 0.0) / ideal[1]
         devices = count(len(context.case.rows), "device")
         return Evidence(
-            says=f"{phase.value} takes {time(took)} on {devices}; with perfect scaling, it would take {time(alone)}",
-            numbers=f"one device would take {time(alone)} for its share of the batch; "
-            f"{_cause(context, phase, at_once)}",
+            says=(
+                f"{phase.value} takes {time(took)} on {devices}; with perfect scaling, it would"
+                f" take {time(alone)}"
+            ),
+            numbers=(
+                f"one device would take {time(alone)} for its share of the batch; "
+                f"{_cause(context, phase, at_once)}"
+            ),
             size_s=lost,
         )
 
@@ -150,11 +199,14 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
 
 
 def _at_once(context: CaseContext, phase: Phase) -> float | None:
-    """Return the mean number of devices that run `phase`, over the time in which at least one does; None if unknown.
+    """Return the mean number of devices that run `phase`, over the time in which at least one does.
 
-    A joint backward is open on all devices at once. On CPU devices, autograd computes it in the thread that called it,
-    for one device after the other. On GPUs, its spans do not show when each device computed. Trials that were stored
-    before dpbench knew joint spans show several devices in both cases, so the schedule decides.
+    None if unknown.
+
+    A joint backward is open on all devices at once. On CPU devices, autograd computes it in the
+    thread that called it, for one device after the other. On GPUs, its spans do not show when each
+    device computed. Trials that were stored before dpbench knew joint spans show several devices in
+    both cases, so the schedule decides.
     """
     if phase is Phase.BACKWARD and context.schedule and context.schedule.backward == "joint":
         return 1.0 if context.case.device_kind == "cpu" else None
@@ -168,67 +220,108 @@ def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
     if at_once is None:
         return f"how many of {devices} run this phase concurrently is unknown"
     if at_once < SERIAL:
-        return f"on average, only {at_once:.1f} of {devices} are in this phase at a time: most run it one after another"
-    concurrent = f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than one device"
+        return (
+            f"on average, only {at_once:.1f} of {devices} are in this phase at a time: most run it"
+            " one after another"
+        )
+    concurrent = (
+        f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than"
+        " one device"
+    )
     if phase is Phase.BACKWARD:  # autograd runs in C++, without the GIL
         return f"{concurrent} alone"
     return (
-        f"{concurrent} alone: the operations are small, and launching them needs Python's global interpreter lock (GIL)"
+        f"{concurrent} alone: the operations are small, and launching them needs Python's global"
+        " interpreter lock (GIL)"
     )
 
 
 RULES = (
     FindingRule(
-        name="data", when=_loading,
-        remedy="load batches ahead of the step in more workers; dpbench loaders measures how many are enough for a "
-        "dataset",
+        name="data",
+        when=_loading,
+        remedy=(
+            "load batches ahead of the step in more workers; dpbench loaders measures how many are"
+            " enough for a dataset"
+        ),
         others=lambda case: [replace(case, loader=workers) for workers in (0, 2, 4)],
     ),
     FindingRule(
-        name="replicate", when=_heavy(Phase.REPLICATE, _per_tensor),
-        remedy="keep the replicas between steps: the schedule cached keeps their module trees, and persistent also "
-        "keeps their weights; flat_storage copies one buffer instead of many tensors; ddp never replicates",
-        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)}, roles=(Role.CONTROL,), alone=True,
-    ),
-    FindingRule(
-        name="reduce", when=_heavy(Phase.REDUCE, _per_gradient),
-        remedy="add the gradients in one buffer (flat_storage), during backward (overlap, ddp), or in shares, one "
-        "on each device (zero1)",
-        switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")}, roles=(Role.CONTROL,),
+        name="replicate",
+        when=_heavy(Phase.REPLICATE, _per_tensor),
+        remedy=(
+            "keep the replicas between steps: the schedule cached keeps their module trees, and"
+            " persistent also keeps their weights; flat_storage copies one buffer instead of many"
+            " tensors; ddp never replicates"
+        ),
+        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)},
+        roles=(Role.CONTROL,),
         alone=True,
     ),
     FindingRule(
-        name="scatter", when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
-        remedy="send fewer bytes (smaller data types, augmentation on the device), use pinned memory, and send the "
-        "bytes before the step needs them; with ddp, each rank loads its own rows",
+        name="reduce",
+        when=_heavy(Phase.REDUCE, _per_gradient),
+        remedy=(
+            "add the gradients in one buffer (flat_storage), during backward (overlap, ddp), or in"
+            " shares, one on each device (zero1)"
+        ),
+        switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")},
+        roles=(Role.CONTROL,),
+        alone=True,
+    ),
+    FindingRule(
+        name="scatter",
+        when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
+        remedy=(
+            "send fewer bytes (smaller data types, augmentation on the device), use pinned memory,"
+            " and send the bytes before the step needs them; with ddp, each rank loads its own rows"
+        ),
         roles=(Role.CONTROL,),
     ),
     FindingRule(
-        name="gather", when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
+        name="gather",
+        when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
         remedy="leave the outputs on their devices and compute the loss there: local_loss, or ddp",
-        switches={"loss": ("local",)}, roles=(Role.CONTROL,), alone=True,
-    ),
-    FindingRule(
-        name="optimizer", when=_optimizer,
-        remedy="let every device update its share of the weights (zero1), or update all weights in one buffer "
-        "(flat_optimizer)",
-        switches={"update": ("sharded",), "optimizer": ("flat",)},
-    ),
-    FindingRule(
-        name="unattributed", when=_unattributed,
-        remedy="profile the Python code of the step: hooks, logging and other code run between the phases that dpbench "
-        "marks",
+        switches={"loss": ("local",)},
+        roles=(Role.CONTROL,),
         alone=True,
     ),
     FindingRule(
-        name="serial forward", when=_serial(Phase.FORWARD),
-        remedy="give each device more work at once (a bigger batch, fewer and larger operators), or use one process "
-        "per device (ddp)",
-        switches={"workers": ("pool",)}, roles=(Role.CONTROL,),
+        name="optimizer",
+        when=_optimizer,
+        remedy=(
+            "let every device update its share of the weights (zero1), or update all weights in one"
+            " buffer (flat_optimizer)"
+        ),
+        switches={"update": ("sharded",), "optimizer": ("flat",)},
     ),
     FindingRule(
-        name="serial backward", when=_serial(Phase.BACKWARD),
-        remedy="run each device's backward in a separate thread (local_backward) or a separate process (ddp)",
-        switches={"backward": ("local",)}, roles=(Role.CONTROL,),
+        name="unattributed",
+        when=_unattributed,
+        remedy=(
+            "profile the Python code of the step: hooks, logging and other code run between the"
+            " phases that dpbench marks"
+        ),
+        alone=True,
     ),
-)  # fmt: skip
+    FindingRule(
+        name="serial forward",
+        when=_serial(Phase.FORWARD),
+        remedy=(
+            "give each device more work at once (a bigger batch, fewer and larger operators), or"
+            " use one process per device (ddp)"
+        ),
+        switches={"workers": ("pool",)},
+        roles=(Role.CONTROL,),
+    ),
+    FindingRule(
+        name="serial backward",
+        when=_serial(Phase.BACKWARD),
+        remedy=(
+            "run each device's backward in a separate thread (local_backward) or a separate process"
+            " (ddp)"
+        ),
+        switches={"backward": ("local",)},
+        roles=(Role.CONTROL,),
+    ),
+)

@@ -1,4 +1,6 @@
-"""Scale: the rules about imbalance, the number of devices, the size and split of the batch, and faster cases."""
+"""Scale: the rules about imbalance, the number of devices, the size and split of the batch, and
+faster cases.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,20 @@ from dpbench.records.words import (
 )
 
 LEVEL = 1.1
-"""The largest ratio of a device's memory or busy time to the other devices' mean at which they count as balanced."""
+"""The largest ratio of a device's memory or busy time to the other devices' mean at which they
+count as balanced.
+"""
 SHOWN_LINKS = 3
 """The number of slow links that a finding names, the slowest first."""
 
 
 def _busy(context: CaseContext) -> Judgement:
-    """Return evidence on the additional busy time of device 0; None if the busy times of the devices are unknown.
+    """Return evidence on the additional busy time of device 0.
 
-    The cost is the time that an equal split of this additional work over all devices would save. Return `Missing` if
-    there are not enough rounds.
+    None if the busy times of the devices are unknown.
+
+    The cost is the time that an equal split of this additional work over all devices would save.
+    Return `Missing` if there are not enough rounds.
     """
     row = context.row
     if row.imbalance is None or len(row.busy) < 2:
@@ -62,30 +68,44 @@ def _busy(context: CaseContext) -> Judgement:
     value, low, high = ((ratio - 1) * rest * factor for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=f"device 0 is busy {times(row.imbalance)} as long as the others on average",
-        numbers=f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for {time(rest)} on average "
-        f"({row.busy_source})",
+        numbers=(
+            f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for"
+            f" {time(rest)} on average ({row.busy_source})"
+        ),
         size_s=Estimate(value, low, high, e.n, signed=True),
     )
 
 
 def _slow_device(context: CaseContext) -> Judgement:
-    """Return evidence if a device is busy clearly longer than the others for the same number of rows; else None.
+    """Return evidence if a device is busy clearly longer than the others for the same number of
+    rows; else None.
 
-    Where one process runs all devices, device 0 has additional work: it is never called slow. Another device is
-    compared with it only if no third one has as many rows. Return None if the devices are not replicas, or if each has
-    its own part of the update, because these parts may differ. Return `Missing` if there are not enough rounds.
+    Where one process runs all devices, device 0 has additional work: it is never called slow.
+    Another device is compared with it only if no third one has as many rows. Return None if the
+    devices are not replicas, or if each has its own part of the update, because these parts may
+    differ. Return `Missing` if there are not enough rounds.
     """
     row = context.row
     case = context.case
     chosen = context.schedule
-    shared = chosen.update == "sharded" if chosen else case.traits.scheduled  # `fastest` may share out the update
-    devices, vectors = busy_of([trial for trial in context.trials if trial.trusted], row.busy_source)
-    alike = [device for device in devices if device < len(case.rows) and case.rows[device] == case.rows[0]]
+    shared = (
+        chosen.update == "sharded" if chosen else case.traits.scheduled
+    )  # `fastest` may share out the update
+    devices, vectors = busy_of(
+        [trial for trial in context.trials if trial.trusted], row.busy_source
+    )
+    alike = [
+        device
+        for device in devices
+        if device < len(case.rows) and case.rows[device] == case.rows[0]
+    ]
     suspects = [device for device in alike if device or not context.engine]
     if shared or not case.traits.replicated or len(alike) < 2 or not suspects:
         return None
     slow = max(suspects, key=lambda device: row.busy[device])
-    peers = [device for device in suspects if device != slow] or [device for device in alike if device != slow]
+    peers = [device for device in suspects if device != slow] or [
+        device for device in alike if device != slow
+    ]
     columns = [devices.index(device) for device in (slow, *peers)]
     e = stats.balance({n: each[:, columns] for n, each in vectors.items()}).first
     if e.doubt:
@@ -95,18 +115,26 @@ def _slow_device(context: CaseContext) -> Judgement:
     rest = sum(row.busy[device] for device in peers) / len(peers)
     value, low, high = ((ratio - 1) * rest for ratio in (e.value, e.low, e.high))
     return Evidence(
-        says=f"device {slow} is slow: it is busy {times(e)} as long as "
-        f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} with the same number of rows",
-        numbers=f"device {slow} is busy for {time(row.busy[slow])} per step, "
-        f"{'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(rest)} ({row.busy_source})",
+        says=(
+            f"device {slow} is slow: it is busy {times(e)} as long as"
+            f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} with the same number of"
+            " rows"
+        ),
+        numbers=(
+            f"device {slow} is busy for {time(row.busy[slow])} per step,"
+            f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(rest)}"
+            f" ({row.busy_source})"
+        ),
         size_s=Estimate(value, low, high, e.n, signed=True),
     )
 
 
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is that copies over a link take longer than over the others.
+    """Return a `FindingRule.when` whose evidence is that copies over a link take longer than over
+    the others.
 
-    If `to_host`, copies from the host are compared. The cost is the time that the slowest link can add to `phases`.
+    If `to_host`, copies from the host are compared. The cost is the time that the slowest link can
+    add to `phases`.
     """
 
     def when(context: CaseContext) -> Judgement:
@@ -119,11 +147,16 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
         slow.sort(key=lambda one: -one.slower.value)
         moving = context.phase(*phases)
         shown = slow[:SHOWN_LINKS]
-        more = [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
+        more = (
+            [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
+        )
         return Evidence(
             says="; ".join([*map(str, shown), *more]),
-            numbers=f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over other links; "
-            f"{', '.join(phases)} {verb(len(phases), 'takes', 'take')} {time(moving.value)} of the step",
+            numbers=(
+                f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over"
+                f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
+                f" {time(moving.value)} of the step"
+            ),
             size_s=share_of(moving, 1 - 1 / slow[0].slower.value),
         )
 
@@ -131,7 +164,9 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
 
 
 def _memory(context: CaseContext) -> Judgement:
-    """Return evidence if device 0 uses clearly more memory than the others, which limits the batch size; else None."""
+    """Return evidence if device 0 uses clearly more memory than the others, which limits the batch
+    size; else None.
+    """
     row = context.row
     if row.memory_imbalance is None or row.memory_imbalance <= LEVEL:
         return None
@@ -143,15 +178,23 @@ def _memory(context: CaseContext) -> Judgement:
     ]
     measured = f"; lower ratios measured in this run: {', '.join(lighter)}" if lighter else ""
     return Evidence(
-        says=f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so it runs out of memory first",
-        numbers=f"{size(row.memory[0])} on device 0, {size(sum(others) / len(others))} on average on the others "
-        f"({row.memory_source}){measured}",
+        says=(
+            f"device 0 uses {number(row.memory_imbalance)}× the memory of the others, so it runs"
+            " out of memory first"
+        ),
+        numbers=(
+            f"{size(row.memory[0])} on device 0, {size(sum(others) / len(others))} on average on"
+            f" the others ({row.memory_source}){measured}"
+        ),
         size_s=None,
     )
 
 
 def _oversubscribed(context: CaseContext) -> Judgement:
-    """Return evidence if there are more logical CPU devices than cores, so that devices take turns; else None."""
+    """Return evidence if there are more logical CPU devices than cores, so that devices take turns.
+
+    Else None.
+    """
     if not context.oversubscribed:
         return None
     most = len(context.case.rows)
@@ -159,8 +202,10 @@ def _oversubscribed(context: CaseContext) -> Judgement:
     compute = context.phase(*COMPUTE)
     return Evidence(
         says=f"oversubscribed: {count(most, 'device')} share {count(context.cores, 'core')}",
-        numbers=f"forward and backward take {time(compute.value)}; with one core per device, they would take at least "
-        f"{time(compute.value * (1 - lost))}",
+        numbers=(
+            f"forward and backward take {time(compute.value)}; with one core per device, they would"
+            f" take at least {time(compute.value * (1 - lost))}"
+        ),
         size_s=share_of(compute, lost),
     )
 
@@ -168,26 +213,35 @@ def _oversubscribed(context: CaseContext) -> Judgement:
 def _all_cores(context: CaseContext) -> Judgement:
     """Return the gain of one CPU device that uses all cores on the same work, as evidence.
 
-    Return `Missing` if this gain was not measured well enough, and None if the devices are not CPU devices.
+    Return `Missing` if this gain was not measured well enough, and None if the devices are not CPU
+    devices.
     """
     if context.case.device_kind != "cpu":
         return None
     rival = context.all_cores()
     if rival is None:
-        return Missing("whether one device with all cores is faster (measure it with --strategies single_all_cores)")
+        return Missing(
+            "whether one device with all cores is faster (measure it with --strategies"
+            " single_all_cores)"
+        )
     return _against(context, rival, "without data parallelism, one device with all cores")
 
 
 def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
-    """Return `Missing` for a question, such as "whether ddp is faster", that more rounds would answer.
+    """Return `Missing` for a question, such as "whether ddp is faster", that more rounds would
+    answer.
 
     `estimate` is the number in doubt, if it may be one of NOISY rounds.
     """
-    return Missing(f"{question} ({withheld(estimate) if estimate else NOT_ENOUGH}: {REMEDY} would help)")
+    return Missing(
+        f"{question} ({withheld(estimate) if estimate else NOT_ENOUGH}: {REMEDY} would help)"
+    )
 
 
 def _against(context: CaseContext, rival: Row, name: str) -> Judgement:
-    """Return the measured gain of `rival` over the diagnosed case as evidence; the text calls the rival `name`.
+    """Return the measured gain of `rival` over the diagnosed case as evidence.
+
+    The text calls the rival `name`.
 
     Return `Missing` if there are not enough rounds, and None if the rival is not decidedly faster.
     """
@@ -211,31 +265,37 @@ def _ddp(context: CaseContext) -> Judgement:
         return None
     rival = next((row for row in context.rivals if row.case.traits.role is Role.CONTROL), None)
     if rival is None:
-        return Missing("whether DistributedDataParallel is faster (measure it with --strategies ddp)")
+        return Missing(
+            "whether DistributedDataParallel is faster (measure it with --strategies ddp)"
+        )
     return _against(context, rival, "DistributedDataParallel")
 
 
 def _schedules(context: CaseContext) -> Judgement:
     """Return the gain of the fastest measured schedule, as evidence.
 
-    Return `Missing` if this gain was not measured well enough, and None for strategies with one process per device.
+    Return `Missing` if this gain was not measured well enough, and None for strategies with one
+    process per device.
     """
     if not context.engine:
         return None
     rivals = [row for row in context.rivals if row.case.traits.scheduled]
     if not rivals:
-        return Missing("whether another schedule is faster (measure with --schedules fastest, or --ladder)")
+        return Missing(
+            "whether another schedule is faster (measure with --schedules fastest, or --ladder)"
+        )
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
     found = _against(context, best, f"the schedule {strategy(best.case)}")
     return replace(found, schedule=best.case.schedule) if isinstance(found, Evidence) else found
 
 
 def _small(context: CaseContext) -> Judgement:
-    """Return evidence on whether one device's share of the batch is too small to use the device well.
+    """Return evidence on whether one device's share of the batch is too small to use the device
+    well.
 
-    With n devices, the cost is the step time of one device on its share, minus 1/n of its step time on the whole batch.
-    Return `Missing` if one of these times was not measured. Return None if the batch does not split evenly, or if the
-    replicas share a GPU.
+    With n devices, the cost is the step time of one device on its share, minus 1/n of its step time
+    on the whole batch. Return `Missing` if one of these times was not measured. Return None if the
+    batch does not split evenly, or if the replicas share a GPU.
     """
     share, rest = divmod(context.case.batch_size, context.case.devices)
     whole = context.single()
@@ -245,18 +305,26 @@ def _small(context: CaseContext) -> Judgement:
     if whole is None or part is None or whole.step is None or part.step is None:
         lacking = context.case.batch_size if whole is None else share
         few = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
-        return Missing(f"whether {few} (measure it with --strategies single --batch-sizes {lacking})")
+        return Missing(
+            f"whether {few} (measure it with --strategies single --batch-sizes {lacking})"
+        )
     most = context.case.devices
     ideal = whole.step.value / most
     if whole.step.doubt or part.step.doubt:
-        return _doubted(f"whether {count(share, 'sample')} per device {verb(share, 'is', 'are')} too few")
+        return _doubted(
+            f"whether {count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
+        )
     samples = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
     return Evidence(
-        says=f"{samples}: one device takes {time(part.step.value)} for {verb(share, 'it', 'them')}; "
-        f"with perfect scaling it would take {time(ideal)}",
-        numbers=f"one device takes {time(whole.step.value)} for {count(context.case.batch_size, 'sample')}; with "
-        f"1/{most} of the batch, its step is faster by a factor of only "
-        f"{number(whole.step.value / part.step.value)}",
+        says=(
+            f"{samples}: one device takes {time(part.step.value)} for {verb(share, 'it', 'them')}; "
+            f"with perfect scaling it would take {time(ideal)}"
+        ),
+        numbers=(
+            f"one device takes {time(whole.step.value)} for"
+            f" {count(context.case.batch_size, 'sample')}; with 1/{most} of the batch, its step is"
+            f" faster by a factor of only {number(whole.step.value / part.step.value)}"
+        ),
         size_s=stats.difference(part.series, scaled(whole.series, 1 / most)),
     )
 
@@ -268,60 +336,90 @@ def _bigger(context: CaseContext) -> Judgement:
     """
     sizes = sorted({case.batch_size for case in context.rows})
     others = [
-        row for size in sizes if size > context.case.batch_size and (row := context.other(batch_size=size)) is not None
+        row
+        for size in sizes
+        if size > context.case.batch_size and (row := context.other(batch_size=size)) is not None
     ]
     if not others:
         return Missing(
-            "whether a bigger batch scales better (measure it with --batch-per-device, or with more --batch-sizes)"
+            "whether a bigger batch scales better (measure it with --batch-per-device, or with more"
+            " --batch-sizes)"
         )
     best = max(others, key=lambda row: row.throughput.value if row.throughput else 0.0)
     assert best.step is not None
     if best.step.doubt:
         return _doubted(f"whether batch {best.case.batch_size} scales better")
     work = context.case.batch_size / best.case.batch_size
-    own, its = (f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown" for r in (context.row, best))
+    own, its = (
+        f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown"
+        for r in (context.row, best)
+    )
     return Evidence(
-        says=f"with a batch of {best.case.batch_size}, the time per {count(context.case.batch_size, 'sample')} is "
-        f"{time(best.step.value * work)}",
-        numbers=f"with a batch of {context.case.batch_size}, a step takes {time(context.step_s)}; the speed-up over "
-        f"one device is {its} at batch {best.case.batch_size} and {own} at batch {context.case.batch_size}",
+        says=(
+            f"with a batch of {best.case.batch_size}, the time per"
+            f" {count(context.case.batch_size, 'sample')} is {time(best.step.value * work)}"
+        ),
+        numbers=(
+            f"with a batch of {context.case.batch_size}, a step takes {time(context.step_s)}; the"
+            f" speed-up over one device is {its} at batch {best.case.batch_size} and {own} at batch"
+            f" {context.case.batch_size}"
+        ),
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
         measured=True,
     )
 
 
 def _uneven(context: CaseContext) -> Judgement:
-    """Return evidence if the devices' shares of the batch differ, so that all wait for the largest share; else None."""
+    """Return evidence if the devices' shares of the batch differ, so that all wait for the largest
+    share; else None.
+    """
     rows = context.case.rows
     batch = context.case.batch_size
     most = context.case.devices // context.case.traits.devices_per_replica
-    if context.case.traits.parallelism is Parallelism.OTHER or (len(rows) == most and len(set(rows)) == 1):
+    if context.case.traits.parallelism is Parallelism.OTHER or (
+        len(rows) == most and len(set(rows)) == 1
+    ):
         return None
     lost = 1 - batch / (max(rows) * most)
     compute = context.phase(*COMPUTE)
     without = most - len(rows)
-    idle = f"; {without} of {count(most, 'device')} {verb(without, 'gets', 'get')} no sample" if without else ""
+    idle = (
+        f"; {without} of {count(most, 'device')} {verb(without, 'gets', 'get')} no sample"
+        if without
+        else ""
+    )
     multiples = _multiples(batch, most)
     samples = f"{count(batch, 'sample')} {verb(batch, 'does', 'do')}"
     return Evidence(
         says=f"{samples} not split evenly over {count(most, 'device')}{idle}",
-        numbers=f"samples by device: {', '.join(map(str, rows))}; a multiple of {most} such as "
-        f"{' or '.join(map(str, multiples))} splits evenly",
+        numbers=(
+            f"samples by device: {', '.join(map(str, rows))}; a multiple of {most} such as "
+            f"{' or '.join(map(str, multiples))} splits evenly"
+        ),
         size_s=share_of(compute, lost),
     )
 
 
 def _diminishing(context: CaseContext) -> Judgement:
-    """Return evidence on the speed-up over the next smaller measured number of devices, compared with the ideal.
+    """Return evidence on the speed-up over the next smaller measured number of devices, compared
+    with the ideal.
 
-    The cost is the step time minus the step time that the ideal speed-up would give. Return `Missing` if the speed-up
-    was not measured well enough. Return None for up to two devices, replicas that share a GPU, and emulated devices.
+    The cost is the step time minus the step time that the ideal speed-up would give. Return
+    `Missing` if the speed-up was not measured well enough. Return None for up to two devices,
+    replicas that share a GPU, and emulated devices.
     """
-    if context.case.devices <= 2 or context.case.placement == "colocated" or context.case.device_kind == "emulated":
+    if (
+        context.case.devices <= 2
+        or context.case.placement == "colocated"
+        or context.case.device_kind == "emulated"
+    ):
         return None
     fewer = context.fewer()
     if fewer is None or fewer.step is None:
-        return Missing("the gain over fewer devices (measure it with --devices and several numbers, such as 2,4)")
+        return Missing(
+            "the gain over fewer devices (measure it with --devices and several numbers, such as"
+            " 2,4)"
+        )
     most, before = context.case.devices, fewer.case.devices
     work = context.case.batch_size / fewer.case.batch_size
     gained = stats.ratio(scaled(fewer.series, work), context.row.series)
@@ -336,9 +434,14 @@ def _diminishing(context: CaseContext) -> Judgement:
         else ""
     )
     return Evidence(
-        says=f"going from {before} to {most} devices gave a speed-up of {times(gained)}; the ideal is "
-        f"{exact(most / before)}×",
-        numbers=f"phases that more devices do not shorten take {percent(serial / context.step_s)} of the step{bound}",
+        says=(
+            f"going from {before} to {most} devices gave a speed-up of {times(gained)}; the ideal"
+            f" is {exact(most / before)}×"
+        ),
+        numbers=(
+            f"phases that more devices do not shorten take {percent(serial / context.step_s)} of"
+            f" the step{bound}"
+        ),
         size_s=stats.difference(context.row.series, scaled(fewer.series, work * before / most)),
     )
 
@@ -362,56 +465,97 @@ def _multiples(batch: int, devices: int) -> list[int]:
 
 RULES = (
     FindingRule(
-        name="imbalance", when=_busy,
-        remedy="move work from device 0 to the others: the loss (local_loss), the update (zero1), or rows of the batch "
-        "(TrainStep's chunk_sizes)",
-        switches={"loss": ("local",), "update": ("each", "sharded")}, roles=(Role.CONTROL,), alone=True,
+        name="imbalance",
+        when=_busy,
+        remedy=(
+            "move work from device 0 to the others: the loss (local_loss), the update (zero1), or"
+            " rows of the batch (TrainStep's chunk_sizes)"
+        ),
+        switches={"loss": ("local",), "update": ("each", "sharded")},
+        roles=(Role.CONTROL,),
+        alone=True,
     ),
     FindingRule(
-        name="slow device", when=_slow_device,
-        remedy="look at the clock, temperature and other processes of the slow device; leave it out, or give it fewer "
-        "rows of the batch (TrainStep's chunk_sizes=\"auto\")",
+        name="slow device",
+        when=_slow_device,
+        remedy=(
+            "look at the clock, temperature and other processes of the slow device; leave it out,"
+            ' or give it fewer rows of the batch (TrainStep\'s chunk_sizes="auto")'
+        ),
     ),
     FindingRule(
-        name="slow link", when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
-        remedy="look at nvidia-smi topo -m and nvidia-smi nvlink -s, or use fewer devices, without the slow link "
-        "(--device-ids)",
+        name="slow link",
+        when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
+        remedy=(
+            "look at nvidia-smi topo -m and nvidia-smi nvlink -s, or use fewer devices, without the"
+            " slow link (--device-ids)"
+        ),
         others=_fewer,
     ),
     FindingRule(
-        name="slow host link", when=_slow_link((Phase.SCATTER,), to_host=True),
-        remedy="compare the PCIe width of the devices (nvidia-smi -q), or leave the device out (--device-ids)",
+        name="slow host link",
+        when=_slow_link((Phase.SCATTER,), to_host=True),
+        remedy=(
+            "compare the PCIe width of the devices (nvidia-smi -q), or leave the device out"
+            " (--device-ids)"
+        ),
         others=_fewer,
     ),
     FindingRule(
-        name="memory", when=_memory,
-        remedy="leave outputs and loss on their devices (local_loss), shard the optimizer's state (zero1), or use ddp",
-        others=_balanced, alone=True,
+        name="memory",
+        when=_memory,
+        remedy=(
+            "leave outputs and loss on their devices (local_loss), shard the optimizer's state"
+            " (zero1), or use ddp"
+        ),
+        others=_balanced,
+        alone=True,
     ),
     FindingRule(
-        name="oversubscribed", when=_oversubscribed,
-        remedy="use at most one device per core, or another machine: these numbers do not show the gain from more "
-        "devices",
+        name="oversubscribed",
+        when=_oversubscribed,
+        remedy=(
+            "use at most one device per core, or another machine: these numbers do not show the"
+            " gain from more devices"
+        ),
         others=_fewer,
     ),
     FindingRule(
-        name="all cores", when=_all_cores, roles=(Role.ALL_CORES,),
+        name="all cores",
+        when=_all_cores,
+        roles=(Role.ALL_CORES,),
         remedy="on this CPU, use one device with all cores instead of data parallelism",
     ),
     FindingRule(
-        name="small share", when=_small, remedy="give each device more samples: a bigger batch, or fewer devices",
+        name="small share",
+        when=_small,
+        remedy="give each device more samples: a bigger batch, or fewer devices",
         others=lambda case: [*commands.at_batch([case], 2), *_fewer(case)],
     ),
-    FindingRule(name="bigger batch", when=_bigger, remedy="use the bigger batch, if the training converges with it"),
     FindingRule(
-        name="uneven", when=_uneven, remedy="choose a batch size that is a multiple of the number of devices",
+        name="bigger batch",
+        when=_bigger,
+        remedy="use the bigger batch, if the training converges with it",
+    ),
+    FindingRule(
+        name="uneven",
+        when=_uneven,
+        remedy="choose a batch size that is a multiple of the number of devices",
         others=_even,
     ),
     FindingRule(
-        name="diminishing", when=_diminishing,
+        name="diminishing",
+        when=_diminishing,
         remedy="use fewer devices, or first shorten the phases that more devices do not shorten",
         others=_fewer,
     ),
-    FindingRule(name="ddp", when=_ddp, remedy="use torch.nn.parallel.DistributedDataParallel", roles=(Role.CONTROL,)),
-    FindingRule(name="schedule", when=_schedules, remedy="use dpbench.TrainStep with that schedule"),
-)  # fmt: skip
+    FindingRule(
+        name="ddp",
+        when=_ddp,
+        remedy="use torch.nn.parallel.DistributedDataParallel",
+        roles=(Role.CONTROL,),
+    ),
+    FindingRule(
+        name="schedule", when=_schedules, remedy="use dpbench.TrainStep with that schedule"
+    ),
+)

@@ -14,7 +14,18 @@ from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.records.words import NOT_ENOUGH, REMEDY, count, doubt, duration, exact, percent, time, times, withheld
+from dpbench.records.words import (
+    NOT_ENOUGH,
+    REMEDY,
+    count,
+    doubt,
+    duration,
+    exact,
+    percent,
+    time,
+    times,
+    withheld,
+)
 
 _REMEDY = f"Use {REMEDY}."
 LARGEST = 3
@@ -24,16 +35,25 @@ LARGEST = 3
 def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return one paragraph about the diagnosed case.
 
-    If there are not enough rounds for its step time, the paragraph says only this. An observed loop is compared
-    with no other case.
+    If there are not enough rounds for its step time, the paragraph says only this. An observed loop
+    is compared with no other case.
     """
     if context.row.step and context.row.step.doubt:
         remedy = "Observe more steps." if context.observed else _REMEDY
-        return f"{_subject(context)}: {NOT_ENOUGH} for the time of a step ({doubt(context.row.step)}). {remedy}"
+        return (
+            f"{_subject(context)}: {NOT_ENOUGH} for the time of a step ({doubt(context.row.step)})."
+            f" {remedy}"
+        )
     if context.case.traits.observed:
-        takes = f"{_subject(context)} take {duration(context.row.step)} per step." if context.row.step else ""
+        takes = (
+            f"{_subject(context)} take {duration(context.row.step)} per step."
+            if context.row.step
+            else ""
+        )
         return " ".join(filter(None, (takes, _largest(context), _recommended(findings))))
-    return " ".join(filter(None, (_gives(context), _steps(context), _where(context), _fix(context, findings))))
+    return " ".join(
+        filter(None, (_gives(context), _steps(context), _where(context), _fix(context, findings)))
+    )
 
 
 def _gives(context: CaseContext) -> str:
@@ -47,12 +67,13 @@ def _gives(context: CaseContext) -> str:
             else "the strategy single was not measured on the same work"
         )
         sentences = (
-            f"{subject} take {time(context.step_s)} per step; the gain over one device is unknown, because {why}."
+            f"{subject} take {time(context.step_s)} per step; the gain over one device is unknown,"
+            f" because {why}."
         )
     elif row.speedup.doubt:
         sentences = (
-            f"{subject} take {time(context.step_s)} per step; {withheld(row.speedup)} for the gain over one device "
-            f"({doubt(row.speedup)}). {_REMEDY}"
+            f"{subject} take {time(context.step_s)} per step; {withheld(row.speedup)} for the gain"
+            f" over one device ({doubt(row.speedup)}). {_REMEDY}"
         )
     else:
         weak = " (weak scaling)" if row.scaling == "weak" else ""
@@ -60,11 +81,14 @@ def _gives(context: CaseContext) -> str:
         sentences = f"{subject} give {times(row.speedup)} over one device{weak}{ideal}."
     if context.oversubscribed:
         sentences += (
-            f" But {len(case.rows)} devices share {count(context.cores, 'core')} (oversubscribed): at most "
-            f"{context.cores}× was possible on this machine."
+            f" But {len(case.rows)} devices share {count(context.cores, 'core')} (oversubscribed):"
+            f" at most {context.cores}× was possible on this machine."
         )
     if case.placement == "colocated":
-        sentences += " The replicas share one GPU: the result shows host cost only, and no speed-up was possible."
+        sentences += (
+            " The replicas share one GPU: the result shows host cost only, and no speed-up was"
+            " possible."
+        )
     return sentences
 
 
@@ -74,7 +98,9 @@ def _subject(context: CaseContext) -> str:
         wrapper = f" under {context.observed.wrapper}" if context.observed.wrapper else ""
         return f"{case.model} at batch {case.batch}: the training steps on {devices(case)}{wrapper}"
     habits = "".join(f", {habit}" for habit in case.habits)
-    return f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {strategy(case)}"
+    return (
+        f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {strategy(case)}"
+    )
 
 
 def _steps(context: CaseContext) -> str:
@@ -86,7 +112,9 @@ def _steps(context: CaseContext) -> str:
     if fewer is None:
         return ""
     most, before = context.case.devices, fewer.case.devices
-    gained = stats.ratio(scaled(fewer.series, context.case.batch_size / fewer.case.batch_size), context.row.series)
+    gained = stats.ratio(
+        scaled(fewer.series, context.case.batch_size / fewer.case.batch_size), context.row.series
+    )
     if gained.doubt:
         return ""
     return (
@@ -96,10 +124,12 @@ def _steps(context: CaseContext) -> str:
 
 
 def _where(context: CaseContext) -> str:
-    """Return sentences on the step time in excess of perfect scaling, and on the phases with the largest excess.
+    """Return sentences on the step time in excess of perfect scaling, and on the phases with the
+    largest excess.
 
-    The phases of a case sum to its step time, so the excesses of all phases sum to the time lost. If the step time with
-    perfect scaling is unknown, return a sentence on the longest phases instead.
+    The phases of a case sum to its step time, so the excesses of all phases sum to the time lost.
+    If the step time with perfect scaling is unknown, return a sentence on the longest phases
+    instead.
     """
     found = context.ideal()
     if found is None or found[0].doubt or context.ratio(found[0]).doubt:
@@ -110,7 +140,8 @@ def _where(context: CaseContext) -> str:
     lost_s = context.step_s - ideal_s
     if lost_s <= 0:
         return (
-            f"A step takes {time(context.step_s)}; with perfect scaling it would take {time(ideal_s)}: no time is lost."
+            f"A step takes {time(context.step_s)}; with perfect scaling it would take"
+            f" {time(ideal_s)}: no time is lost."
         )
     names = {**context.row.phases, **alone.phases}
     lost = {n: context.row.phases.get(n, 0.0) - alone.phases.get(n, 0.0) / divisor for n in names}
@@ -125,13 +156,15 @@ def _largest(context: CaseContext) -> str:
 
 
 def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
-    """Return a clause with the (at most three) longest phases in `seconds` and their shares of `whole_s`.
+    """Return a clause with the (at most three) longest phases in `seconds` and their shares of
+    `whole_s`.
 
     Phases whose share is below 1 % are left out.
     """
-    top = sorted((name for name in seconds if seconds[name] >= 0.01 * whole_s), key=lambda name: -seconds[name])[
-        :LARGEST
-    ]
+    top = sorted(
+        (name for name in seconds if seconds[name] >= 0.01 * whole_s),
+        key=lambda name: -seconds[name],
+    )[:LARGEST]
     named = [
         f"{time(seconds[name])} ({percent(seconds[name] / whole_s)}) "
         f"{'go to Python code between the phases' if name == UNATTRIBUTED else f'go to {name}'}"
@@ -141,10 +174,12 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
 
 
 def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return sentences on the fastest measured cases of the same work, and on the speed-up of the best of them.
+    """Return sentences on the fastest measured cases of the same work, and on the speed-up of the
+    best of them.
 
-    If none of them is faster than the diagnosed case, recommend the remedy of the largest finding instead. If one
-    device without data parallelism is faster than the diagnosed case, a last sentence says so.
+    If none of them is faster than the diagnosed case, recommend the remedy of the largest finding
+    instead. If one device without data parallelism is faster than the diagnosed case, a last
+    sentence says so.
     """
     better = _faster(context, context.rivals)
     if not better:
@@ -152,15 +187,21 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
     said = [f"{_name(row)} is {times(ratio)} as fast" for row, ratio in better[:LARGEST]]
     best, _ = better[0]
     shown = best.speedup if best.speedup and not best.speedup.doubt else None
-    after = f" With {_name(best)}, {context.case.devices} devices give {times(shown)} over one device." if shown else ""
+    after = (
+        f" With {_name(best)}, {context.case.devices} devices give {times(shown)} over one device."
+        if shown
+        else ""
+    )
     return f"Measured to help: {'; '.join(said)}.{after}{_alone(context)}"
 
 
 def _alone(context: CaseContext) -> str:
-    """Return a sentence on the speed of one device if it is decidedly faster than the diagnosed case, else "".
+    """Return a sentence on the speed of one device if it is decidedly faster than the diagnosed
+    case, else "".
 
-    One device means `single`, or one CPU device that uses all cores, whichever is faster. If this device is also faster
-    than every measured case of the same work on several devices, the sentence says so.
+    One device means `single`, or one CPU device that uses all cores, whichever is faster. If this
+    device is also faster than every measured case of the same work on several devices, the sentence
+    says so.
     """
     if context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return ""
@@ -171,7 +212,11 @@ def _alone(context: CaseContext) -> str:
     row, ratio = found[0]
     name = "one device" if row.case.traits.role is Role.BASELINE else strategy(row.case)
     several = [rival for rival in context.rivals if not _slower(rival, row, context)]
-    beaten = "" if several else ", and faster than every measured case on several devices: use one device here"
+    beaten = (
+        ""
+        if several
+        else ", and faster than every measured case on several devices: use one device here"
+    )
     return f" Without data parallelism, {name} is {times(ratio)} as fast{beaten}."
 
 
@@ -186,7 +231,8 @@ def _slower(rival: Row, alone: Row, context: CaseContext) -> bool:
 
 
 def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Estimate]]:
-    """Return, fastest first, the rows of `others` that are decidedly faster than the diagnosed case.
+    """Return, fastest first, the rows of `others` that are decidedly faster than the diagnosed
+    case.
 
     Each row comes with the ratio of the diagnosed case's step time to its step time.
     """
@@ -205,11 +251,13 @@ def _name(row: Row) -> str:
 def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return sentences for a run in which no other case of the same work is decidedly faster.
 
-    The sentences name the other cases, and recommend the remedy of the largest finding (see `_recommended`).
+    The sentences name the other cases, and recommend the remedy of the largest finding (see
+    `_recommended`).
     """
     tried = context.rivals
     nothing = (
-        f"No measured alternative is decidedly faster on the same work ({', '.join(strategy(r.case) for r in tried)})."
+        "No measured alternative is decidedly faster on the same work"
+        f" ({', '.join(strategy(r.case) for r in tried)})."
         if tried
         else "No alternative for the same work was measured."
     )
@@ -227,6 +275,7 @@ def _recommended(findings: Sequence[Finding]) -> str:
     first = bounds[0]
     assert first.evidence.size_s is not None
     return (
-        f"According to the largest finding, this change could save at most {time(first.evidence.size_s.value)} "
-        f"({percent(first.share)} of the step): {first.rule.remedy}."
+        "According to the largest finding, this change could save at most"
+        f" {time(first.evidence.size_s.value)} ({percent(first.share)} of the step):"
+        f" {first.rule.remedy}."
     )

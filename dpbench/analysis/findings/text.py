@@ -1,7 +1,7 @@
 """Text: answers and diagnoses as plain text.
 
-An answer has three bullets: the gain, the cause of lost time, and the change that helps. A diagnosis has a paragraph,
-the findings from largest to smallest, and open questions.
+An answer has three bullets: the gain, the cause of lost time, and the change that helps. A
+diagnosis has a paragraph, the findings from largest to smallest, and open questions.
 """
 
 from __future__ import annotations
@@ -22,29 +22,42 @@ WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of a finding's command: one for a command that applies the remedy, one for a command that measures it."""
+"""The titles of a finding's command: one for a command that applies the remedy, one for a command
+that measures it.
+"""
 NO_FINDING = "no finding exceeds the measurement noise"
-NOTHING = "Nothing to explain: no training step on several devices has a verified result in this run."
+NOTHING = (
+    "Nothing to explain: no training step on several devices has a verified result in this run."
+)
 NOTE = (
-    "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a problem: no remedy can "
-    "save more. These costs overlap, so do not add them up. Findings below 2% of the step, and those whose interval "
-    "includes 0, are left out."
+    "Sizes are seconds per step with 95% intervals. 'Costs at most' gives the total cost of a"
+    " problem: no remedy can save more. These costs overlap, so do not add them up. Findings below"
+    " 2% of the step, and those whose interval includes 0, are left out."
 )
 
 
 def explain(
-    answers: Sequence[Answer], diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = (), samples: int = 0
+    answers: Sequence[Answer],
+    diagnoses: Sequence[Diagnosis],
+    rows: Sequence[Row] = (),
+    samples: int = 0,
 ) -> str:
-    """Return the answers as text, each with three bullets, followed by the cases in `rows` that have no result.
+    """Return the answers as text, each with three bullets, followed by the cases in `rows` that
+    have no result.
 
-    If `samples`, the number of samples in an epoch, is not 0, each answer also states the time of an epoch.
+    If `samples`, the number of samples in an epoch, is not 0, each answer also states the time of
+    an epoch.
     """
-    said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers] or [NOTHING]
+    said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers] or [
+        NOTHING
+    ]
     return "\n\n".join([*said, *_without_result(rows)])
 
 
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
-    """Return all diagnoses as text, followed by the cases in `rows` that have no result, each with the reason."""
+    """Return all diagnoses as text, followed by the cases in `rows` that have no result, each with
+    the reason.
+    """
     explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
     note = [textwrap.fill(NOTE, WIDTH)] if diagnoses else []
     return "\n\n".join([*explained, *note, *_without_result(rows)])
@@ -55,7 +68,10 @@ def _without_result(rows: Sequence[Row]) -> list[str]:
 
 
 def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | None:
-    """Return the diagnosis of a case that the answer compares with the baseline; None if there is no diagnosis."""
+    """Return the diagnosis of a case that the answer compares with the baseline.
+
+    None if there is no diagnosis.
+    """
     alike = [one for one in diagnoses if one.row.source is answer.source]
     return next((one for one in alike if one.row.case in answer.compared), None)
 
@@ -65,18 +81,28 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     epoch = answer.epoch(samples) if samples else ""
     costly = [one for one in diagnosis.findings if one.stake] if diagnosis else []
     observed = answer.home.traits.observed  # the headline of an observed loop names the finding
-    largest = f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}" if costly else ""
+    largest = (
+        f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}"
+        if costly
+        else ""
+    )
     cause = [answer.reason, "" if observed else largest]
     change = _remedy_clauses(costly[0]) if costly else []
     first = "certainty" if observed else "gain"
     bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
     unexplained = NO_FINDING if diagnosis else "no case was diagnosed"
-    nothing = {first: words.MISSING, "cause": unexplained, "change": "none that these measurements support"}
+    nothing = {
+        first: words.MISSING,
+        "cause": unexplained,
+        "change": "none that these measurements support",
+    }
     for name, clauses in bullets.items():
         yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
     # code and command are not wrapped, so that a user can paste them
     code = costly[0].code if costly and costly[0].code != answer.command else ""
-    yield from (f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line)
+    yield from (
+        f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line
+    )
 
 
 def _named(case: Case) -> str:
@@ -103,7 +129,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             yield _filled(f"    {name}: ", text)
     if diagnosis.unjudged:
         yield ""
-        yield _filled("Not judged, for lack of measurements: ", "; ".join(diagnosis.unjudged) + ".", hang=4)
+        yield _filled(
+            "Not judged, for lack of measurements: ", "; ".join(diagnosis.unjudged) + ".", hang=4
+        )
 
 
 def _filled(start: str, text: str, hang: int = 0) -> str:
@@ -111,10 +139,16 @@ def _filled(start: str, text: str, hang: int = 0) -> str:
 
 
 def headline(finding: Finding) -> str:
-    """Return one clause with the problem of a finding and its cost, in seconds and as a share of the step."""
+    """Return one clause with the problem of a finding and its cost, in seconds and as a share of
+    the step.
+    """
     size = finding.evidence.size_s
     if size is None:
-        return finding.evidence.says if finding.evidence.aside else f"{finding.evidence.says} (costs memory, not time)"
+        return (
+            finding.evidence.says
+            if finding.evidence.aside
+            else f"{finding.evidence.says} (costs memory, not time)"
+        )
     kind = "saves" if finding.evidence.measured else "costs at most"
     if finding.evidence.predicted:
         kind = "is predicted to save"
@@ -122,14 +156,17 @@ def headline(finding: Finding) -> str:
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return pairs (title, text): the evidence, the remedy, its measured gains, the line of code, and the command.
+    """Return pairs (title, text): the evidence, the remedy, its measured gains, the line of code,
+    and the command.
 
-    The measured gains and the command are left out if the evidence itself is a measured gain. The command is also left
-    out if the gains were measured.
+    The measured gains and the command are left out if the evidence itself is a measured gain. The
+    command is also left out if the gains were measured.
     """
     pairs = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
     if finding.cures and not finding.evidence.measured:
-        pairs.append(("measured in this run", "; ".join(_cure(cure) for cure in finding.cures[:CURES])))
+        pairs.append(
+            ("measured in this run", "; ".join(_cure(cure) for cure in finding.cures[:CURES]))
+        )
     if finding.code:
         pairs.append(("code", finding.code))
     if finding.command and not (finding.cures or finding.evidence.measured):

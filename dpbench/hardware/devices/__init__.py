@@ -1,6 +1,7 @@
 """Devices: convert the device ids of users to devices.
 
-Ids are torch's ids of GPUs, "cpu" once for each logical CPU device, or "emulated:0", "emulated:1" and so on.
+Ids are torch's ids of GPUs, "cpu" once for each logical CPU device, or "emulated:0", "emulated:1"
+and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dpbench.hardware.devices.host import CpuDevice, EmulatedDevice
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]
-"""The type of the argument `devices` of the engine's functions: devices, or ids that `resolve` accepts."""
+"""The type of the argument `devices` of the engine's functions: devices, or ids that `resolve`
+accepts.
+"""
 
 
 def as_devices(devices: Devices) -> list[Device]:
@@ -31,7 +34,9 @@ def as_devices(devices: Devices) -> list[Device]:
 
 @contextmanager
 def holding(devices: Sequence[Device]) -> Iterator[None]:
-    """In the context, all threads use the calling thread's current streams as the streams of `devices`."""
+    """In the context, all threads use the calling thread's current streams as the streams of
+    `devices`.
+    """
     with ExitStack() as held:
         for device in devices:
             held.enter_context(device.hold())
@@ -39,14 +44,19 @@ def holding(devices: Sequence[Device]) -> Iterator[None]:
 
 
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
-    """Return one device per id; None means all GPUs, so the list is empty on a machine without a GPU.
+    """Return one device per id.
 
-    An id is the index of a GPU, a torch.device, or the name of a device. If a GPU is listed several times, its replicas
-    are colocated. Each "cpu" is one logical CPU device. "emulated:1" is an emulated device; its tensors report the
-    device "lazy:1". Raises ValueError for ids of an unknown kind, ids of different kinds, and GPUs that do not exist.
+    None means all GPUs, so the list is empty on a machine without a GPU.
+
+    An id is the index of a GPU, a torch.device, or the name of a device. If a GPU is listed several
+    times, its replicas are colocated. Each "cpu" is one logical CPU device. "emulated:1" is an
+    emulated device; its tensors report the device "lazy:1". Raises ValueError for ids of an unknown
+    kind, ids of different kinds, and GPUs that do not exist.
     """
     if isinstance(device_ids, DeviceId):
-        raise ValueError(f"device_ids must be a list of ids, but is {device_ids!r}; give [{device_ids!r}]")
+        raise ValueError(
+            f"device_ids must be a list of ids, but is {device_ids!r}; give [{device_ids!r}]"
+        )
     if device_ids is None:
         device_ids = range(torch.cuda.device_count())
     parsed = [_parse(i) for i in device_ids]
@@ -54,7 +64,8 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
     if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [LAZY]):
         named = ", ".join(str(i) for i in device_ids)
         raise ValueError(
-            f"device_ids must all be of one kind: GPUs, 'cpu', or emulated devices such as 'emulated:0'; got {named}"
+            "device_ids must all be of one kind: GPUs, 'cpu', or emulated devices such as"
+            f" 'emulated:0'; got {named}"
         )
     if kinds == ["cpu"]:
         return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
@@ -64,11 +75,15 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
 
 
 def _parse(device_id: DeviceId) -> torch.device:
-    """Return the torch.device of an id: an integer is the index of a GPU, and "emulated:1" means "lazy:1"."""
+    """Return the torch.device of an id: an integer is the index of a GPU, and "emulated:1" means
+    "lazy:1".
+    """
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     name = str(device_id)
-    return torch.device(LAZY + name.removeprefix("emulated") if name.startswith("emulated") else name)
+    return torch.device(
+        LAZY + name.removeprefix("emulated") if name.startswith("emulated") else name
+    )
 
 
 def _emulated(ordinals: Sequence[int]) -> list[Device]:
@@ -87,27 +102,34 @@ def _ordinal(device: torch.device) -> int:
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(
-            f"device_ids contains {device}, but torch finds no GPU on this machine; use 'cpu' for logical CPU devices"
+            f"device_ids contains {device}, but torch finds no GPU on this machine; use 'cpu' for"
+            " logical CPU devices"
         )
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if not 0 <= ordinal < count:
         raise ValueError(
-            f"device_ids contains cuda:{ordinal}, but torch finds {count} GPU(s); use an index below {count}"
+            f"device_ids contains cuda:{ordinal}, but torch finds {count} GPU(s); use an index"
+            f" below {count}"
         )
     return ordinal
 
 
-def _cuda(ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False) -> list[Device]:
+def _cuda(
+    ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False
+) -> list[Device]:
     """Return one CUDA device per replica; replica i uses the GPU `ordinals[i]`.
 
-    A replica that is not the first on its GPU has its own stream, unless `shared_stream` is True. `own_processes` means
-    that each device is used in a separate process, with a separate memory allocator.
+    A replica that is not the first on its GPU has its own stream, unless `shared_stream` is True.
+    `own_processes` means that each device is used in a separate process, with a separate memory
+    allocator.
     """
     devices = []
     for index, ordinal in enumerate(ordinals):
         again = ordinal in ordinals[:index]
         shares_memory = again and not own_processes  # each process has its own allocator
-        device = CudaDevice(index, ordinal, own_stream=again and not shared_stream, shares_memory=shares_memory)
+        device = CudaDevice(
+            index, ordinal, own_stream=again and not shared_stream, shares_memory=shares_memory
+        )
         devices.append(cast(Device, device))
     return devices
 
@@ -123,24 +145,35 @@ def open_devices(
 ) -> list[Device]:
     """Return `count` devices of `kind`, which is "cpu", "cuda" or "emulated".
 
-    Each logical CPU device has one core, to which its threads are bound. Placement "spread" uses the first `count` of
-    `ids`, or of all devices if `ids` is empty. Placement "colocated" puts all replicas on one GPU or emulated device.
-    With `shared_stream`, colocated replicas share one stream. `own_processes` means that each device is used in a
-    separate process. Raises ValueError for an unknown kind, or if there are too few GPUs.
+    Each logical CPU device has one core, to which its threads are bound. Placement "spread" uses
+    the first `count` of `ids`, or of all devices if `ids` is empty. Placement "colocated" puts all
+    replicas on one GPU or emulated device. With `shared_stream`, colocated replicas share one
+    stream. `own_processes` means that each device is used in a separate process. Raises ValueError
+    for an unknown kind, or if there are too few GPUs.
     """
     if kind == "cpu":
         return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]
     if kind == "emulated":
-        return _emulated([0] * count if placement == "colocated" else list(ids[:count]) or list(range(count)))
+        return _emulated(
+            [0] * count if placement == "colocated" else list(ids[:count]) or list(range(count))
+        )
     if kind != "cuda":
-        raise ValueError(f"unknown device kind {kind!r}; the known kinds are cpu, cuda and emulated")
+        raise ValueError(
+            f"unknown device kind {kind!r}; the known kinds are cpu, cuda and emulated"
+        )
     available = list(ids) or list(range(torch.cuda.device_count()))
     wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:
         raise ValueError(
             f"too few GPUs: {count} required, {len(available)} available"
-            + ("; use --placement colocated to put all replicas on one GPU" if available else "; use --device-kind cpu")
+            + (
+                "; use --placement colocated to put all replicas on one GPU"
+                if available
+                else "; use --device-kind cpu"
+            )
         )
     return _cuda(
-        [_ordinal(torch.device("cuda", i)) for i in wanted], shared_stream=shared_stream, own_processes=own_processes
+        [_ordinal(torch.device("cuda", i)) for i in wanted],
+        shared_stream=shared_stream,
+        own_processes=own_processes,
     )

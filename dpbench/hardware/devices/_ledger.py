@@ -1,4 +1,6 @@
-"""Ledger: count the bytes of tensor storages on each emulated device, and enforce a limit of memory."""
+"""Ledger: count the bytes of tensor storages on each emulated device, and enforce a limit of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,19 @@ import torch
 
 
 class DeviceFull(torch.OutOfMemoryError):
-    """The error of an allocation that would exceed the limit of an emulated device; `ordinal` is the device's index."""
+    """The error of an allocation that would exceed the limit of an emulated device.
+
+    `ordinal` is the device's index.
+    """
 
     ordinal: int | None = None
 
 
 class StorageLedger:
-    """A count of the bytes of the tensor storages on each emulated device. All methods are thread-safe."""
+    """A count of the bytes of the tensor storages on each emulated device.
+
+    All methods are thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a finalizer may run within any of these methods
@@ -29,8 +37,9 @@ class StorageLedger:
     def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         """Count the bytes of `storage` as bytes of `device` until the storage is freed.
 
-        If the storage is counted already, update its size. Raises DeviceFull, a torch.OutOfMemoryError, and leaves the
-        count unchanged, if the device would exceed its limit.
+        If the storage is counted already, update its size. Raises DeviceFull, a
+        torch.OutOfMemoryError, and leaves the count unchanged, if the device would exceed its
+        limit.
         """
         key = id(storage)
         size = storage.nbytes()
@@ -40,13 +49,16 @@ class StorageLedger:
             bound = self._bound.get(device)
             if bound is not None and self._now[device] + size - (before or 0) > bound:
                 full = DeviceFull(
-                    f"emulated device {device.index} has a total capacity of {bound} bytes, of which "
-                    f"{self._now[device]} are in use; tried to allocate {size - (before or 0)} more bytes"
+                    f"emulated device {device.index} has a total capacity of {bound} bytes, of"
+                    f" which {self._now[device]} are in use; tried to allocate"
+                    f" {size - (before or 0)} more bytes"
                 )
                 full.ordinal = device.index
                 raise full
             if before != size:
-                kept = entry[2] if entry else weakref.ref(storage, functools.partial(self._free, key))
+                kept = (
+                    entry[2] if entry else weakref.ref(storage, functools.partial(self._free, key))
+                )
                 self._owned[key] = (device, size, kept)
                 self._now[device] += size - (before or 0)
                 self._peak[device] = max(self._peak[device], self._now[device])
@@ -67,7 +79,9 @@ class StorageLedger:
             return self._peak[device]
 
     def take(self, device: torch.device) -> int:
-        """Return the peak of the bytes allocated on `device`, and reset the peak, in one atomic operation."""
+        """Return the peak of the bytes allocated on `device`, and reset the peak, in one atomic
+        operation.
+        """
         with self._lock:
             peak = self._peak[device]
             self._peak[device] = self._now[device]
@@ -88,4 +102,7 @@ class StorageLedger:
 
 
 ledger = StorageLedger()
-"""The ledger of all emulated devices; the process has only one, because storages may outlive device objects."""
+"""The ledger of all emulated devices.
+
+The process has only one, because storages may outlive device objects.
+"""

@@ -1,9 +1,11 @@
-"""Emulated tensors: wrappers of ordinary tensors that report the device `lazy:i`, and whose bytes are counted.
+"""Emulated tensors: wrappers of ordinary tensors that report the device `lazy:i`, and whose bytes
+are counted.
 
-torch has a device type for its lazy backend, but no kernels until the backend is started. This module registers three
-kernels, two that allocate and one that copies. They suffice for factories, `.to("lazy:0")` and ops that allocate, in
-every thread and without a context manager. All other ops have an EmulatedTensor among their arguments. For these ops,
-torch calls `_dispatch`, which checks devices as CUDA would, and runs the op on the wrapped tensors.
+torch has a device type for its lazy backend, but no kernels until the backend is started. This
+module registers three kernels, two that allocate and one that copies. They suffice for factories,
+`.to("lazy:0")` and ops that allocate, in every thread and without a context manager. All other ops
+have an EmulatedTensor among their arguments. For these ops, torch calls `_dispatch`, which checks
+devices as CUDA would, and runs the op on the wrapped tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ import torch
 from dpbench.hardware.devices._ledger import ledger
 
 LAZY = "lazy"
-"""The device type that emulated tensors report. For this type, as for the CPU, backward runs in the calling thread."""
+"""The device type that emulated tensors report.
+
+For this type, as for the CPU, backward runs in the calling thread.
+"""
 
 aten = torch.ops.aten
 ANY_DEVICE = {aten.copy_.default, aten._to_copy.default}
@@ -32,7 +37,9 @@ HOST_ARGUMENTS = {
     aten._pack_padded_sequence.default,
     aten._pack_padded_sequence_backward.default,
 }
-"""Ops that, as on a GPU, accept indices or lengths on the host although their other tensors are on a device."""
+"""Ops that, as on a GPU, accept indices or lengths on the host although their other tensors are on
+a device.
+"""
 
 
 SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
@@ -45,7 +52,9 @@ class EmulatedTensor(torch.Tensor):
     """
 
     held: torch.Tensor
-    __torch_function__: Any = torch._C._disabled_torch_function_impl  # do not convert results to the subclass
+    __torch_function__: Any = (
+        torch._C._disabled_torch_function_impl
+    )  # do not convert results to the subclass
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -53,7 +62,8 @@ class EmulatedTensor(torch.Tensor):
     ) -> Any:
         """Run an op on the wrapped tensors.
 
-        In inference mode, torch passes composite ops to this method too; the method decomposes them into other ops.
+        In inference mode, torch passes composite ops to this method too; the method decomposes them
+        into other ops.
         """
         if torch.is_inference_mode_enabled():
             result = func.decompose(*args, **(kwargs or {}))
@@ -63,35 +73,51 @@ class EmulatedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return a tensor that shares the values but has no autograd history, as `torch.Tensor.data` does."""
+        """Return a tensor that shares the values but has no autograd history, as
+        `torch.Tensor.data` does.
+        """
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Replace the shape and the wrapped tensor by those of `value`; torch's setter would replace only the shape."""
+        """Replace the shape and the wrapped tensor by those of `value`.
+
+        Torch's setter would replace only the shape.
+        """
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.held = _held(value)
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
         """Return the name of the attribute with the wrapped tensor, and the device.
 
-        torch treats a class with this method as a wrapper: `module.to` then swaps tensors, which keeps tied weights
-        tied and optimizers valid.
+        torch treats a class with this method as a wrapper: `module.to` then swaps tensors, which
+        keeps tied weights tied and optimizers valid.
         """
         return ["held"], self.device
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], device: Any, size: Any, stride: Any) -> EmulatedTensor:
-        """Return the emulated tensor from the parts that `__tensor_flatten__` names; `size` and `stride` are unused."""
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], device: Any, size: Any, stride: Any
+    ) -> EmulatedTensor:
+        """Return the emulated tensor from the parts that `__tensor_flatten__` names.
+
+        `size` and `stride` are unused.
+        """
         return wrap(inner["held"], device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedTensor:
         if not self.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user support the deepcopy protocol"
+            )
         if id(self) not in memo:
-            twin = wrap(copy.deepcopy(self.held, memo), self.device).requires_grad_(self.requires_grad)
+            twin = wrap(copy.deepcopy(self.held, memo), self.device).requires_grad_(
+                self.requires_grad
+            )
             memo[id(self)] = twin
-            twin.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "held"})
+            twin.__dict__.update(
+                {k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k != "held"}
+            )
             twin.grad = copy.deepcopy(self.grad, memo)
         return memo[id(self)]  # type: ignore[no-any-return]
 
@@ -100,14 +126,21 @@ class EmulatedTensor(torch.Tensor):
         return _rebuild, (self.held, self.device, self.requires_grad, rest)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        history = f"grad_fn=<{self.grad_fn.name()}>" if self.grad_fn else f"requires_grad={self.requires_grad}"
+        history = (
+            f"grad_fn=<{self.grad_fn.name()}>"
+            if self.grad_fn
+            else f"requires_grad={self.requires_grad}"
+        )
         text = f"{repr(self.held)[:-1]}, device='{self.device}', {history})"
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Return the name of the tensor's type if `dtype` is None; otherwise return the tensor converted to `dtype`.
+        """Return the name of the tensor's type if `dtype` is None.
 
-        This method composes the name of a sparse type, because torch has no name for sparse tensors on this device.
+        Otherwise return the tensor converted to `dtype`.
+
+        This method composes the name of a sparse type, because torch has no name for sparse tensors
+        on this device.
         """
         if dtype is None and self.is_sparse:
             return self.held.type().replace("torch.", f"torch.{LAZY}.")
@@ -120,7 +153,10 @@ class EmulatedTensor(torch.Tensor):
         """
         if force:
             return self.detach().cpu().numpy()
-        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy it"
+            " first."
+        )
 
     def tolist(self) -> Any:
         """Return the values as nested lists; for a 0-dim tensor, return the number."""
@@ -131,7 +167,9 @@ class EmulatedTensor(torch.Tensor):
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
-    """Return an emulated tensor on `device` that wraps `inner`, and count the bytes of `inner` as bytes of `device`."""
+    """Return an emulated tensor on `device` that wraps `inner`, and count the bytes of `inner` as
+    bytes of `device`.
+    """
     if inner.is_conj() or inner.is_neg():  # torch cannot see these two flags of a wrapped tensor
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
@@ -150,7 +188,9 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
     return tensor  # type: ignore[no-any-return]
 
 
-def _rebuild(inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]) -> EmulatedTensor:
+def _rebuild(
+    inner: torch.Tensor, device: torch.device, requires_grad: bool, rest: dict[str, Any]
+) -> EmulatedTensor:
     install()
     tensor = wrap(inner, device)
     tensor.__dict__.update(rest)
@@ -162,7 +202,10 @@ _home = torch.device("cpu")
 
 
 def set_home(device: torch.device) -> torch.device:
-    """Set the device (cpu or meta) of the tensors that new emulated tensors wrap; return the previous device."""
+    """Set the device (cpu or meta) of the tensors that new emulated tensors wrap.
+
+    Return the previous device.
+    """
     global _home
     before, _home = _home, device
     return before
@@ -170,7 +213,9 @@ def set_home(device: torch.device) -> torch.device:
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Register the kernels for the lazy backend until the process ends; return the library that contains them.
+    """Register the kernels for the lazy backend until the process ends.
+
+    Return the library that contains them.
 
     Only the first call registers the kernels; later calls return the same library.
     """
@@ -185,26 +230,35 @@ def install() -> torch.library.Library:
 def load_operators() -> None:
     """Create torch's Python object of every ATen operator; the first call takes about 0.2 s.
 
-    torch creates this object, which `__torch_dispatch__` receives, when an operator is first dispatched to Python, and
-    keeps a reference that it does not own. If two threads are the first, torch 2.13 frees the object that it kept, and
-    the process crashes. Call this function before several threads dispatch operators to Python.
+    torch creates this object, which `__torch_dispatch__` receives, when an operator is first
+    dispatched to Python, and keeps a reference that it does not own. If two threads are the first,
+    torch 2.13 frees the object that it kept, and the process crashes. Call this function before
+    several threads dispatch operators to Python.
     """
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace == "aten":
-            getattr(getattr(aten, name, None), schema.overload_name or "default", None)  # None: an op of TorchScript
+            getattr(
+                getattr(aten, name, None), schema.overload_name or "default", None
+            )  # None: an op of TorchScript
 
 
-def _empty(size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any) -> torch.Tensor:
+def _empty(
+    size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any
+) -> torch.Tensor:
     kept = {} if memory_format is None else {"memory_format": memory_format}
     return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
 
 
-def _empty_strided(size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any) -> torch.Tensor:
+def _empty_strided(
+    size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any
+) -> torch.Tensor:
     return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
 
 
-def _copy_from(source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False) -> torch.Tensor:
+def _copy_from(
+    source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False
+) -> torch.Tensor:
     """Copy `source` into `target`, and return `target`: the kernel of aten::_copy_from.
 
     torch calls this kernel within `torch.tensor`, where tensor subclasses are disabled.
@@ -219,7 +273,9 @@ def _numbered(device: Any) -> torch.device:
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Check the devices of the arguments, run `func` on the wrapped tensors, and wrap the tensors that it returns."""
+    """Check the devices of the arguments, run `func` on the wrapped tensors, and wrap the tensors
+    that it returns.
+    """
     tensors = _tensors((*args, *kwargs.values()))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")
@@ -252,8 +308,8 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
     """Raise RuntimeError if one of `tensors` is not on `device`.
 
-    0-dim tensors on the host are allowed with any device, as are host tensors in the ops of `HOST_ARGUMENTS`. The
-    copying ops of `ANY_DEVICE` are not checked.
+    0-dim tensors on the host are allowed with any device, as are host tensors in the ops of
+    `HOST_ARGUMENTS`. The copying ops of `ANY_DEVICE` are not checked.
     """
     for tensor in tensors:
         if tensor.device == device or func in ANY_DEVICE:
@@ -261,7 +317,7 @@ def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.dev
         of_host = tensor.device.type == "cpu" and (tensor.dim() == 0 or func in HOST_ARGUMENTS)
         if not of_host:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, "
+                "Expected all tensors to be on the same device, but found at least two devices, "
                 f"{device} and {tensor.device}! (when checking arguments of {func})"
             )
 
@@ -272,11 +328,14 @@ def _check_positions(func: Any, args: Sequence[Any]) -> None:
         _check_devices(func, tensors, tensors[0].device)
 
 
-def _outside(tensor: torch.Tensor, arguments: dict[int, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the emulated tensor for a result of an op: the argument that the op wrote to, or a new tensor.
+def _outside(
+    tensor: torch.Tensor, arguments: dict[int, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Return the emulated tensor for a result of an op: the argument that the op wrote to, or a new
+    tensor.
 
-    `tensor` is the result of running the op on wrapped tensors. `arguments` maps the id of each wrapped argument to the
-    argument.
+    `tensor` is the result of running the op on wrapped tensors. `arguments` maps the id of each
+    wrapped argument to the argument.
     """
     argument = arguments.get(id(tensor))
     if argument is None:
@@ -284,7 +343,9 @@ def _outside(tensor: torch.Tensor, arguments: dict[int, torch.Tensor], device: t
     if isinstance(argument, EmulatedTensor) and (
         argument.shape != tensor.shape or argument.stride() != tensor.stride()
     ):
-        argument.data = wrap(tensor, device)  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
+        argument.data = wrap(
+            tensor, device
+        )  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
     return argument
 
 
@@ -293,7 +354,8 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value`, an argument or a result of an op, with `change` applied to every tensor in it.
+    """Return `value`, an argument or a result of an op, with `change` applied to every tensor in
+    it.
 
     `value` may be a nested list or tuple.
     """
@@ -304,8 +366,11 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(values: Sequence[Any], tensors: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """Return the tensors in `values`, the arguments of an op, including those in nested lists and tuples.
+def _tensors(
+    values: Sequence[Any], tensors: list[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Return the tensors in `values`, the arguments of an op, including those in nested lists and
+    tuples.
 
     They are appended to `tensors`, if it is given.
     """

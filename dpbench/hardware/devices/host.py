@@ -1,14 +1,17 @@
-"""Devices on the host: logical CPU devices and emulated devices; each operation is done when its call returns.
+"""Devices on the host: logical CPU devices and emulated devices.
 
-Logical CPU devices have separate tensors, so that every schedule can run and be tested without a GPU. Emulated devices
-also raise an error if tensors of different devices are combined, as GPUs do, and count the bytes on each device
-exactly.
+Each operation is done when its call returns.
 
-After an emulated device has been created, or this module's `install` has been called, `module.to("lazy:0")`,
-`x.to("lazy:1")`, `torch.zeros(3, device="lazy:0")` and `.cpu()` work in every thread. Values are computed on the host.
-They are bitwise equal to those of logical CPU devices, except for attention and RNNs, whose results are equal within
-rounding. For attention, torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on
-both). For RNNs on emulated devices, torch multiplies the input step by step, as on a GPU.
+Logical CPU devices have separate tensors, so that every schedule can run and be tested without a
+GPU. Emulated devices also raise an error if tensors of different devices are combined, as GPUs do,
+and count the bytes on each device exactly.
+
+After an emulated device has been created, or this module's `install` has been called,
+`module.to("lazy:0")`, `x.to("lazy:1")`, `torch.zeros(3, device="lazy:0")` and `.cpu()` work in
+every thread. Values are computed on the host. They are bitwise equal to those of logical CPU
+devices, except for attention and RNNs, whose results are equal within rounding. For attention,
+torch uses another kernel on logical CPU devices (to compare, choose `SDPBackend.MATH` on both). For
+RNNs on emulated devices, torch multiplies the input step by step, as on a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from dpbench.hardware.processes import stay
 
 
 class HostDevice:
-    """The base class of devices whose tensors are in the host's memory, whatever device the tensors report."""
+    """The base class of devices whose tensors are in the host's memory, whatever device the tensors
+    report.
+    """
 
     index: int
     name: str
@@ -47,7 +52,9 @@ class HostDevice:
         return [self.put(tensor) for tensor in tensors]
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing: the host is always current, and has no streams."""
+        """Return a context manager that does nothing: the host is always current, and has no
+        streams.
+        """
         return nullcontext()
 
     def hold(self) -> AbstractContextManager[Any]:
@@ -61,7 +68,9 @@ class HostDevice:
         """Do nothing: the work of every host device is done when its call returns."""
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: the host has no streams, so memory is never reused while queued work reads it."""
+        """Do nothing: the host has no streams, so memory is never reused while queued work reads
+        it.
+        """
 
     def event(self, reuse: Any = None) -> Any:
         """Return None, because the host's clock times the work of this device."""
@@ -74,11 +83,15 @@ class HostDevice:
         """Return False: the host has no collectives within a process."""
         return False
 
-    def broadcast(self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]) -> list[list[torch.Tensor]]:
+    def broadcast(
+        self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
+    ) -> list[list[torch.Tensor]]:
         """Raise RuntimeError: the host has no collectives within a process."""
         raise RuntimeError(f"{self.name} has no collectives")
 
-    def reduce_add(self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]) -> list[torch.Tensor]:
+    def reduce_add(
+        self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]
+    ) -> list[torch.Tensor]:
         """Raise RuntimeError: the host has no collectives within a process."""
         raise RuntimeError(f"{self.name} has no collectives")
 
@@ -90,7 +103,8 @@ class HostDevice:
 class CpuDevice(HostDevice):
     """A logical device on the host, with separate tensors and, optionally, an assigned core.
 
-    `core` is a position in `processes.CORES`, or None; threads that work for the device are bound to this core.
+    `core` is a position in `processes.CORES`, or None; threads that work for the device are bound
+    to this core.
     """
 
     def __init__(self, index: int, core: int | None = None) -> None:
@@ -118,11 +132,14 @@ __all__ = ["EmulatedDevice", "bounded", "bytes_only", "install", "load_operators
 class EmulatedDevice(HostDevice):
     """An emulated device, as used by one replica.
 
-    `ordinal` is the number i in the device `lazy:i` of its tensors; it defaults to `index`. `shares_memory` is True if
-    a replica with a lower index already reports the memory of this device.
+    `ordinal` is the number i in the device `lazy:i` of its tensors; it defaults to `index`.
+    `shares_memory` is True if a replica with a lower index already reports the memory of this
+    device.
     """
 
-    def __init__(self, index: int, ordinal: int | None = None, *, shares_memory: bool = False) -> None:
+    def __init__(
+        self, index: int, ordinal: int | None = None, *, shares_memory: bool = False
+    ) -> None:
         install()
         if index:  # the replicas of several devices run in several threads
             load_operators()
@@ -133,7 +150,8 @@ class EmulatedDevice(HostDevice):
         self._shares_memory = shares_memory
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the peak of allocated bytes since the last reset, under the key `allocated`, and reset it.
+        """Return the peak of allocated bytes since the last reset, under the key `allocated`, and
+        reset it.
 
         The dict is empty if another replica already reports this device's memory.
         """
@@ -150,7 +168,9 @@ class EmulatedDevice(HostDevice):
 
 @contextmanager
 def bytes_only() -> Iterator[None]:
-    """Inside the context, in any thread, create emulated tensors that store no values, so that they use no memory."""
+    """Inside the context, in any thread, create emulated tensors that store no values, so that they
+    use no memory.
+    """
     before = set_home(torch.device("meta"))
     try:
         yield

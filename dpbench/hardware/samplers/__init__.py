@@ -1,14 +1,17 @@
 """Samplers: read the counters of GPUs and host during a run, in a separate process.
 
-A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each sampler is a plug-in: a
-module in this folder with `start(devices, interval_s)`, a context manager that yields a growing list of samples. The
-caller may remove samples from the front of the list. `sampling` runs all samplers in a separate process, and
-`SampleFile.cut` returns the samples of a period. Times are those of time.perf_counter(), which is the same in all
-processes of a machine. `every` calls an action at fixed intervals, in a thread. If an action takes longer than an
-interval, the calls that it delays are skipped:
+A sampling thread inside the run would compete with DataParallel's threads for the GIL. Each sampler
+is a plug-in: a module in this folder with `start(devices, interval_s)`, a context manager that
+yields a growing list of samples. The caller may remove samples from the front of the list.
+`sampling` runs all samplers in a separate process, and `SampleFile.cut` returns the samples of a
+period. Times are those of time.perf_counter(), which is the same in all processes of a machine.
+`every` calls an action at fixed intervals, in a thread. If an action takes longer than an interval,
+the calls that it delays are skipped:
 
 intervals since the start   0         1         2         3         4
-calls of the action         |action|  |slow action .....| |action|  |action|     call 2 is skipped, call 3 on time
+calls of the action         |action|  |slow action .....| |action|  |action|
+
+Call 2 is skipped, and call 3 is on time.
 """
 
 from __future__ import annotations
@@ -33,9 +36,12 @@ from dpbench.records import Sample
 def ticks(
     interval_s: float, wait: Callable[[float], bool], now: Callable[[], float] = time.perf_counter
 ) -> Iterator[int]:
-    """Yield k = 0, 1, 2, ... at k * `interval_s` seconds after the start; skip each k whose time has passed.
+    """Yield k = 0, 1, 2, ... at k * `interval_s` seconds after the start.
 
-    `wait(seconds)` waits for the next time; the iteration stops when it returns True. `now` is the clock, in seconds.
+    Skip each k whose time has passed.
+
+    `wait(seconds)` waits for the next time; the iteration stops when it returns True. `now` is the
+    clock, in seconds.
     """
     start_s = now()
     k = 0
@@ -48,7 +54,8 @@ def ticks(
 def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
     """Call `action` every `interval_s` seconds in a separate thread until the `with` block ends.
 
-    An exception in `action` is logged and ends the calls. Raises ValueError if `interval_s` is not positive.
+    An exception in `action` is logged and ends the calls. Raises ValueError if `interval_s` is not
+    positive.
     """
     if not interval_s > 0:
         raise ValueError(f"interval_s must be positive, not {interval_s}")
@@ -61,7 +68,8 @@ def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
         except Exception:  # an error ends this series, but not the run
             log.exception("a series of samples ended early, because its sampler raised an error")
 
-    # a daemon thread, so that a driver call that never returns cannot keep the sampler process alive
+    # a daemon thread, so that a driver call that never returns cannot keep the sampler process
+    # alive
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
@@ -78,9 +86,14 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
 MOST_BYTES = 1 << 24
-"""If more bytes than this were added to the file since the last reading, only a part of the new samples is kept."""
+"""If more bytes than this were added to the file since the last reading, only a part of the new
+samples is kept.
+"""
 GOLDEN = 0.6180339887498949
-"""The fractional part of the golden ratio; its multiples modulo 1 spread evenly, so the kept seconds have no period."""
+"""The fractional part of the golden ratio.
+
+Its multiples modulo 1 spread evenly, so the kept seconds have no period.
+"""
 
 
 class SampleFile:
@@ -95,14 +108,18 @@ class SampleFile:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the sampler; None if it was not started, or is known to have ended."""
+        """Return the process id of the sampler.
+
+        None if it was not started, or is known to have ended.
+        """
         return self._process.pid if self._process else None
 
     def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
-        """Return the samples from `start_s` to `end_s` in chronological order, and discard those before `start_s`.
+        """Return the samples from `start_s` to `end_s` in chronological order, and discard those
+        before `start_s`.
 
-        The sampler process is first asked to write its buffered samples, which takes about a millisecond. `settle_s` is
-        the maximum wait for the answer, in seconds; 0 skips the request.
+        The sampler process is first asked to write its buffered samples, which takes about a
+        millisecond. `settle_s` is the maximum wait for the answer, in seconds; 0 skips the request.
         """
         if settle_s > 0:
             self._settle(settle_s)
@@ -111,7 +128,8 @@ class SampleFile:
         return tuple(sorted(within, key=lambda sample: sample.time_s))
 
     def _settle(self, timeout_s: float) -> None:
-        """Make the sampler write its buffered samples, and wait up to `timeout_s` seconds for its answer.
+        """Make the sampler write its buffered samples, and wait up to `timeout_s` seconds for its
+        answer.
 
         If the sampler process has ended, warn once and do not ask again.
         """
@@ -121,17 +139,23 @@ class SampleFile:
         try:
             _ask(self._process, b"%d" % self._requests, timeout_s)
         except (EOFError, OSError) as error:
-            log.warning("the sampler process has ended, so this run gets no more samples: %s", error)
+            log.warning(
+                "the sampler process has ended, so this run gets no more samples: %s", error
+            )
             self._process = None
 
     def _read(self) -> list[Sample]:
-        """Return the samples in the complete lines that have been added to the file since the last read.
+        """Return the samples in the complete lines that have been added to the file since the last
+        read.
 
-        If these lines have more than `MOST_BYTES`, return only the samples that were taken in some of the seconds.
-        These seconds are spread evenly over the time, and all metrics are kept.
+        If these lines have more than `MOST_BYTES`, return only the samples that were taken in some
+        of the seconds. These seconds are spread evenly over the time, and all metrics are kept.
         """
         samples = []
-        with suppress(OSError), self._output.open("rb") as file:  # no file if no samples have been written
+        with (
+            suppress(OSError),
+            self._output.open("rb") as file,
+        ):  # no file if no samples have been written
             share = MOST_BYTES / max(MOST_BYTES, os.fstat(file.fileno()).st_size - self._offset)
             file.seek(self._offset)
             for line in file:
@@ -149,12 +173,14 @@ class SampleFile:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[SampleFile]:
-    """Sample the host and the GPUs with the CUDA ordinals `devices` in a separate process, until the `with` block ends.
+    """Sample the host and the GPUs with the CUDA ordinals `devices` in a separate process, until
+    the `with` block ends.
 
-    The process reads the counters every `interval_s` seconds, slow counters less often, and appends the samples to the
-    file `output`. If the process fails, samples are lost, but the run continues. `root_pid` is the root of the process
-    tree to watch, by default this process. Linux ends the sampler when the *thread* that entered the context ends:
-    enter it from a thread that lives as long as the run.
+    The process reads the counters every `interval_s` seconds, slow counters less often, and appends
+    the samples to the file `output`. If the process fails, samples are lost, but the run continues.
+    `root_pid` is the root of the process tree to watch, by default this process. Linux ends the
+    sampler when the *thread* that entered the context ends: enter it from a thread that lives as
+    long as the run.
     """
     offset = output.stat().st_size if output.exists() else 0
     process = _start(devices, output, interval_s, os.getpid() if root_pid is None else root_pid)
@@ -165,9 +191,21 @@ def sampling(
             _end(process)
 
 
-def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: int) -> subprocess.Popen[bytes] | None:
-    """Start the sampler process and wait until it takes samples; return None, after a warning, if it fails."""
-    command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers._process", "--parent-pid", str(os.getpid())]
+def _start(
+    devices: Sequence[int], output: Path, interval_s: float, root_pid: int
+) -> subprocess.Popen[bytes] | None:
+    """Start the sampler process and wait until it takes samples.
+
+    Return None, after a warning, if it fails.
+    """
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "dpbench.hardware.samplers._process",
+        "--parent-pid",
+        str(os.getpid()),
+    ]
     command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
     command += ["--devices", ",".join(map(str, devices))]
     # the child must import the same modules as this process
@@ -196,10 +234,11 @@ def _start(devices: Sequence[int], output: Path, interval_s: float, root_pid: in
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send `line` to the sampler, and return whether the sampler answers within `timeout_s` seconds.
+    """Send `line` to the sampler, and return whether the sampler answers within `timeout_s`
+    seconds.
 
-    The sampler sends the line back after it has written its samples. Raises EOFError or OSError if the sampler process
-    has ended.
+    The sampler sends the line back after it has written its samples. Raises EOFError or OSError if
+    the sampler process has ended.
     """
     assert process.stdin is not None
     process.stdin.write(line + b"\n")
@@ -207,7 +246,10 @@ def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> boo
 
 
 def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Return whether the sampler sends `line` within `timeout_s` seconds. Raises EOFError if the sampler has ended."""
+    """Return whether the sampler sends `line` within `timeout_s` seconds.
+
+    Raises EOFError if the sampler has ended.
+    """
     assert process.stdout is not None
     deadline_s = time.perf_counter() + timeout_s
     heard = b""
@@ -230,7 +272,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.close()
-    process.terminate()  # a process that was forked meanwhile, such as a worker of a DataLoader, keeps the stdin open
+    # a process that was forked meanwhile, such as a worker of a DataLoader, keeps the stdin open
+    process.terminate()
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:

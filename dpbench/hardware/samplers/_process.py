@@ -1,7 +1,10 @@
-"""Sampler process: starts all samplers, writes their samples to a file, and ends with its parent. Never loads torch.
+"""Sampler process: starts all samplers, writes their samples to a file, and ends with its parent.
 
-Protocol: the process prints `ready` on stdout when all samplers run. It answers each line on stdin with the same line,
-after writing all samples so far to the file. It ends at the end of stdin, on SIGTERM, or when its parent dies.
+Never loads torch.
+
+Protocol: the process prints `ready` on stdout when all samplers run. It answers each line on stdin
+with the same line, after writing all samples so far to the file. It ends at the end of stdin, on
+SIGTERM, or when its parent dies.
 """
 
 from __future__ import annotations
@@ -27,18 +30,23 @@ log = logging.getLogger(__name__)
 WRITE_INTERVAL_S = 1.0
 """The maximum seconds between two writes to the file.
 
-Regular writes limit the memory use, and the number of samples that are lost if the process is killed.
+Regular writes limit the memory use, and the number of samples that are lost if the process is
+killed.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives; return the exit status.
+    """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives.
+
+    Return the exit status.
 
     It is 1, after an error message, if the file cannot be written.
     """
     options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
-    signals.ignore((signal.SIGINT, signal.SIGHUP))  # the parent handles them, and then ends this process
+    signals.ignore(
+        (signal.SIGINT, signal.SIGHUP)
+    )  # the parent handles them, and then ends this process
     stopped = _stop_signal()
     signals.release()
     die_with_parent(options.parent_pid, signal.SIGTERM)
@@ -65,14 +73,26 @@ def _sample(options: argparse.Namespace, stopped: int) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m dpbench.hardware.samplers._process", description=__doc__)
-    parser.add_argument(
-        "--root-pid", type=int, default=os.getppid(), help="watch the process with this id and its descendants"
+    parser = argparse.ArgumentParser(
+        prog="python -m dpbench.hardware.samplers._process", description=__doc__
     )
-    parser.add_argument("--parent-pid", type=int, default=os.getppid(), help="end when the process with this id ends")
+    parser.add_argument(
+        "--root-pid",
+        type=int,
+        default=os.getppid(),
+        help="watch the process with this id and its descendants",
+    )
+    parser.add_argument(
+        "--parent-pid",
+        type=int,
+        default=os.getppid(),
+        help="end when the process with this id ends",
+    )
     parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
     parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
-    parser.add_argument("--output", required=True, help="append samples to this file, one JSON list per line")
+    parser.add_argument(
+        "--output", required=True, help="append samples to this file, one JSON list per line"
+    )
     return parser.parse_args(argv)
 
 
@@ -81,7 +101,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _stop_signal() -> int:
-    """Return a file descriptor that becomes readable on SIGTERM, so that one `select` can wait for all events."""
+    """Return a file descriptor that becomes readable on SIGTERM, so that one `select` can wait for
+    all events.
+    """
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -89,7 +111,9 @@ def _stop_signal() -> int:
     return heard
 
 
-def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -> list[list[Sample]]:
+def _start_all(
+    samplers: ExitStack, devices: Sequence[int], interval_s: float
+) -> list[list[Sample]]:
     """Start all samplers in the exit stack `samplers`, and return their growing lists of samples.
 
     A sampler that fails to start is logged, and has no list.
@@ -97,14 +121,17 @@ def _start_all(samplers: ExitStack, devices: Sequence[int], interval_s: float) -
     series = []
     for name in registry.names("samplers"):
         try:
-            series.append(samplers.enter_context(registry.load("samplers", name).start(devices, interval_s)))
+            series.append(
+                samplers.enter_context(registry.load("samplers", name).start(devices, interval_s))
+            )
         except Exception:
             log.exception("the sampler %s did not start, so this run lacks its samples", name)
     return series
 
 
 def _requests(stopped: int) -> Iterator[bytes]:
-    """Yield the data from stdin as it arrives, and b"" after each `WRITE_INTERVAL_S` seconds without data.
+    """Yield the data from stdin as it arrives, and b"" after each `WRITE_INTERVAL_S` seconds
+    without data.
 
     Stop at the end of stdin, or when the file descriptor `stopped` is readable.
     """
@@ -120,7 +147,9 @@ def _requests(stopped: int) -> Iterator[bytes]:
 
 
 def _lines(series: Sequence[list[Sample]]) -> bytes:
-    """Remove the samples from all lists, and return them as lines of JSON, each [time_s, device, metric, value]."""
+    """Remove the samples from all lists, and return them as lines of JSON, each [time_s, device,
+    metric, value].
+    """
     taken: list[Sample] = []
     for samples in series:
         count = len(samples)  # a sampler's thread may append at the same time, but only at the end

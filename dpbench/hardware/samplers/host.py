@@ -1,10 +1,12 @@
-"""Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other processes.
+"""Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other
+processes.
 
-All samples have device -1. Metrics named `*_ratio` are rates over the time since the previous reading; the first
-reading therefore does not have them. A new process is added to the watched tree up to 0.5 s after its start; until then
-its CPU time counts as foreign. Memory pages that forked processes share are counted once for each process. The watched
-processes are found by the lists of children that Linux keeps for each thread, and only the files of these processes are
-read, because reading all of /proc would use several percent of a core.
+All samples have device -1. Metrics named `*_ratio` are rates over the time since the previous
+reading; the first reading therefore does not have them. A new process is added to the watched tree
+up to 0.5 s after its start; until then its CPU time counts as foreign. Memory pages that forked
+processes share are counted once for each process. The watched processes are found by the lists of
+children that Linux keeps for each thread, and only the files of these processes are read, because
+reading all of /proc would use several percent of a core.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ ROOT_PID = "DPBENCH_ROOT_PID"
 def root_pid() -> int:
     """Return the process id of the root of the watched tree.
 
-    The id is the value of the environment variable `ROOT_PID`, or, if it is not set, the id of this process's parent.
+    The id is the value of the environment variable `ROOT_PID`, or, if it is not set, the id of this
+    process's parent.
     """
     return int(os.environ.get(ROOT_PID) or os.getppid())
 
@@ -37,10 +40,13 @@ def root_pid() -> int:
 class ProcessTree:
     """The process `root` and its descendants, without the sampler process.
 
-    The tree is read again only if the last reading is at least `refresh_s` seconds old. `now` is the clock, in seconds.
+    The tree is read again only if the last reading is at least `refresh_s` seconds old. `now` is
+    the clock, in seconds.
     """
 
-    def __init__(self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, root: int, refresh_s: float = 0.5, now: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.root = root
         self.refresh_s = refresh_s
         self._now = now
@@ -48,7 +54,10 @@ class ProcessTree:
         self._pids: frozenset[int] = frozenset()
 
     def pids(self) -> frozenset[int]:
-        """Return the process ids of the tree, read at most `refresh_s` seconds ago; some processes may have ended."""
+        """Return the process ids of the tree, read at most `refresh_s` seconds ago.
+
+        Some processes may have ended.
+        """
         if self._now() - self._walked_s >= self.refresh_s:
             self._walked_s = self._now()
             self._pids = descendants(self.root) - {os.getpid()}
@@ -72,7 +81,9 @@ def descendants(root: int) -> frozenset[int]:
 
 
 def has_children_files() -> bool:
-    """Return whether this kernel lists the children of each thread (Linux with CONFIG_PROC_CHILDREN)."""
+    """Return whether this kernel lists the children of each thread (Linux with
+    CONFIG_PROC_CHILDREN).
+    """
     return os.access(f"/proc/self/task/{os.getpid()}/children", os.R_OK)
 
 
@@ -86,7 +97,10 @@ def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the process ids of the children of a process; the kernel lists them separately for each thread."""
+    """Return the process ids of the children of a process.
+
+    The kernel lists them separately for each thread.
+    """
     children: list[int] = []
     with os.scandir(f"/proc/{pid}/task") as threads:
         for thread in threads:
@@ -101,7 +115,9 @@ def _descendants_by_psutil(root: int) -> frozenset[int]:
     import psutil
 
     try:
-        return frozenset((root, *(child.pid for child in psutil.Process(root).children(recursive=True))))
+        return frozenset(
+            (root, *(child.pid for child in psutil.Process(root).children(recursive=True)))
+        )
     except psutil.NoSuchProcess:
         return frozenset()
 
@@ -109,11 +125,14 @@ def _descendants_by_psutil(root: int) -> frozenset[int]:
 log = logging.getLogger(__name__)
 
 CLOCK_INTERVAL_S = 0.5
-"""The minimum seconds between readings of clock frequencies, because on some kernels each reading queries each core."""
+"""The minimum seconds between readings of clock frequencies, because on some kernels each reading
+queries each core.
+"""
 SHORTEST_INTERVAL_S = 0.2
 """The minimum seconds between readings of CPU times.
 
-The kernel counts the time of a core in steps of 10 ms, whose rounding would dominate in a shorter interval.
+The kernel counts the time of a core in steps of 10 ms, whose rounding would dominate in a shorter
+interval.
 """
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -121,10 +140,15 @@ _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_get
 
 
 @contextmanager
-def start(devices: Sequence[int], interval_s: float, root: int | None = None) -> Iterator[list[Sample]]:
-    """Sample the host and the process tree of `root`; yield the list of samples, which grows until the `with` ends.
+def start(
+    devices: Sequence[int], interval_s: float, root: int | None = None
+) -> Iterator[list[Sample]]:
+    """Sample the host and the process tree of `root`.
 
-    `root` defaults to `root_pid()`. `devices` is unused. The list stays empty on systems without /proc/stat.
+    Yield the list of samples, which grows until the `with` ends.
+
+    `root` defaults to `root_pid()`. `devices` is unused. The list stays empty on systems without
+    /proc/stat.
     """
     samples: list[Sample] = []
     if sys.platform != "linux" or not Path("/proc/stat").exists():
@@ -154,9 +178,12 @@ def start(devices: Sequence[int], interval_s: float, root: int | None = None) ->
 
 
 def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
-    """Return the highest clock of the cores that this process may use, in Hz; None if the kernel does not provide it.
+    """Return the highest clock of the cores that this process may use, in Hz.
 
-    The highest clock is used, because an idle core's clock is not representative of the working cores.
+    None if the kernel does not provide it.
+
+    The highest clock is used, because an idle core's clock is not representative of the working
+    cores.
     """
     found = []
     for core in os.sched_getaffinity(0):
@@ -169,9 +196,9 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
 class CpuTimes:
     """The cumulative CPU times at the moment `time_s`.
 
-    `core_ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `process_s` has the seconds of
-    each watched process by process id, and `own_s` is the seconds of the sampler process. `rss_bytes` is the resident
-    memory of all watched processes at that moment.
+    `core_ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `process_s`
+    has the seconds of each watched process by process id, and `own_s` is the seconds of the sampler
+    process. `rss_bytes` is the resident memory of all watched processes at that moment.
     """
 
     time_s: float
@@ -182,7 +209,9 @@ class CpuTimes:
 
 
 def take_reading(pids: Collection[int]) -> CpuTimes:
-    """Return the present reading of the cores and of the processes `pids`, without processes that have ended."""
+    """Return the present reading of the cores and of the processes `pids`, without processes that
+    have ended.
+    """
     before_s = time.perf_counter()
     process_s: dict[int, float] = {}
     rss_bytes = 0
@@ -202,7 +231,8 @@ def take_reading(pids: Collection[int]) -> CpuTimes:
 
 
 def levels(now: CpuTimes) -> dict[str, float]:
-    """Return the values, by metric, that need only one reading: the system's load average and the resident memory.
+    """Return the values, by metric, that need only one reading: the system's load average and the
+    resident memory.
 
     The resident memory is left out if no watched process exists.
     """
@@ -211,10 +241,12 @@ def levels(now: CpuTimes) -> dict[str, float]:
 
 
 def rates(before: CpuTimes, now: CpuTimes) -> dict[str, float]:
-    """Return the values, by metric, of the interval between two readings: the CPU use of cores and processes.
+    """Return the values, by metric, of the interval between two readings: the CPU use of cores and
+    processes.
 
-    A process counts only if both readings include it, because the CPU time before its first reading belongs to no
-    interval. The CPU time of the sampler process counts as time neither of the watched tree nor of foreign processes.
+    A process counts only if both readings include it, because the CPU time before its first reading
+    belongs to no interval. The CPU time of the sampler process counts as time neither of the
+    watched tree nor of foreign processes.
     """
     elapsed_s = now.time_s - before.time_s
     known = now.process_s.keys() & before.process_s.keys()
@@ -230,5 +262,7 @@ def rates(before: CpuTimes, now: CpuTimes) -> dict[str, float]:
     if now.process_s:
         rates_now["process_cpu_ratio"] = process_s / elapsed_s
     own_s = now.own_s - before.own_s
-    rates_now["foreign_cpu_ratio"] = max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
+    rates_now["foreign_cpu_ratio"] = (
+        max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
+    )
     return rates_now

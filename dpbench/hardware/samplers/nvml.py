@@ -1,4 +1,7 @@
-"""GPU sampler: read NVML's counters of the GPUs that a run uses; a run without GPUs gets no samples."""
+"""GPU sampler: read NVML's counters of the GPUs that a run uses.
+
+A run without GPUs gets no samples.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,21 @@ from dpbench.hardware.samplers.host import ProcessTree, root_pid
 from dpbench.records import Sample
 
 SLOW_INTERVAL_S = 0.2
-"""The minimum seconds between readings of the PCIe counters, because each reading of a counter blocks for 20 ms."""
+"""The minimum seconds between readings of the PCIe counters, because each reading of a counter
+blocks for 20 ms.
+"""
 
 
 @contextmanager
-def start(devices: Sequence[int], interval_s: float, library: Library = None) -> Iterator[list[Sample]]:
-    """Sample the GPUs with the CUDA ordinals `devices`; yield the list of samples, which grows until the `with` ends.
+def start(
+    devices: Sequence[int], interval_s: float, library: Library = None
+) -> Iterator[list[Sample]]:
+    """Sample the GPUs with the CUDA ordinals `devices`.
 
-    A separate thread reads the PCIe counters, so that they never delay other counters. `library` replaces pynvml in
-    tests.
+    Yield the list of samples, which grows until the `with` ends.
+
+    A separate thread reads the PCIe counters, so that they never delay other counters. `library`
+    replaces pynvml in tests.
     """
     samples: list[Sample] = []
     if not devices:  # do not start NVML, which can take a second
@@ -37,10 +46,14 @@ def start(devices: Sequence[int], interval_s: float, library: Library = None) ->
             yield samples
 
 
-def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions that read counters of all GPUs once and append the readings to `samples`.
+def readings(
+    gpus: Sequence[NvmlGpu], samples: list[Sample]
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return two functions that read counters of all GPUs once and append the readings to
+    `samples`.
 
-    The first function reads the counters that return at once, the second those that block or are needed less often.
+    The first function reads the counters that return at once, the second those that block or are
+    needed less often.
     """
     tree = ProcessTree(root_pid())
 
@@ -61,8 +74,13 @@ def readings(gpus: Sequence[NvmlGpu], samples: list[Sample]) -> tuple[Callable[[
     return fast, slow
 
 
-def _sample(samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]) -> None:
-    """Append the result of `read`, with the time of the middle of the call; append nothing if the result is None."""
+def _sample(
+    samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]
+) -> None:
+    """Append the result of `read`, with the time of the middle of the call.
+
+    Append nothing if the result is None.
+    """
     before_s = time.perf_counter()
     value = read()
     after_s = time.perf_counter()

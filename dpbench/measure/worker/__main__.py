@@ -1,13 +1,13 @@
 """Server: a process that has imported torch and forks one fresh worker per request.
 
-When the server is ready, it writes {"ready": torch's version} to stdout. Requests are lines of JSON on stdin; see
-`measure.request`. The server answers each request on stdout with {"pid": n} and, after the worker with this process id
-has ended, with {"exit": status, "peak_bytes": the peak of the worker's resident set}. The worker uses the folder that
-the request names. It writes its trials to the file `trials.json`, its output to `log` and, on SIGUSR1, its Python
-stacks to `stacks`.
+When the server is ready, it writes {"ready": torch's version} to stdout. Requests are lines of JSON
+on stdin; see `measure.request`. The server answers each request on stdout with {"pid": n} and,
+after the worker with this process id has ended, with {"exit": status, "peak_bytes": the peak of the
+worker's resident set}. The worker uses the folder that the request names. It writes its trials to
+the file `trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`.
 
-The server process runs no tensor operation, because workers that are forked after a multi-threaded operation would
-hang.
+The server process runs no tensor operation, because workers that are forked after a multi-threaded
+operation would hang.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ from typing import Any, NoReturn
 
 from dpbench.hardware import processes, signals
 
-if __name__ == "__main__":  # before importing torch, because the parent may die while torch loads (over 1 s)
+if (
+    __name__ == "__main__"
+):  # before importing torch, because the parent may die while torch loads (over 1 s)
     processes.die_with_parent(int(sys.argv[1]))
     signals.ignore()  # the parent ends this process
     signals.release()
     gc.disable()  # collections take a fifth of the time of the imports, and find almost no garbage
 
-# without this variable, torch looks for devices by creating a CUDA context, which does not survive a fork
+# without this variable, torch looks for devices by creating a CUDA context, which does not survive
+# a fork
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
@@ -60,10 +63,11 @@ def serve() -> None:
         registry.load("models", name)
     if torch.cuda.is_initialized():
         raise RuntimeError(
-            "importing dpbench's strategies and models initialised CUDA, so workers cannot be forked; "
-            "no module may use CUDA when it is imported"
+            "importing dpbench's strategies and models initialised CUDA, so workers cannot be"
+            " forked; no module may use CUDA when it is imported"
         )
-    gc.freeze()  # else collections in workers write to the shared pages, and each worker gets copies
+    # else collections in workers write to the shared pages, and each worker gets copies
+    gc.freeze()
     bench.frozen()  # cache the answer, which workers inherit
     gc.enable()
     answers = os.dup(1)
@@ -81,22 +85,29 @@ def serve() -> None:
         if pid == 0:
             os.close(answers)
             os.close(grouped)
-            os.setsid()  # start a new process group, so that the ranks can be killed together with the worker
+            # start a new process group, so that the ranks can be killed together with the worker
+            os.setsid()
             os.close(in_group)
             _work(request, server)
         os.close(in_group)
-        os.read(grouped, 1)  # returns when the worker has its process group, which the parent may kill from then on
+        os.read(
+            grouped, 1
+        )  # returns when the worker has its process group, which the parent may kill from then on
         os.close(grouped)
         say(pid=pid)
         _, status, usage = os.wait4(pid, 0)
-        processes.end_children()  # processes that the worker has left running, also those in another session
+        # processes that the worker has left running, also those in another session
+        processes.end_children()
         say(exit=os.waitstatus_to_exitcode(status), peak_bytes=usage.ru_maxrss * 1024)
 
 
 def _work(request: Request, server: int) -> None:
-    """Run a request in this process, the forked worker; write the trials to the request's folder, and exit.
+    """Run a request in this process, the forked worker.
 
-    `server` is the process id of the server. The process exits without Python's cleanup, which could hang.
+    Write the trials to the request's folder, and exit.
+
+    `server` is the process id of the server. The process exits without Python's cleanup, which
+    could hang.
     """
     born_s = time.perf_counter()
     folder = request.folder
@@ -118,7 +129,12 @@ def _work(request: Request, server: int) -> None:
             _fail(done, folder)
         start_s = born_s - request.requested_s
         done = [
-            replace(one, round=request.round, started_s=started_s, setup={"start_s": start_s, **one.setup})
+            replace(
+                one,
+                round=request.round,
+                started_s=started_s,
+                setup={"start_s": start_s, **one.setup},
+            )
             for one in done
         ]
         write_whole(folder / "trials.json", json.dumps([one.to_dict() for one in done]))
@@ -141,11 +157,15 @@ def _leave(status: int) -> NoReturn:
 
 
 LINGER_S = 1.0
-"""The seconds for which a failed rank keeps its connections open, so that it reports before its peers fail."""
+"""The seconds for which a failed rank keeps its connections open, so that it reports before its
+peers fail.
+"""
 
 
 def _fail(failure: Failure, folder: Path) -> NoReturn:
-    """Write the record of a rank's failure to `failure.json` in `folder`, and exit after `LINGER_S` seconds."""
+    """Write the record of a rank's failure to `failure.json` in `folder`, and exit after `LINGER_S`
+    seconds.
+    """
     print(failure.traceback, file=sys.stderr, flush=True)
     write_whole(folder / "failure.json", failure.to_json())
     time.sleep(LINGER_S)

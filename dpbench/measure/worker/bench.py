@@ -1,13 +1,15 @@
-"""Case timer: run a prepared case in blocks of steps under a clock until its series of steps is long enough.
+"""Case timer: run a prepared case in blocks of steps under a clock until its series of steps is
+long enough.
 
-After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of the kernels'
-intervals (`records.activity`). The spans of a clock show how long a phase occupied a device, including waiting; kernels
-show when the device computed. Communication is counted separately, because a collective kernel that waits for other
-ranks counts as busy.
+After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of
+the kernels' intervals (`records.activity`). The spans of a clock show how long a phase occupied a
+device, including waiting; kernels show when the device computed. Communication is counted
+separately, because a collective kernel that waits for other ranks counts as busy.
 
-If ranks add their gradients during backward, no event on a GPU can mark the phase `reduce`. The profiled steps show its
-duration: the seconds of all-reduce in which the GPU runs no compute kernel. The median of these seconds is then entered
-into each timed step, as a span of `reduce` that ends with backward. On CPUs, the strategy reports this span itself.
+If ranks add their gradients during backward, no event on a GPU can mark the phase `reduce`. The
+profiled steps show its duration: the seconds of all-reduce in which the GPU runs no compute kernel.
+The median of these seconds is then entered into each timed step, as a span of `reduce` that ends
+with backward. On CPUs, the strategy reports this span itself.
 """
 
 from __future__ import annotations
@@ -34,19 +36,36 @@ from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker.feed import fed
 from dpbench.models import Model, compilations
-from dpbench.records import Case, Effort, Mark, Memory, Phase, Sample, Status, Trial, Verified, no_mark
+from dpbench.records import (
+    Case,
+    Effort,
+    Mark,
+    Memory,
+    Phase,
+    Sample,
+    Status,
+    Trial,
+    Verified,
+    no_mark,
+)
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
-"""The number of steps that are profiled in a trial; if the steps are slow (see `SLOW`), only one is."""
+"""The number of steps that are profiled in a trial.
+
+If the steps are slow (see `SLOW`), only one is.
+"""
 
 
-def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) -> list[list[Activity]]:
-    """Run `count` steps under one torch.profiler, and return the activities of the GPUs in each step.
+def profiled(
+    step: Callable[[], object], devices: Sequence[Device], count: int
+) -> list[list[Activity]]:
+    """Run `count` steps under one torch.profiler, and return the activities of the GPUs in each
+    step.
 
-    The devices are idle between two steps. If several replicas share a GPU, its activities have the device index of the
-    first of these replicas.
+    The devices are idle between two steps. If several replicas share a GPU, its activities have the
+    device index of the first of these replicas.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
@@ -63,7 +82,10 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
 
 
 def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[Activity]]:
-    """Return one list of activities per profiled step; in `events`, a host event named `PROFILED` starts each step."""
+    """Return one list of activities per profiled step.
+
+    In `events`, a host event named `PROFILED` starts each step.
+    """
     starts = sorted(
         event.time_range.start / 1e6
         for event in events
@@ -79,21 +101,28 @@ def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[
 def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activity]:
     """Return the activities of GPUs that torch.profiler has recorded in `events`.
 
-    `first` maps the CUDA ordinal of each GPU of the case to a device index; activities of other GPUs are left out.
+    `first` maps the CUDA ordinal of each GPU of the case to a device index; activities of other
+    GPUs are left out.
     """
     return [
         Activity(
-            first[event.device_index], event.name, event.time_range.start / 1e6, event.time_range.end / 1e6
+            first[event.device_index],
+            event.name,
+            event.time_range.start / 1e6,
+            event.time_range.end / 1e6,
         )
         for event in events
         # annotations also appear on the GPU's timeline but include idle time
-        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+        if event.device_type == DeviceType.CUDA
+        and not getattr(event, "is_user_annotation", False)
         and event.device_index in first
-    ]  # fmt: skip
+    ]
 
 
 def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
-    """Run one step under torch.profiler and write a Chrome trace with the operators of all threads to `path`."""
+    """Run one step under torch.profiler and write a Chrome trace with the operators of all threads
+    to `path`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     # replicas run in other threads, which the profiler leaves out by default
     everywhere = _ExperimentalConfig(profile_all_threads=True)
@@ -117,11 +146,13 @@ COMPILING_PASSES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCase:
-    """A case that is ready for timing: its strategy is verified, and its model and batches are built.
+    """A case that is ready for timing: its strategy is verified, and its model and batches are
+    built.
 
-    `batches` are pairs (inputs, target), which the steps use in turn. If the case has a DataLoader, it loads `examples`
-    instead: of the same batches, the rows on which this process trains, in the host's memory. `setup` maps each stage
-    of the preparation to its duration in seconds. `facts` is the provenance to store with the trial.
+    `batches` are pairs (inputs, target), which the steps use in turn. If the case has a DataLoader,
+    it loads `examples` instead: of the same batches, the rows on which this process trains, in the
+    host's memory. `setup` maps each stage of the preparation to its duration in seconds. `facts` is
+    the provenance to store with the trial.
     """
 
     case: Case
@@ -137,7 +168,9 @@ class PreparedCase:
 
 @contextmanager
 def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
-    """Start the strategy of a prepared case with a clock for the case's devices, and yield the case's timer."""
+    """Start the strategy of a prepared case with a clock for the case's devices, and yield the
+    case's timer.
+    """
     listener = clocks.choose(prepared.devices)
     marking = _Marking()
     mark = marking if prepared.case.compile else listener.mark
@@ -150,7 +183,9 @@ def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
 
 
 class _Marking:
-    """A mark that records nothing while torch.compile compiles the model, and afterwards calls the clock's mark."""
+    """A mark that records nothing while torch.compile compiles the model, and afterwards calls the
+    clock's mark.
+    """
 
     def __init__(self) -> None:
         self.mark: Mark = no_mark
@@ -160,12 +195,15 @@ class _Marking:
 
 
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
-    """Make passes over the batches until no rank compiles in a pass; return the case with the time of compilation.
+    """Make passes over the batches until no rank compiles in a pass.
 
-    The setup of the returned case has `compile_s`: the seconds of all steps that compiled, including the steps of
-    verification. This time is shorter if torch finds graphs in its cache on disk. The facts of the returned case say
-    how many graphs and graph breaks torch.compile made. Raises ValueError if no step of these passes compiled, and
-    RuntimeError if a step compiled in each of `COMPILING_PASSES` passes.
+    Return the case with the time of compilation.
+
+    The setup of the returned case has `compile_s`: the seconds of all steps that compiled,
+    including the steps of verification. This time is shorter if torch finds graphs in its cache on
+    disk. The facts of the returned case say how many graphs and graph breaks torch.compile made.
+    Raises ValueError if no step of these passes compiled, and RuntimeError if a step compiled in
+    each of `COMPILING_PASSES` passes.
     """
     begun = compilations()
     compile_s = 0.0
@@ -176,23 +214,27 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
             break
     else:
         raise RuntimeError(
-            f"torch.compile has compiled again in each of {COMPILING_PASSES} passes over the batches: leave out "
-            "--compile"
+            f"torch.compile has compiled again in each of {COMPILING_PASSES} passes over the"
+            " batches: leave out --compile"
         )
     if not _agreed(compile_s > 0):
         raise ValueError(
-            f"torch.compile has compiled nothing of the model {prepared.model.name}, so the case would be timed "
-            "without compilation: leave out --compile"
+            f"torch.compile has compiled nothing of the model {prepared.model.name}, so the case"
+            " would be timed without compilation: leave out --compile"
         )
     made = compilations() - begun
     facts = {**prepared.facts, "compiled": {name: made[name] for name in begun}}
     return replace(
-        prepared, setup={**prepared.setup, "compile_s": prepared.setup["compile_s"] + compile_s}, facts=facts
+        prepared,
+        setup={**prepared.setup, "compile_s": prepared.setup["compile_s"] + compile_s},
+        facts=facts,
     )
 
 
 def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
-    """Take a step, and return its duration in seconds if torch.compile has made a graph in it, otherwise 0."""
+    """Take a step, and return its duration in seconds if torch.compile has made a graph in it,
+    otherwise 0.
+    """
     graphs = compilations()["graphs"]
     at = time.perf_counter()
     step(*batch)
@@ -200,10 +242,16 @@ def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> flo
 
 
 class CaseTimer:
-    """The timer of one case: its step function, its clock, and the rule that ends its series of steps."""
+    """The timer of one case: its step function, its clock, and the rule that ends its series of
+    steps.
+    """
 
     def __init__(
-        self, prepared: PreparedCase, effort: Effort, step: Callable[[Any, Any], Any], listener: clocks.Clock
+        self,
+        prepared: PreparedCase,
+        effort: Effort,
+        step: Callable[[Any, Any], Any],
+        listener: clocks.Clock,
     ) -> None:
         self._prepared = prepared
         self._effort = effort
@@ -214,13 +262,16 @@ class CaseTimer:
         self._steps_s = 0.0
         self._taken = 0
         self._profiled_steps = PROFILED_STEPS
-        self._stopping = Stopping(effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps)
+        self._stopping = Stopping(
+            effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps
+        )
 
     def first(self) -> None:
         """Take the first step and choose the length of the blocks.
 
-        If a block would take too long (see `SLOW`), all further blocks have one step. The series then needs only one
-        warm-up step and `SLOW_STEPS` timed steps, and only one step is profiled.
+        If a block would take too long (see `SLOW`), all further blocks have one step. The series
+        then needs only one warm-up step and `SLOW_STEPS` timed steps, and only one step is
+        profiled.
         """
         first_s = self._block(1)
         if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
@@ -230,7 +281,9 @@ class CaseTimer:
             self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
     def block(self) -> None:
-        """Take one block of steps, which is shortened if it would exceed the maximum number of steps."""
+        """Take one block of steps, which is shortened if it would exceed the maximum number of
+        steps.
+        """
         left = self._effort.max_steps + self._stopping.least_warmup - len(self._listener.steps())
         self._block(max(1, min(self._block_steps, left)))
 
@@ -253,7 +306,8 @@ class CaseTimer:
                 with self._listener.step(warmup=False):
                     loss = self._step(inputs, target)
                     if every and (self._taken + i) % every == 0:
-                        loss.item()  # the host waits for the device, as in a loop that prints the loss
+                        # the host waits for the device, as in a loop that prints the loss
+                        loss.item()
                 if not case.trains:
                     results.clear()  # outputs may be large
                 # detached, because the graph of a loss keeps the activations
@@ -262,41 +316,54 @@ class CaseTimer:
                     self._listener.add(*span)
         if graphs is not None and graphs != compilations():
             raise RuntimeError(
-                "torch.compile has compiled again during the timed steps, so their times include compilation: leave "
-                "out --compile, or remove the model's dependence on values that change between steps"
+                "torch.compile has compiled again during the timed steps, so their times include"
+                " compilation: leave out --compile, or remove the model's dependence on values that"
+                " change between steps"
             )
         self._taken += steps
         if not case.unverified:
             verification.check_results(results, self._taken, trains=case.trains)
-        # seconds from the clock, not from the calls: on CUDA, a call returns before its work is done
+        # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
+        # done
         for one in self._listener.steps()[-steps:]:
             self._stopping.add(one.seconds)
         self._steps_s += time.perf_counter() - began_s
         return self._listener.steps()[-1].seconds
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
-        """Return the trial of the case: all recorded measurements, with the steps of the warm-up flagged.
+        """Return the trial of the case: all recorded measurements, with the steps of the warm-up
+        flagged.
 
-        `memory` is added to the trial. On GPUs, additional steps are profiled; their seconds are `profile_s` in the
-        trial's setup.
+        `memory` is added to the trial. On GPUs, additional steps are profiled; their seconds are
+        `profile_s` in the trial's setup.
         """
         of = self._prepared
         warm = self._stopping.warmup
-        steps = tuple(replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps()))
+        steps = tuple(
+            replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps())
+        )
         spans = self._listener.spans()
         at = time.perf_counter()
-        profile = _profiled(self._step, of.batches[0], of.devices, self._listener, self._profiled_steps)
+        profile = _profiled(
+            self._step, of.batches[0], of.devices, self._listener, self._profiled_steps
+        )
         cost = {"profile_s": time.perf_counter() - at} if profile else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]
         for device, each in exposed_reductions(of.case, profile).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
         return Trial(
-            case=of.case, status=Status.OK,
-            reason=self._stopping.reason or "stopped with the other ranks, because one of them had enough steps",
-            verified=of.verified, steps=steps, spans=(*spans, *reductions(of.case, spans, profile)),
-            samples=tuple(samples), memory=memory,
-            setup={**of.setup, "steps_s": self._steps_s, **cost}, provenance=of.facts,
-        )  # fmt: skip
+            case=of.case,
+            status=Status.OK,
+            reason=self._stopping.reason
+            or "stopped with the other ranks, because one of them had enough steps",
+            verified=of.verified,
+            steps=steps,
+            spans=(*spans, *reductions(of.case, spans, profile)),
+            samples=tuple(samples),
+            memory=memory,
+            setup={**of.setup, "steps_s": self._steps_s, **cost},
+            provenance=of.facts,
+        )
 
     def trace(self, path: str) -> None:
         """Write a profile of one additional step to the file `path`, as a Chrome trace."""
@@ -305,9 +372,11 @@ class CaseTimer:
 
 @cache
 def frozen() -> bool:
-    """Return whether the garbage collector held frozen objects at the first call in this process or in its server.
+    """Return whether the garbage collector held frozen objects at the first call in this process or
+    in its server.
 
-    The answer is cached, because counting the objects of torch takes tens of milliseconds in each trial.
+    The answer is cached, because counting the objects of torch takes tens of milliseconds in each
+    trial.
     """
     return gc.get_freeze_count() > 0
 
@@ -350,9 +419,12 @@ def _agreed(finished: bool) -> bool:
 
 
 def _profiled(
-    step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], listener: clocks.Clock,
+    step: Callable[[Any, Any], Any],
+    batch: tuple[Any, Any],
+    devices: Sequence[Device],
+    listener: clocks.Clock,
     count: int,
-) -> list[list[Activity]]:  # fmt: skip
+) -> list[list[Activity]]:
     """Return the activities of the GPUs in each of `count` additional profiled steps.
 
     The list is empty if the devices are not GPUs, or if profiling is not permitted.
@@ -366,25 +438,34 @@ def _profiled(
 
 
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
-    """Yield the busy seconds of the GPUs as samples: for each device and metric, one sample per profiled step.
+    """Yield the busy seconds of the GPUs as samples: for each device and metric, one sample per
+    profiled step.
 
-    A metric has a value of 0 in a step without activities of its kind. If no profiled step has such activities, the
-    metric has no samples. The time of each sample is 0, because profiled steps are not part of the timed series.
+    A metric has a value of 0 in a step without activities of its kind. If no profiled step has such
+    activities, the metric has no samples. The time of each sample is 0, because profiled steps are
+    not part of the timed series.
     """
     each = [
-        {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()} for step in profile
+        {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()}
+        for step in profile
     ]
     for device, metric in dict.fromkeys(key for found in each for key in found):
         for found in each:
             yield Sample(0.0, device, metric, found.get((device, metric), 0.0))
 
 
-def _trace(step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str) -> None:
+def _trace(
+    step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str
+) -> None:
     """Write a profile of one additional step to the file `path`.
 
     Errors are only logged, because the trial is valid without a profile.
     """
     try:
         trace(lambda: step(*batch), devices, Path(path))
-    except (RuntimeError, OSError, TypeError) as error:  # TypeError: this version of torch cannot profile all threads
+    except (
+        RuntimeError,
+        OSError,
+        TypeError,
+    ) as error:  # TypeError: this version of torch cannot profile all threads
         print(f"no trace was written to {path}: {error}", file=sys.stderr)

@@ -1,4 +1,6 @@
-"""Facts: the provenance that a worker adds to its trial, about the model, torch, the GPUs and their links."""
+"""Facts: the provenance that a worker adds to its trial, about the model, torch, the GPUs and their
+links.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ from dpbench.records import HOST, Case, Trial
 from dpbench.records.work import LINKS, CopyTimes
 
 LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
-"""The size in bytes of each copy that times a link, and the number of timed copies, which follow two untimed ones."""
+"""The size in bytes of each copy that times a link, and the number of timed copies, which follow
+two untimed ones.
+"""
 
 
 def sizes(module: nn.Module) -> dict[str, float]:
-    """Return how many modules, parameters and buffers a module has, and the bytes of its parameters and buffers."""
+    """Return how many modules, parameters and buffers a module has, and the bytes of its parameters
+    and buffers.
+    """
     parameters, buffers = list(module.parameters()), list(module.buffers())
     return {
         "modules": sum(1 for _ in module.modules()),
@@ -37,10 +43,12 @@ def sizes(module: nn.Module) -> dict[str, float]:
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
-    """Return the `sizes` of a model's module, and the bytes of inputs, target and output per sample.
+    """Return the `sizes` of a model's module, and the bytes of inputs, target and output per
+    sample.
 
-    A tensor that several modules share is counted once, because replication copies it once. The output's bytes come
-    from a forward pass of at most two samples, and are left out if this pass fails.
+    A tensor that several modules share is counted once, because replication copies it once. The
+    output's bytes come from a forward pass of at most two samples, and are left out if this pass
+    fails.
     """
     inputs, target = positional(batch[0]), batch[1]
     samples = rows_in(batch)
@@ -51,18 +59,25 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     }
     few = slice(0, 2)  # BatchNorm refuses a single sample
     arguments = tree_map_only(torch.Tensor, lambda tensor: tensor[few], inputs)
-    statistics = {name: buffer.clone() for name, buffer in model.module.named_buffers()}  # forward changes buffers
+    statistics = {
+        name: buffer.clone() for name, buffer in model.module.named_buffers()
+    }  # forward changes buffers
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = functional_call(model.module, statistics, arguments)
-        facts["output_bytes"] = sum(tensor.nbytes for tensor in tensors_in(output)) / min(2, samples)
+        facts["output_bytes"] = sum(tensor.nbytes for tensor in tensors_in(output)) / min(
+            2, samples
+        )
     except Exception:  # a model may raise any error: leave the unknown fact out
         return facts
     return facts
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return the version and settings of torch; for cases on GPUs, also facts about CUDA, cuDNN and the GPUs."""
+    """Return the version and settings of torch.
+
+    For cases on GPUs, also facts about CUDA, cuDNN and the GPUs.
+    """
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -72,15 +87,21 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
-        facts |= {"gpu": torch.cuda.get_device_name(device.torch_device), "no_peer_access": blocked_pairs(case)}
+        facts |= {
+            "gpu": torch.cuda.get_device_name(device.torch_device),
+            "no_peer_access": blocked_pairs(case),
+        }
         facts |= {"gpu_uuids": gpu_uuids(_ordinals(case))}
     return facts
 
 
 def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
-    """Return the UUIDs of the GPUs with these CUDA ordinals; the list is empty if a UUID is unknown.
+    """Return the UUIDs of the GPUs with these CUDA ordinals.
 
-    A UUID is unknown if this process does not see the GPU, or if the version of torch is older than 2.5.
+    The list is empty if a UUID is unknown.
+
+    A UUID is unknown if this process does not see the GPU, or if the version of torch is older than
+    2.5.
     """
     if any(one >= torch.cuda.device_count() for one in ordinals):
         return []
@@ -101,21 +122,34 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
     ids = _ordinals(case)
-    if max(ids) >= torch.cuda.device_count():  # the ranks of a launch may each see only their own GPUs
+    if (
+        max(ids) >= torch.cuda.device_count()
+    ):  # the ranks of a launch may each see only their own GPUs
         return None
     reaches = torch.cuda.can_device_access_peer
-    return [[a, b] for i, a in enumerate(ids) for b in ids[i + 1 :] if not (reaches(a, b) and reaches(b, a))]
+    return [
+        [a, b]
+        for i, a in enumerate(ids)
+        for b in ids[i + 1 :]
+        if not (reaches(a, b) and reaches(b, a))
+    ]
 
 
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     """Time copies over the links of the devices, and return the trial with these times.
 
-    The setup of the returned trial has `links_s`, the seconds that the timing took. Copies are timed only if this
-    process drives two or more distinct GPUs; otherwise, the trial is returned unchanged. It is also returned unchanged
-    if a GPU has too little free memory for the copies, because the trial is valid without them.
+    The setup of the returned trial has `links_s`, the seconds that the timing took. Copies are
+    timed only if this process drives two or more distinct GPUs; otherwise, the trial is returned
+    unchanged. It is also returned unchanged if a GPU has too little free memory for the copies,
+    because the trial is valid without them.
     """
     case = trial.case
-    if case.device_kind != "cuda" or case.placement != "spread" or case.traits.ranks or len(devices) == 1:
+    if (
+        case.device_kind != "cuda"
+        or case.placement != "spread"
+        or case.traits.ranks
+        or len(devices) == 1
+    ):
         return trial
     began_s = time.perf_counter()
     try:
@@ -123,21 +157,27 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     except torch.OutOfMemoryError:
         return trial
     return replace(
-        trial, setup={**trial.setup, "links_s": time.perf_counter() - began_s},
+        trial,
+        setup={**trial.setup, "links_s": time.perf_counter() - began_s},
         provenance={**trial.provenance, LINKS: measured},
-    )  # fmt: skip
+    )
 
 
 def links(devices: Sequence[Device]) -> Iterator[CopyTimes]:
-    """Time copies from the host's pinned memory to each device, and from each device to every other one.
+    """Time copies from the host's pinned memory to each device, and from each device to every other
+    one.
 
-    Yield each link as soon as its copies are done, so that a caller can read counters between two links.
+    Yield each link as soon as its copies are done, so that a caller can read counters between two
+    links.
     """
     buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     places = [buffer.to(device.torch_device) for device in devices]
     for device, place in zip(devices, places, strict=True):
         yield CopyTimes(
-            source=HOST, target=device.index, bytes=LINK_BYTES, seconds=_copy_times(device, place, buffer, buffer)
+            source=HOST,
+            target=device.index,
+            bytes=LINK_BYTES,
+            seconds=_copy_times(device, place, buffer, buffer),
         )
     for (source, there), (target, here) in permutations(zip(devices, places, strict=True), 2):
         source.synchronize()
@@ -145,12 +185,16 @@ def links(devices: Sequence[Device]) -> Iterator[CopyTimes]:
         yield CopyTimes(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=seconds)
 
 
-def _copy_times(target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor) -> tuple[float, ...]:
-    """Return the durations in seconds of copies of a tensor to `place`, which is on the device `target`.
+def _copy_times(
+    target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor
+) -> tuple[float, ...]:
+    """Return the durations in seconds of copies of a tensor to `place`, which is on the device
+    `target`.
 
-    The copies run one after the other, and allocate no memory. Two untimed copies precede them. The first sets up the
-    access to the other device. The second is a slow copy of `buffer` from the host, and while it runs, the host queues
-    all timed copies. Without this slow copy, timed copies over a fast link would wait for the host to queue them.
+    The copies run one after the other, and allocate no memory. Two untimed copies precede them. The
+    first sets up the access to the other device. The second is a slow copy of `buffer` from the
+    host, and while it runs, the host queues all timed copies. Without this slow copy, timed copies
+    over a fast link would wait for the host to queue them.
     """
     target.synchronize()
     with target.guard():

@@ -1,8 +1,8 @@
 """Feed: take the batches of a training loop from a DataLoader.
 
-The DataLoader yields the same batches in the same order as are used without a DataLoader. A rank loads its own rows
-only, as with torch's DistributedSampler. The wait for a batch is the phase `data` of the host. If the DataLoader has no
-workers, this wait includes the loading itself.
+The DataLoader yields the same batches in the same order as are used without a DataLoader. A rank
+loads its own rows only, as with torch's DistributedSampler. The wait for a batch is the phase
+`data` of the host. If the DataLoader has no workers, this wait includes the loading itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ StepOfBatch = Callable[[Any, Any], Any]
 
 
 class Examples(Dataset[list[torch.Tensor]]):
-    """A dataset of the rows of several batches; an example is a list with one row of each tensor of a batch."""
+    """A dataset of the rows of several batches.
+
+    An example is a list with one row of each tensor of a batch.
+    """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
-        leaves = [[leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)] for batch in batches]
+        leaves = [
+            [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+            for batch in batches
+        ]
         self._columns = [torch.cat(column) for column in zip(*leaves, strict=True)]
 
     def __len__(self) -> int:
@@ -43,7 +49,8 @@ class Examples(Dataset[list[torch.Tensor]]):
 
 
 class _InOrder:
-    """An endless batch sampler that yields the indices of each batch's examples, batch by batch, over and over again.
+    """An endless batch sampler that yields the indices of each batch's examples, batch by batch,
+    over and over again.
 
     `batches` is the number of batches, each of `rows` examples.
     """
@@ -58,8 +65,12 @@ class _InOrder:
 
 
 @contextmanager
-def fed(case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> Iterator[StepOfBatch]:
-    """Yield a step that takes its batch from a DataLoader and ignores its arguments; without a loader, yield `step`.
+def fed(
+    case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark
+) -> Iterator[StepOfBatch]:
+    """Yield a step that takes its batch from a DataLoader and ignores its arguments.
+
+    Without a loader, yield `step`.
 
     `batches` have the rows of this process, on the host. On exit, the workers of the loader end.
     """
@@ -79,19 +90,28 @@ class _Feed:
     def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
         self._step, self._mark, self._taken = step, mark, 0
         self._flat = [tree_flatten(batch) for batch in batches]
-        self.observe, self.settled = getattr(step, "observe", list), getattr(step, "settled", lambda: True)
+        self.observe, self.settled = (
+            getattr(step, "observe", list),
+            getattr(step, "settled", lambda: True),
+        )
         with warnings.catch_warnings():
-            # torch warns if workers outnumber this thread's cores; the thread may be bound to one, the workers are not
+            # torch warns if workers outnumber this thread's cores; the thread may be bound to one,
+            # the workers are not
             warnings.simplefilter("ignore", UserWarning)
             loader = DataLoader(
-                Examples(batches), batch_sampler=_InOrder(len(batches), rows_in(batches[0])), num_workers=case.loader,
+                Examples(batches),
+                batch_sampler=_InOrder(len(batches), rows_in(batches[0])),
+                num_workers=case.loader,
                 pin_memory=case.device_kind == "cuda" and case.inputs == "pinned",
                 worker_init_fn=partial(_unbind, processes.CORES),
-            )  # fmt: skip
+            )
             self._loaded: Iterator[Any] | None = iter(loader)
 
     def __call__(self, inputs: Any, target: Any) -> Any:
-        """Wait for the next batch, and take a step with it; the arguments have no effect. Return the step's result."""
+        """Wait for the next batch, and take a step with it.
+
+        The arguments have no effect. Return the step's result.
+        """
         assert self._loaded is not None
         with self._mark(Phase.DATA, HOST):
             loaded = iter(next(self._loaded))
@@ -107,7 +127,8 @@ class _Feed:
 
 
 def _unbind(cores: Sequence[int], worker: int) -> None:
-    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be bound to one core.
+    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be
+    bound to one core.
 
     If `cores` is empty, nothing changes. The argument `worker`, the worker's number, has no effect.
     """

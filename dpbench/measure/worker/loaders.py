@@ -1,12 +1,14 @@
-"""Loaders, worker side: time the batches of a DataLoader for a consumer that only waits for batches.
+"""Loaders, worker side: time the batches of a DataLoader for a consumer that only waits for
+batches.
 
     0  1  2  3  4  5     6  7  8  9  10 11     12 13 14 15       next epoch: 0
     fill                 steady part           surplus           first batch only
 
-The numbers above are those of the batches. With n workers, batches arrive n at a time, so the number of batches in the
-steady part is a multiple of n. The fill consists of the first batch of each worker, and of the batches that the workers
-load ahead while the last worker starts. The surplus keeps all workers busy until the steady part ends. Of the next
-epoch, only the first batch is timed.
+The numbers above are those of the batches. With n workers, batches arrive n at a time, so the
+number of batches in the steady part is a multiple of n. The fill consists of the first batch of
+each worker, and of the batches that the workers load ahead while the last worker starts. The
+surplus keeps all workers busy until the steady part ends. Of the next epoch, only the first batch
+is timed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ class Unfit(ValueError):
 
 
 class BatchFailed(RuntimeError):
-    """A batch could not be loaded; the message names its examples and its worker, and the cause is the error."""
+    """A batch could not be loaded.
+
+    The message names its examples and its worker, and the cause is the error.
+    """
 
 
 def check(case: Case) -> Trial:
@@ -52,7 +57,11 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
     """
     workers, batch_size, loading = case.loader, case.batch_size, Loading.of(case)
     dataset = opened(case.model, pin_memory=loading.pin_memory)
-    fill, steady, ahead = loading.fill(workers), loading.steady(workers, batch_size), loading.ahead(workers)
+    fill, steady, ahead = (
+        loading.fill(workers),
+        loading.steady(workers, batch_size),
+        loading.ahead(workers),
+    )
     wanted = (fill + steady + ahead) * batch_size
     drawn = random.Random(round_number).sample(range(len(dataset)), min(wanted, len(dataset)))
     indices = list(islice(cycle(drawn), wanted))
@@ -60,7 +69,9 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
         "prefetch_factor": loading.prefetch_factor,
         "persistent_workers": loading.persistent_workers,
         "worker_init_fn": partial(_dump_stacks, folder),
-        "multiprocessing_context": "fork",  # a class of the user's file cannot be pickled by its name
+        "multiprocessing_context": (
+            "fork"
+        ),  # a class of the user's file cannot be pickled by its name
     }
     loader = DataLoader(
         dataset,
@@ -75,7 +86,8 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
     steps, spans = [], []
     turn = loading.turn(workers)
     for batch in range(fill + steady):
-        # the batches of a turn arrive together: each of them gets an equal share of the time of the turn
+        # the batches of a turn arrive together: each of them gets an equal share of the time of the
+        # turn
         first = batch - (batch - fill) % turn if batch >= fill else batch
         last = first + turn if batch >= fill else batch + 1
         each_s = (ends[last] - ends[first]) / (last - first)
@@ -91,8 +103,12 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
     )
 
 
-def _batches(case: Case, loader: DataLoader[Any], indices: Sequence[int], count: int) -> list[float]:
-    """Return the time before the start of an epoch and the times at which its first `count` batches arrived."""
+def _batches(
+    case: Case, loader: DataLoader[Any], indices: Sequence[int], count: int
+) -> list[float]:
+    """Return the time before the start of an epoch and the times at which its first `count` batches
+    arrived.
+    """
     ends = [time.perf_counter()]
     try:
         for _ in islice(loader, count):
@@ -115,7 +131,9 @@ def _named(case: Case, error: Exception, batch: int, indices: Sequence[int]) -> 
 
 
 def _dump_stacks(folder: Path, worker: int) -> None:
-    """Make a worker of the DataLoader write its Python stacks to a separate file in `folder` on SIGUSR1."""
+    """Make a worker of the DataLoader write its Python stacks to a separate file in `folder` on
+    SIGUSR1.
+    """
     stacks = (folder / f"stacks-worker-{worker}").open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
@@ -123,7 +141,8 @@ def _dump_stacks(folder: Path, worker: int) -> None:
 def opened(name: str, *, pin_memory: bool = False) -> Any:
     """Return the dataset `name`; if the user's object is a function, call it and return its result.
 
-    Raises Unfit if the object is not a map-style dataset with examples, or if `pin_memory` would have no effect.
+    Raises Unfit if the object is not a map-style dataset with examples, or if `pin_memory` would
+    have no effect.
     """
     dataset = registry.outside("dataset", name)
     if callable(dataset) and not isinstance(dataset, Dataset):
@@ -131,17 +150,20 @@ def opened(name: str, *, pin_memory: bool = False) -> Any:
     kind = type(dataset).__name__
     if isinstance(dataset, IterableDataset):
         raise Unfit(
-            f"{kind} is an IterableDataset, which divides its examples among the workers by its own code; dpbench "
-            "measures map-style datasets only: wrap one shard in a Dataset with __len__ and __getitem__"
+            f"{kind} is an IterableDataset, which divides its examples among the workers by its own"
+            " code; dpbench measures map-style datasets only: wrap one shard in a Dataset with"
+            " __len__ and __getitem__"
         )
     missing = [method for method in ("__len__", "__getitem__") if not hasattr(dataset, method)]
     if missing:
         raise Unfit(
-            f"{kind} has no {' and no '.join(missing)}; give a map-style Dataset, or a callable without arguments that "
-            "returns one"
+            f"{kind} has no {' and no '.join(missing)}; give a map-style Dataset, or a callable"
+            " without arguments that returns one"
         )
     if len(dataset) == 0:
         raise Unfit(f"{kind} has no examples: its __len__ returns 0")
     if pin_memory and not torch.accelerator.is_available():
-        raise Unfit("torch finds no accelerator here, so --pin-memory would have no effect; leave it out")
+        raise Unfit(
+            "torch finds no accelerator here, so --pin-memory would have no effect; leave it out"
+        )
     return dataset

@@ -1,4 +1,6 @@
-"""Memory by phase: run two additional steps after timing, and record the second step's memory peaks by phase."""
+"""Memory by phase: run two additional steps after timing, and record the second step's memory peaks
+by phase.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,46 @@ from dpbench.strategies import Strategy, begin, refusal
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return a pair: each device's memory peaks by phase, and the reason if the peaks are missing (otherwise "").
+    """Return a pair: each device's memory peaks by phase, and the reason if the peaks are missing
+    (otherwise "").
 
-    `model` is modified. Logical CPU devices share the host's memory. Their steps are therefore repeated on emulated
-    devices, which count the bytes of tensors. The first attempt uses tensors without values, which need no memory. If
-    this fails, the second attempt uses tensors with values.
+    `model` is modified. Logical CPU devices share the host's memory. Their steps are therefore
+    repeated on emulated devices, which count the bytes of tensors. The first attempt uses tensors
+    without values, which need no memory. If this fails, the second attempt uses tensors with
+    values.
     """
     on_host = case.device_kind == "cpu"
     if on_host:
         if case.precision != "fp32":
-            return (), f"CPU memory by phase is measured on emulated devices, which do not support {case.precision}"
+            return (
+                (),
+                (
+                    "CPU memory by phase is measured on emulated devices, which do not support"
+                    f" {case.precision}"
+                ),
+            )
         if case.compile:
-            return (), "CPU memory by phase is measured on emulated devices, which cannot run compiled modules"
+            return (
+                (),
+                (
+                    "CPU memory by phase is measured on emulated devices, which cannot run compiled"
+                    " modules"
+                ),
+            )
         emulated = replace(case, device_kind="emulated")
         if reason := refusal(strategy, emulated):
-            return (), f"CPU memory by phase is measured on emulated devices, which cannot run the case: {reason}"
+            return (
+                (),
+                (
+                    "CPU memory by phase is measured on emulated devices, which cannot run the"
+                    f" case: {reason}"
+                ),
+            )
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
-    attempts: list[AbstractContextManager[Any]] = [bytes_only(), nullcontext()] if on_host else [nullcontext()]
+    attempts: list[AbstractContextManager[Any]] = (
+        [bytes_only(), nullcontext()] if on_host else [nullcontext()]
+    )
     reason = ""
     for number, numbers in enumerate(attempts):
         peaks = Peaks(devices)
@@ -47,9 +71,12 @@ def by_phase(
                 # a failed attempt leaves the model on its devices: load it again
                 mine = models.load(case.model, case.size, case.seed) if number else model
                 _watch(case, strategy, mine, devices, batch, peaks)
-        # the trial is valid without these peaks; if an op fails on tensors without values, retry with values
+        # the trial is valid without these peaks; if an op fails on tensors without values, retry
+        # with values
         except Exception as error:
-            error = error.__cause__ if isinstance(error.__cause__, Exception) else error  # the error in the replica
+            error = (
+                error.__cause__ if isinstance(error.__cause__, Exception) else error
+            )  # the error in the replica
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
             found = peaks.memory(source)
@@ -59,9 +86,16 @@ def by_phase(
 
 
 def _watch(
-    case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any], peaks: Peaks
+    case: Case,
+    strategy: Strategy,
+    model: Model,
+    devices: Sequence[Device],
+    batch: tuple[Any, Any],
+    peaks: Peaks,
 ) -> None:
-    """Take two steps: the first creates the optimizer's state, and `peaks` records the memory peaks of the second."""
+    """Take two steps: the first creates the optimizer's state, and `peaks` records the memory peaks
+    of the second.
+    """
     for parameter in model.module.parameters():
         parameter.grad = None
     gc.collect()
@@ -76,7 +110,9 @@ def _watch(
 
 @contextmanager
 def bound(case: Case) -> Iterator[None]:
-    """Inside this context, limit the memory of emulated devices to the limit of the case, if the case has one."""
+    """Inside this context, limit the memory of emulated devices to the limit of the case, if the
+    case has one.
+    """
     if case.device_kind != "emulated" or not case.device_memory_bytes:
         yield
         return
@@ -85,7 +121,9 @@ def bound(case: Case) -> Iterator[None]:
 
 
 WHOLE = ""
-"""The name under which the peaks of the whole step are recorded, in place of the name of a phase."""
+"""The name under which the peaks of the whole step are recorded, in place of the name of a
+phase.
+"""
 
 
 class Peaks:
@@ -100,7 +138,9 @@ class Peaks:
 
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
-        """Attribute the memory peaks of all devices inside this context to `phase`; `device` has no effect.
+        """Attribute the memory peaks of all devices inside this context to `phase`.
+
+        `device` has no effect.
 
         If the contexts of several phases overlap, the peaks are attributed to each of these phases.
         """
@@ -116,7 +156,10 @@ class Peaks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the memory peaks inside this context, which encloses one step; outside it, no peaks are recorded."""
+        """Record the memory peaks inside this context, which encloses one step.
+
+        Outside it, no peaks are recorded.
+        """
         for device in self._devices:
             device.take_peaks()
         self._listening = True
@@ -126,13 +169,17 @@ class Peaks:
             self._listening = False
 
     def _settle(self) -> None:
-        """Attribute the peaks since the previous call to the whole step, and to every phase that is open now.
+        """Attribute the peaks since the previous call to the whole step, and to every phase that is
+        open now.
 
-        If no phase is open, the peaks are attributed to `UNATTRIBUTED`. No phase opens or closes between two calls.
+        If no phase is open, the peaks are attributed to `UNATTRIBUTED`. No phase opens or closes
+        between two calls.
         """
         if not self._listening:
             return
-        names = {WHOLE, *(phase.value for phase in self._open)} if self._open else {WHOLE, UNATTRIBUTED}
+        names = (
+            {WHOLE, *(phase.value for phase in self._open)} if self._open else {WHOLE, UNATTRIBUTED}
+        )
         for device in self._devices:
             for kind, peak in device.take_peaks().items():
                 for name in names:
@@ -140,11 +187,15 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the recorded peaks, sorted by device; for each device, the whole step comes first, then each phase.
+        """Return the recorded peaks, sorted by device.
 
-        `source` is stored with each peak: `allocator` (torch's statistics) or `ledger` (the byte count of emulated
-        devices).
+        For each device, the whole step comes first, then each phase.
+
+        `source` is stored with each peak: `allocator` (torch's statistics) or `ledger` (the byte
+        count of emulated devices).
         """
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
         found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
-        return tuple(Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found)
+        return tuple(
+            Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found
+        )

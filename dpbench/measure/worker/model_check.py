@@ -1,7 +1,8 @@
-"""Model check: take a step with a model on one device, then on two, and report the model's properties and faults.
+"""Model check: take a step with a model on one device, then on two, and report the model's
+properties and faults.
 
-A fault ends the check; its message names the function in the model's file that must be changed. A note describes a
-property with which some strategies do not work, or which makes results differ.
+A fault ends the check; its message names the function in the model's file that must be changed. A
+note describes a property with which some strategies do not work, or which makes results differ.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ from dpbench.records.words import size as in_bytes
 from dpbench.strategies import precision_of
 
 ROWS = 2
-"""The batch size of the step in the check of a model; it is not 1, because BatchNorm refuses a single row."""
+"""The batch size of the step in the check of a model.
+
+It is not 1, because BatchNorm refuses a single row.
+"""
 COPIES = 3
-"""The least memory of a training step, as a multiple of the parameters' bytes: weights, gradients, momentum of SGD."""
+"""The least memory of a training step, as a multiple of the parameters' bytes: weights, gradients,
+momentum of SGD.
+"""
 
 
 OTHER_SOURCES = (("Python's random", random.getstate), ("numpy.random", np.random.get_state))
-"""Sources of random numbers that verification does not replay, each with the function that returns its state."""
+"""Sources of random numbers that verification does not replay, each with the function that returns
+its state.
+"""
 
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DataParallel)
@@ -52,12 +60,13 @@ class ModelFault(ValueError):
 
 
 def check(case: Case) -> Trial:
-    """Check that the model of a case works: build it, make the case's batch, and take one step with `ROWS` samples.
+    """Check that the model of a case works: build it, make the case's batch, and take one step with
+    `ROWS` samples.
 
-    The step runs on one device. If the case has several devices, a step on two devices is verified too. Return a trial
-    without steps, whose provenance has the facts about the model; it has none for one of dpbench's own models on one
-    device. An error of the model's code is raised with a note that names the function. Raises ModelFault for a fault
-    that raises no error itself.
+    The step runs on one device. If the case has several devices, a step on two devices is verified
+    too. Return a trial without steps, whose provenance has the facts about the model; it has none
+    for one of dpbench's own models on one device. An error of the model's code is raised with a
+    note that names the function. Raises ModelFault for a fault that raises no error itself.
     """
     torch.set_num_threads(1)
     began_s = time.perf_counter()
@@ -75,14 +84,17 @@ def check(case: Case) -> Trial:
     if case.devices > 1:
         facts.two_devices()
     facts.seen["memory"] = (
-        f"{in_bytes(processes.resident_peak())} at the peak of this process, which includes torch itself"
+        f"{in_bytes(processes.resident_peak())} at the peak of this process, which includes torch"
+        " itself"
     )
     facts.seen["check_s"] = time.perf_counter() - began_s
     return Trial(case=case, provenance={"model_check": {"seen": facts.seen, "notes": facts.notes}})
 
 
 def _step(case: Case, model: Model) -> Trial:
-    """Draw the case's batch, take one step of `ROWS` samples on one device, and return a trial without steps."""
+    """Draw the case's batch, take one step of `ROWS` samples on one device, and return a trial
+    without steps.
+    """
     model.batch(case.batch_size, case.seed)
     devices = open_devices(case.device_kind, 1, ids=case.device_ids)
     alone = replace(case, devices=1)
@@ -92,7 +104,10 @@ def _step(case: Case, model: Model) -> Trial:
 
 
 class _Facts:
-    """The results of the check of a model: `seen` has its properties by name, mostly as text; `notes` has the notes."""
+    """The results of the check of a model: `seen` has its properties by name, mostly as text.
+
+    `notes` has the notes.
+    """
 
     def __init__(self, case: Case, model: Model) -> None:
         self._case = case
@@ -102,31 +117,57 @@ class _Facts:
         self._draws = False
 
     def parameters(self) -> None:
-        """Record the module's parameters. Raises ModelFault if they cannot be trained or exceed the free memory."""
+        """Record the module's parameters.
+
+        Raises ModelFault if they cannot be trained or exceed the free memory.
+        """
         module = self._model.module
         if isinstance(module, WRAPPERS):
-            raise self._fault("build", f"returned a {type(module).__name__}: return the module inside it, because each "
-                              "strategy wraps the module itself")  # fmt: skip
+            raise self._fault(
+                "build",
+                f"returned a {type(module).__name__}: return the module inside it, because each "
+                "strategy wraps the module itself",
+            )
         parameters = list(module.parameters())
         if any(map(nn.parameter.is_lazy, parameters)):
-            raise self._fault("build", "returned a module with lazy parameters, which have no shape yet: call its "
-                              "forward once in build(), or give the sizes of its layers")  # fmt: skip
+            raise self._fault(
+                "build",
+                "returned a module with lazy parameters, which have no shape yet: call its "
+                "forward once in build(), or give the sizes of its layers",
+            )
         if not parameters:
-            raise self._fault("build", "returned a module without parameters, so there is nothing to train")
+            raise self._fault(
+                "build", "returned a module without parameters, so there is nothing to train"
+            )
         if not any(parameter.requires_grad for parameter in parameters):
-            raise self._fault("build", "returned a module whose parameters all have requires_grad=False")
-        elsewhere = {str(parameter.device) for parameter in parameters if parameter.device.type not in ("cpu", "meta")}
+            raise self._fault(
+                "build", "returned a module whose parameters all have requires_grad=False"
+            )
+        elsewhere = {
+            str(parameter.device)
+            for parameter in parameters
+            if parameter.device.type not in ("cpu", "meta")
+        }
         if elsewhere:
-            raise self._fault("build", f"put parameters on {', '.join(sorted(elsewhere))}; build on the CPU: each "
-                              "strategy moves the module itself")  # fmt: skip
+            raise self._fault(
+                "build",
+                f"put parameters on {', '.join(sorted(elsewhere))}; build on the CPU: each "
+                "strategy moves the module itself",
+            )
         needed = COPIES * sum(parameter.nbytes for parameter in parameters)
         there = _available_bytes()
         if there and needed > there and self._case.device_kind == "cpu":
-            raise self._fault("build", f"returned a module that needs at least {in_bytes(needed)} for weights, "
-                              f"gradients and momentum, and this machine has {in_bytes(there)} free: build a smaller "
-                              "model for this size")  # fmt: skip
+            raise self._fault(
+                "build",
+                f"returned a module that needs at least {in_bytes(needed)} for weights, gradients"
+                f" and momentum, and this machine has {in_bytes(there)} free: build a smaller model"
+                " for this size",
+            )
         if any(parameter.is_meta for parameter in parameters):
-            raise self._fault("build", "left parameters on the meta device, which have no values: build on the CPU")
+            raise self._fault(
+                "build",
+                "left parameters on the meta device, which have no values: build on the CPU",
+            )
         numbers = sum(parameter.numel() for parameter in parameters)
         frozen = sum(not parameter.requires_grad for parameter in parameters)
         size = in_bytes(sum(parameter.nbytes for parameter in parameters))
@@ -136,42 +177,56 @@ class _Facts:
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         if len(names) > len(parameters):
             self.notes.append(
-                f"build(): {len(names)} names of parameters are registered for "
-                f"{count(len(parameters), 'parameter')}; a parameter with several names is one parameter, and its "
-                "gradient is the sum over all its uses"
+                f"build(): {len(names)} names of parameters are registered for"
+                f" {count(len(parameters), 'parameter')}; a parameter with several names is one"
+                " parameter, and its gradient is the sum over all its uses"
             )
         self.seen["dtypes"] = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
 
     def batch(self, batch: tuple[Any, Any]) -> None:
-        """Record the tensors of a batch, and note if the same seed gives other values in a second call.
+        """Record the tensors of a batch, and note if the same seed gives other values in a second
+        call.
 
         Raises ModelFault if a tensor is not on the CPU or requires gradients.
         """
         for name, part in zip(("inputs", "target"), batch, strict=True):
-            told = [f"{where} {_told(tensor)}" for where, tensor in tensors_by_name(part, name).items()]
+            told = [
+                f"{where} {_told(tensor)}" for where, tensor in tensors_by_name(part, name).items()
+            ]
             self.seen[name] = "; ".join(told) or "none"
             for where, tensor in tensors_by_name(part, name).items():
                 if tensor.device.type != "cpu":
-                    raise self._fault("batch", f"returned {where} on {tensor.device}: return tensors on the CPU; each "
-                                      "strategy copies them to its devices")  # fmt: skip
+                    raise self._fault(
+                        "batch",
+                        f"returned {where} on {tensor.device}: return tensors on the CPU; each "
+                        "strategy copies them to its devices",
+                    )
                 if tensor.requires_grad:
-                    raise self._fault("batch", f"returned {where}, which requires gradients: detach it")
+                    raise self._fault(
+                        "batch", f"returned {where}, which requires gradients: detach it"
+                    )
         again = self._model.batch(self._case.batch_size, self._case.seed)
         if not _equal(all_tensors(batch), all_tensors(again)):
             self.notes.append(
-                "batch(): the same seed gave different values; draw from torch.Generator().manual_seed(seed), because "
-                "each rank draws the batch itself"
+                "batch(): the same seed gave different values; draw from"
+                " torch.Generator().manual_seed(seed), because each rank draws the batch itself"
             )
 
     def forward(self) -> None:
-        """Run forward, loss and backward on a copy of the module. Raises ModelFault for the first wrong result."""
+        """Run forward, loss and backward on a copy of the module.
+
+        Raises ModelFault for the first wrong result.
+        """
         model = self._model
         device = open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
         try:
             module = copy.deepcopy(model.module).to(device.torch_device).train()
         except Exception as error:
-            raise self._fault("build", "returned a module that copy.deepcopy cannot copy, which verification needs: "
-                              f"{type(error).__name__}: {error}") from error  # fmt: skip
+            raise self._fault(
+                "build",
+                "returned a module that copy.deepcopy cannot copy, which verification needs: "
+                f"{type(error).__name__}: {error}",
+            ) from error
         inputs, target = _moved(model.batch(ROWS, self._case.seed), device.torch_device)
         before = [tensor.clone() for tensor in all_tensors((inputs, target))]
         state = torch.get_rng_state()
@@ -182,14 +237,23 @@ class _Facts:
                 output = module(*models.positional(inputs))
             for source, state_of, was in others:
                 if str(state_of()) != was:
-                    self.notes.append(f"forward draws from {source}, which verification cannot replay: draw with torch")
+                    self.notes.append(
+                        f"forward draws from {source}, which verification cannot replay: draw with"
+                        " torch"
+                    )
             self._draws = not (
-                torch.equal(torch.get_rng_state(), state) and _equal(torch.cuda.get_rng_state_all(), gpus)
+                torch.equal(torch.get_rng_state(), state)
+                and _equal(torch.cuda.get_rng_state_all(), gpus)
             )
-            self.seen["random numbers"] = "drawn in forward" if self._draws else "none from torch's default generators"
+            self.seen["random numbers"] = (
+                "drawn in forward" if self._draws else "none from torch's default generators"
+            )
             if not _equal(before, all_tensors((inputs, target))):
-                raise self._fault("build", "returned a module whose forward modifies its inputs in place, so that the "
-                                  "next step gets other data: clone them in forward")  # fmt: skip
+                raise self._fault(
+                    "build",
+                    "returned a module whose forward modifies its inputs in place, so that the "
+                    "next step gets other data: clone them in forward",
+                )
             self._output(output)
             with self._inside("loss()", output):
                 loss = model.loss(output, target)
@@ -207,48 +271,79 @@ class _Facts:
         """
         tensors = tensors_by_name(output)
         if not tensors:
-            raise self._fault("build", f"returned a module whose forward returned no tensor, but an object of type "
-                              f"{type(output).__name__}: return a tensor, or a structure of tensors")  # fmt: skip
-        self.seen["output"] = "; ".join(f"{name} {_told(tensor)}" for name, tensor in tensors.items())
-        wrong = [f"{name} {_told(tensor)}" for name, tensor in tensors.items() if tensor.dim() and len(tensor) != ROWS]
+            raise self._fault(
+                "build",
+                "returned a module whose forward returned no tensor, but an object of type "
+                f"{type(output).__name__}: return a tensor, or a structure of tensors",
+            )
+        self.seen["output"] = "; ".join(
+            f"{name} {_told(tensor)}" for name, tensor in tensors.items()
+        )
+        wrong = [
+            f"{name} {_told(tensor)}"
+            for name, tensor in tensors.items()
+            if tensor.dim() and len(tensor) != ROWS
+        ]
         if wrong:
             self.notes.append(
-                f"forward returned {', '.join(wrong)} for {ROWS} samples; replicas' outputs are concatenated along "
-                "dimension 0: return one row per sample, or return the loss"
+                f"forward returned {', '.join(wrong)} for {ROWS} samples; replicas' outputs are"
+                " concatenated along dimension 0: return one row per sample, or return the loss"
             )
 
     def _loss(self, loss: Any) -> None:
         """Raise ModelFault unless the loss is a finite 0-dim tensor with an autograd history."""
         if not isinstance(loss, torch.Tensor):
-            raise self._fault("loss", f"returned a {type(loss).__name__}: return a 0-dim tensor, without .item()")
+            raise self._fault(
+                "loss", f"returned a {type(loss).__name__}: return a 0-dim tensor, without .item()"
+            )
         if loss.dim():
             raise self._fault(
-                "loss", f"returned a tensor of shape {tuple(loss.shape)}: return its mean, a 0-dim tensor"
+                "loss",
+                f"returned a tensor of shape {tuple(loss.shape)}: return its mean, a 0-dim tensor",
             )
         if not loss.requires_grad:
-            raise self._fault("loss", "returned a tensor without an autograd history: leave out detach(), no_grad and "
-                              "operations without a gradient such as argmax")  # fmt: skip
+            raise self._fault(
+                "loss",
+                "returned a tensor without an autograd history: leave out detach(), no_grad and "
+                "operations without a gradient such as argmax",
+            )
         if not bool(loss.isfinite()):
-            raise self._fault("loss", f"returned {loss.item()} for a batch of {ROWS} samples: check the inputs of "
-                              "batch() and the initial weights of build()")  # fmt: skip
+            raise self._fault(
+                "loss",
+                f"returned {loss.item()} for a batch of {ROWS} samples: check the inputs of "
+                "batch() and the initial weights of build()",
+            )
 
     def _gradients(self, module: nn.Module) -> None:
-        """Note parameters without a gradient. Raises ModelFault if all lack one, or if a gradient is not finite."""
+        """Note parameters without a gradient.
+
+        Raises ModelFault if all lack one, or if a gradient is not finite.
+        """
         named = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
         unused = [name for name, one in named if one.grad is None]
         if len(unused) == len(named):
-            raise self._fault("loss", "gives no parameter a gradient: the loss depends on no parameter, or forward "
-                              "uses parameters that are not registered in the module")  # fmt: skip
+            raise self._fault(
+                "loss",
+                "gives no parameter a gradient: the loss depends on no parameter, or forward "
+                "uses parameters that are not registered in the module",
+            )
         if unused:
             self.notes.append(
-                f"no gradient for {len(unused)} of {len(named)} parameters (first: {unused[0]}): strategies with "
-                "DistributedDataParallel refuse to take a second step; use every parameter in forward, or set "
-                "requires_grad=False in build()"
+                f"no gradient for {len(unused)} of {len(named)} parameters (first: {unused[0]}):"
+                " strategies with DistributedDataParallel refuse to take a second step; use every"
+                " parameter in forward, or set requires_grad=False in build()"
             )
-        infinite = [name for name, one in named if one.grad is not None and not bool(one.grad.isfinite().all())]
+        infinite = [
+            name
+            for name, one in named
+            if one.grad is not None and not bool(one.grad.isfinite().all())
+        ]
         if infinite:
-            raise self._fault("loss", f"gives gradients that are not finite, first that of {infinite[0]}: check the "
-                              "inputs of batch() and the initial weights of build()")  # fmt: skip
+            raise self._fault(
+                "loss",
+                f"gives gradients that are not finite, first that of {infinite[0]}: check the "
+                "inputs of batch() and the initial weights of build()",
+            )
 
     def _registered(self, module: nn.Module, loss: torch.Tensor) -> None:
         registered = {id(one) for one in module.parameters()}
@@ -266,15 +361,18 @@ class _Facts:
         if unregistered:
             first = tuple(next(iter(unregistered.values())).shape)
             self.notes.append(
-                "the loss depends on trainable tensors that are not registered in the module "
-                f"({len(unregistered)}; shape of the first: {first}): no strategy trains, copies or reduces "
-                "them; keep layers in nn.ModuleList or nn.ModuleDict, and weights in nn.Parameter"
+                "the loss depends on trainable tensors that are not registered in the module"
+                f" ({len(unregistered)}; shape of the first: {first}): no strategy trains, copies"
+                " or reduces them; keep layers in nn.ModuleList or nn.ModuleDict, and weights in"
+                " nn.Parameter"
             )
 
     def loop(self) -> None:
-        """Create the model's own optimizer and then its scheduler, if the model has its own optimizer.
+        """Create the model's own optimizer and then its scheduler, if the model has its own
+        optimizer.
 
-        Raises ModelFault if either has a wrong type, or if the optimizer has parameters that it was not given.
+        Raises ModelFault if either has a wrong type, or if the optimizer has parameters that it was
+        not given.
         """
         loop = self._model.loop
         if loop.optimizer is None:
@@ -283,36 +381,57 @@ class _Facts:
         with self._inside("optimizer()", None):
             optimizer = loop.optimizer(parameters)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise self._fault("optimizer", f"returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
+            raise self._fault(
+                "optimizer",
+                f"returned a {type(optimizer).__name__}: return a torch.optim.Optimizer",
+            )
         held = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if not held <= {*map(id, parameters)}:
-            raise self._fault("optimizer", "returned an optimizer of other parameters than those in its argument: "
-                              "create the optimizer from the argument")  # fmt: skip
+            raise self._fault(
+                "optimizer",
+                "returned an optimizer of other parameters than those in its argument: "
+                "create the optimizer from the argument",
+            )
         with self._inside("scheduler()", None):
             scheduler = None if loop.scheduler is None else loop.scheduler(optimizer)
         if loop.scheduler is not None and not callable(getattr(scheduler, "step", None)):
-            raise self._fault("scheduler", f"returned a {type(scheduler).__name__}, which has no step(): return a "
-                              "scheduler of torch.optim.lr_scheduler")  # fmt: skip
+            raise self._fault(
+                "scheduler",
+                f"returned a {type(scheduler).__name__}, which has no step(): return a "
+                "scheduler of torch.optim.lr_scheduler",
+            )
 
     def built_again(self, module: nn.Module) -> None:
         """Add a note if `module`, which build() returned for the same seed, has other weights."""
-        if not _equal(list(self._model.module.state_dict().values()), list(module.state_dict().values())):
+        if not _equal(
+            list(self._model.module.state_dict().values()), list(module.state_dict().values())
+        ):
             self.notes.append(
-                "build(): the same seed gave other weights, but each rank builds the model itself; draw weights from "
-                "torch's default generator, which dpbench has seeded, and do not seed it again"
+                "build(): the same seed gave other weights, but each rank builds the model itself;"
+                " draw weights from torch's default generator, which dpbench has seeded, and do not"
+                " seed it again"
             )
 
     def two_devices(self) -> None:
-        """Verify a step of the engine on two devices, and record the result; a failure becomes a note."""
+        """Verify a step of the engine on two devices, and record the result.
+
+        A failure becomes a note.
+        """
         two = replace(
-            self._case, strategy=registry.of_role(Role.ENGINE), schedule=REFERENCE, devices=2, batch_size=2 * ROWS + 1,
+            self._case,
+            strategy=registry.of_role(Role.ENGINE),
+            schedule=REFERENCE,
+            devices=2,
+            batch_size=2 * ROWS + 1,
             placement="colocated" if self._case.device_kind == "cuda" else "spread",
-        )  # fmt: skip
+        )
         plug = strategies.load(two.strategy)
         devices = open_devices(two.device_kind, 2, ids=two.device_ids, placement=two.placement)
         try:
             model = models.load(two.model, two.size, two.seed)
-            verdict = verification.check(plug.start, two, model, devices, precision_of, split=plug.split)
+            verdict = verification.check(
+                plug.start, two, model, devices, precision_of, split=plug.split
+            )
         except Exception as error:  # the user's module may raise any error
             first = str(error).strip().partition("\n")[0]
             self.notes.append(f"a step on two devices failed: {type(error).__name__}: {first}")
@@ -329,13 +448,15 @@ class _Facts:
         apart = verification.dependence(even, devices[0], precision_of)
         if apart > verification.TOLERANCE["fp32"]:
             self.notes.append(
-                f"the gradient of a step on two devices differs from that on one device (by {apart:.2g} of its norm), "
-                "with dpbench and with torch alike: the loss is not a mean over samples, or samples depend on each "
-                "other, as with BatchNorm"
+                "the gradient of a step on two devices differs from that on one device (by"
+                f" {apart:.2g} of its norm), with dpbench and with torch alike: the loss is not a"
+                " mean over samples, or samples depend on each other, as with BatchNorm"
             )
 
     def _averaged(self, case: Case, device: Device) -> None:
-        """Add a note if the mean of the gradients of ranks is not the gradient of the whole batch of a case."""
+        """Add a note if the mean of the gradients of ranks is not the gradient of the whole batch
+        of a case.
+        """
         averaging = "ddp and other strategies that average the gradients of ranks or micro-batches"
         try:
             averaged = verification.averaging(case, device, precision_of)
@@ -345,10 +466,11 @@ class _Facts:
             return
         if averaged:
             self.notes.append(
-                f"with {averaging}, the gradient differs from that of the whole batch by {percent(averaged.low)} to "
-                f"{percent(averaged.high)} (on {count(case.devices, 'rank')}, with {count(averaged.rows, 'sample')}): "
-                "the loss is no mean over samples, as with ignore_index or a mask; a run measures these strategies, "
-                "and says so"
+                f"with {averaging}, the gradient differs from that of the whole batch by"
+                f" {percent(averaged.low)} to {percent(averaged.high)} (on"
+                f" {count(case.devices, 'rank')}, with {count(averaged.rows, 'sample')}): the loss"
+                " is no mean over samples, as with ignore_index or a mask; a run measures these"
+                " strategies, and says so"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:
@@ -356,11 +478,15 @@ class _Facts:
 
     @contextmanager
     def _inside(self, part: str, given: Any) -> Iterator[None]:
-        """Add a note to an error raised inside this context: `part`, and the types and shapes of tensors in `given`."""
+        """Add a note to an error raised inside this context: `part`, and the types and shapes of
+        tensors in `given`.
+        """
         try:
             yield
         except Exception as error:
-            tensors = "; ".join(f"{name} {_told(one)}" for name, one in tensors_by_name(given, "given").items())
+            tensors = "; ".join(
+                f"{name} {_told(one)}" for name, one in tensors_by_name(given, "given").items()
+            )
             error.add_note(f"raised in {part} of {self._case.model}{tensors and ': '}{tensors}")
             raise
 
@@ -384,7 +510,10 @@ def _available_bytes() -> int:
 
 
 def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    """Return whether both sequences have equal tensors in the same order; NaN counts as equal to NaN."""
+    """Return whether both sequences have equal tensors in the same order.
+
+    NaN counts as equal to NaN.
+    """
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
         for a, b in zip(ours, theirs, strict=True)

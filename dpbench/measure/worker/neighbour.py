@@ -1,8 +1,9 @@
-"""Neighbour: another model that takes steps on other devices, in another process, while a case is timed.
+"""Neighbour: another model that takes steps on other devices, in another process, while a case is
+timed.
 
-The other model runs under the same strategy, settings and number of devices as the case, on the next devices. It
-starts before the case is verified, and stops after the last step of the case. A trial whose neighbour has failed, or
-has taken no step while the case was measured, fails.
+The other model runs under the same strategy, settings and number of devices as the case, on the
+next devices. It starts before the case is verified, and stops after the last step of the case. A
+trial whose neighbour has failed, or has taken no step while the case was measured, fails.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from dpbench.records import Case, no_mark
 
 _FORK = get_context("fork")
 Draw = Callable[[Case, Model, Device], Sequence[tuple[Any, Any]]]
-"""A function (case, model, first device) that returns the batches of the steps in the memory that `case.inputs` names.
+"""A function (case, model, first device) that returns the batches of the steps in the memory that
+`case.inputs` names.
 
 It also sets the process to the case's precision.
 """
 WAIT_S = 60.0
-"""The longest wait in seconds for the neighbour: until its first steps are done, and later until it has stopped."""
+"""The longest wait in seconds for the neighbour: until its first steps are done, and later until it
+has stopped.
+"""
 FIRST = 3
 """The number of steps that the neighbour takes before it reports that it is running."""
 
@@ -44,11 +48,12 @@ class NeighbourFailed(RuntimeError):
 
 @contextmanager
 def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
-    """Run the case's neighbour inside this context, and yield a dictionary, which is filled on exit.
+    """Run the case's neighbour inside this context, and yield a dictionary, which is filled on
+    exit.
 
-    It then has `neighbour_steps`, the number of steps that the neighbour took inside the context; without a neighbour
-    it stays empty. The calling process must not have used CUDA or several threads. Raises NeighbourFailed if the
-    neighbour fails, or takes no step inside the context.
+    It then has `neighbour_steps`, the number of steps that the neighbour took inside the context;
+    without a neighbour it stays empty. The calling process must not have used CUDA or several
+    threads. Raises NeighbourFailed if the neighbour fails, or takes no step inside the context.
     """
     facts: dict[str, Any] = {}
     if not case.neighbour:
@@ -56,7 +61,9 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
         return
     own_end, other_end = _FORK.Pipe()
     killed_before = processes.killed_for_memory()
-    process = _FORK.Process(target=_run, args=(case, draw, other_end, os.getpid()), name="neighbour")
+    process = _FORK.Process(
+        target=_run, args=(case, draw, other_end, os.getpid()), name="neighbour"
+    )
     process.start()
     other_end.close()
     try:
@@ -69,29 +76,36 @@ def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
         process.kill()
         process.join()
     if not facts["neighbour_steps"]:
-        raise NeighbourFailed(f"the model {case.neighbour} took no step while the case was measured")
+        raise NeighbourFailed(
+            f"the model {case.neighbour} took no step while the case was measured"
+        )
 
 
 def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: int | None) -> int:
     """Return the number of steps that the neighbour reports next.
 
-    Raises NeighbourFailed if the neighbour reports an error, ends, or does not answer within `WAIT_S` seconds.
-    `killed_before` is passed on to `processes.advice`.
+    Raises NeighbourFailed if the neighbour reports an error, ends, or does not answer within
+    `WAIT_S` seconds. `killed_before` is passed on to `processes.advice`.
     """
     try:
         reply = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
     except (EOFError, OSError):  # OSError: the neighbour died within its message
         process.join(WAIT_S)
-        reply = processes.ending(process.exitcode) + processes.advice(process.exitcode, killed_before)
+        reply = processes.ending(process.exitcode) + processes.advice(
+            process.exitcode, killed_before
+        )
     if isinstance(reply, int):
         return reply
     raise NeighbourFailed(f"the model {case.neighbour}, which runs concurrently, failed: {reply}")
 
 
 def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
-    """Take steps of the other model until the parent asks to stop; tell the parent how many steps were taken.
+    """Take steps of the other model until the parent asks to stop.
 
-    The count is sent after `FIRST` steps and again at the end. If the model fails, the reason is sent instead.
+    Tell the parent how many steps were taken.
+
+    The count is sent after `FIRST` steps and again at the end. If the model fails, the reason is
+    sent instead.
     """
     processes.die_with_parent(parent)
     try:
@@ -102,7 +116,9 @@ def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
         model = models.load(other.model, other.size, other.seed)
         batches = draw(other, model, devices[0])
         steps = 0
-        with strategies.begin(strategies.load(other.strategy), other, model, devices, no_mark) as step:
+        with strategies.begin(
+            strategies.load(other.strategy), other, model, devices, no_mark
+        ) as step:
             while not pipe.poll():
                 step(*batches[steps % len(batches)])
                 for device in devices:
@@ -117,7 +133,9 @@ def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
 
 
 def devices_of(case: Case) -> list[Device]:
-    """Return the devices of a case's neighbour: those after the devices of the case, with indices from 0."""
+    """Return the devices of a case's neighbour: those after the devices of the case, with indices
+    from 0.
+    """
     devices = open_devices(case.device_kind, 2 * case.devices, ids=case.device_ids)[case.devices :]
     for number, device in enumerate(devices):
         device.index = number

@@ -1,7 +1,8 @@
-"""Trial: measure one case in one process, or in one process per rank, and merge the ranks' results into one trial.
+"""Trial: measure one case in one process, or in one process per rank, and merge the ranks' results
+into one trial.
 
-Each process verifies a step, builds the model and its batches, and takes blocks of steps until it has enough timed
-steps after the warm-up. The ranks of a case stop together.
+Each process verifies a step, builds the model and its batches, and takes blocks of steps until it
+has enough timed steps after the warm-up. The ranks of a case stop together.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ from dpbench.records.trial import AVERAGING, Failure, cause_of
 from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
-"""The number of distinct batches that the steps use in turn, so that results do not depend on a single batch."""
+"""The number of distinct batches that the steps use in turn, so that results do not depend on a
+single batch.
+"""
 
 
 TF32_SINCE = 8
@@ -60,8 +63,8 @@ class RankPlace:
 def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | None = None) -> Trial:
     """Verify and time one case in this process, and return its trial.
 
-    `rank` is the rank of this process; None for strategies without ranks. With a rank, the trial has only the
-    measurements of this rank.
+    `rank` is the rank of this process; None for strategies without ranks. With a rank, the trial
+    has only the measurements of this rank.
     """
     prepared = prepare(case, strategy, rank)
     with memory.bound(case):
@@ -70,7 +73,9 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
             check_threads(strategy)
             timed = timer.trial(_memory(case, prepared.devices))
             if effort.trace:
-                timer.trace(effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank.rank}.json")
+                timer.trace(
+                    effort.trace if rank is None else f"{effort.trace[:-5]}-rank{rank.rank}.json"
+                )
         _check_weights(prepared)
         del timer  # release the step function and the clock before memory is measured
         timed = _with_memory(timed, prepared) if effort.memory_by_phase else timed
@@ -78,11 +83,14 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
-    """Time prepared cases in this process, alternating between their blocks of steps; return their trials in order.
+    """Time prepared cases in this process, alternating between their blocks of steps.
 
-    An error in any case ends the timing of all cases. All cases share the memory layout of the process, its cores and
-    the load from other processes. Ratios between the cases therefore vary much less than if each case had a separate
-    process. Memory is not measured, because the memory of one case cannot be separated from that of the other cases.
+    Return their trials in order.
+
+    An error in any case ends the timing of all cases. All cases share the memory layout of the
+    process, its cores and the load from other processes. Ratios between the cases therefore vary
+    much less than if each case had a separate process. Memory is not measured, because the memory
+    of one case cannot be separated from that of the other cases.
     """
     with ExitStack() as stack:
         timers = [stack.enter_context(start_timer(prepared, effort)) for prepared in prepared_cases]
@@ -101,22 +109,28 @@ def _check_weights(prepared: PreparedCase) -> None:
 
 
 def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
-    """Take two additional steps; return the trial with memory peaks by phase, or with the reason for their absence."""
+    """Take two additional steps.
+
+    Return the trial with memory peaks by phase, or with the reason for their absence.
+    """
     began_s = time.perf_counter()
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
     )
     return replace(
-        timed, memory=(*timed.memory, *by_phase), setup={**timed.setup, "memory_s": time.perf_counter() - began_s},
+        timed,
+        memory=(*timed.memory, *by_phase),
+        setup={**timed.setup, "memory_s": time.perf_counter() - began_s},
         provenance={**timed.provenance, **({"no_memory_by_phase": absent} if absent else {})},
-    )  # fmt: skip
+    )
 
 
 def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
-    """Verify the strategy of a case, build the case's model and batches, and return everything that timing needs.
+    """Verify the strategy of a case, build the case's model and batches, and return everything that
+    timing needs.
 
-    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the gradients or
-    buffers are wrong, or the outputs of a case that does not train.
+    `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the
+    gradients or buffers are wrong, or the outputs of a case that does not train.
     """
     threads = threads_of(strategy)
     torch.set_num_threads(threads)
@@ -135,7 +149,9 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     drawn = _batches(case, model) if case.loader >= 0 else []
     examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     times_s.append(time.perf_counter())
-    facts = torch_facts(case, devices[0]) | ({"model": of_model(model, batches[0])} if leads else {})
+    facts = torch_facts(case, devices[0]) | (
+        {"model": of_model(model, batches[0])} if leads else {}
+    )
     if verdict.averaging:
         facts[AVERAGING] = asdict(verdict.averaging)
     compiling = {"compile_s": verdict.steps_s} if case.compile else {}
@@ -143,32 +159,43 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         torch.compiler.reset()  # the shapes of verification must not make the graphs dynamic
         models.compile_forward(model.module)
     return PreparedCase(
-        case=case, strategy=strategy, devices=devices, model=model, batches=batches, examples=examples,
-        verified=verdict.verified, facts=facts,
+        case=case,
+        strategy=strategy,
+        devices=devices,
+        model=model,
+        batches=batches,
+        examples=examples,
+        verified=verdict.verified,
+        facts=facts,
         setup={
             "verify_s": times_s[1] - times_s[0] - sum(compiling.values()),
             "build_s": times_s[2] - times_s[1],
             **compiling,
         },
-    )  # fmt: skip
+    )
 
 
 def threads_of(strategy: Strategy) -> int:
-    """Return the number of threads of a torch operator: one per core with the trait `all_cores`, otherwise one."""
+    """Return the number of threads of a torch operator: one per core with the trait `all_cores`,
+    otherwise one.
+    """
     return usable_cores() if strategy.traits.all_cores else 1
 
 
 def check_threads(strategy: Strategy) -> None:
-    """Raise RuntimeError if the user's code has changed the number of torch's threads, which changes all times."""
+    """Raise RuntimeError if the user's code has changed the number of torch's threads, which
+    changes all times.
+    """
     if (found := torch.get_num_threads()) != (meant := threads_of(strategy)):
         raise RuntimeError(
-            f"the model has changed the number of torch's threads from {meant} to {found}, so its times could not be "
-            "compared: remove torch.set_num_threads from its code"
+            f"the model has changed the number of torch's threads from {meant} to {found}, so its"
+            " times could not be compared: remove torch.set_num_threads from its code"
         )
 
 
 def _allow_tf32(case: Case, device: Device) -> None:
-    """Let the GPU round the inputs of matrix products and convolutions to TF32 if this is the case's precision.
+    """Let the GPU round the inputs of matrix products and convolutions to TF32 if this is the
+    case's precision.
 
     Raises ValueError if the GPU has no TF32, which would leave the products in fp32.
     """
@@ -177,8 +204,8 @@ def _allow_tf32(case: Case, device: Device) -> None:
     major, minor = torch.cuda.get_device_capability(device.torch_device)
     if major < TF32_SINCE:
         raise ValueError(
-            f"tf32 needs a GPU of compute capability {TF32_SINCE}.0 or higher, and {device.name} has {major}.{minor}: "
-            "give --precision fp32 or fp16"
+            f"tf32 needs a GPU of compute capability {TF32_SINCE}.0 or higher, and {device.name}"
+            f" has {major}.{minor}: give --precision fp32 or fp16"
         )
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
@@ -187,21 +214,32 @@ def _allow_tf32(case: Case, device: Device) -> None:
 def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Device]:
     each = strategy.traits.devices_per_replica
     devices = open_devices(
-        case.device_kind, case.devices if rank is None else (rank.place + 1) * each, ids=case.device_ids,
-        placement=case.placement, shared_stream=strategy.traits.shared_stream, own_processes=rank is not None,
-    )  # fmt: skip
+        case.device_kind,
+        case.devices if rank is None else (rank.place + 1) * each,
+        ids=case.device_ids,
+        placement=case.placement,
+        shared_stream=strategy.traits.shared_stream,
+        own_processes=rank is not None,
+    )
     if rank is None:
         return devices
     mine = devices[rank.place * each :]
     for number, device in enumerate(mine, start=rank.rank * each):
-        device.index = number  # phases and memory are recorded under the index among the devices of all ranks
+        device.index = (
+            number  # phases and memory are recorded under the index among the devices of all ranks
+        )
     return mine
 
 
-def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None) -> Verification:
-    """Compare the gradients and buffers with the reference; if the case does not train, compare the outputs.
+def _verify(
+    case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None
+) -> Verification:
+    """Compare the gradients and buffers with the reference.
 
-    Return the verdict. Raises Unverified if a compared value is wrong. If the case is unverified, compare nothing.
+    If the case does not train, compare the outputs.
+
+    Return the verdict. Raises Unverified if a compared value is wrong. If the case is unverified,
+    compare nothing.
     """
     if case.unverified:
         return Verification(Verified.NOT_APPLICABLE)
@@ -209,16 +247,29 @@ def _verify(case: Case, strategy: Strategy, devices: Sequence[Device], rank: Ran
     if case.trains:
         buffers = strategy.compares_buffers(case) and (rank is None or rank.rank == 0)
         verdict = verification.check(
-            strategy.start, case, model, devices, precision_of, split=strategy.split, buffers=buffers
+            strategy.start,
+            case,
+            model,
+            devices,
+            precision_of,
+            split=strategy.split,
+            buffers=buffers,
         )
     else:
         verdict = verification.check_outputs(
-            partial(strategies.begin, strategy), case, model, devices, precision_of, split=strategy.split,
+            partial(strategies.begin, strategy),
+            case,
+            model,
+            devices,
+            precision_of,
+            split=strategy.split,
             rank=rank.rank if rank else None,
-        )  # fmt: skip
+        )
     if verdict.verified is Verified.NO:
         wrong = "gradients or buffers" if case.trains else "outputs"
-        hint = "; or give --unverified, which labels every figure UNVERIFIED" if verdict.random else ""
+        hint = (
+            "; or give --unverified, which labels every figure UNVERIFIED" if verdict.random else ""
+        )
         raise Unverified(f"the case was not timed, because its {wrong} are wrong: {verdict}{hint}")
     return verdict
 
@@ -234,12 +285,18 @@ def _forget(devices: Sequence[Device]) -> None:
 
 def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
     source = "ledger" if case.device_kind == "emulated" else "allocator"
-    peaks = [Memory(d.index, peak, source, kind=kind) for d in devices for kind, peak in d.take_peaks().items()]
+    peaks = [
+        Memory(d.index, peak, source, kind=kind)
+        for d in devices
+        for kind, peak in d.take_peaks().items()
+    ]
     return (*peaks, Memory(HOST, processes.resident_peak(), "rss"))
 
 
 def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
-    count = 1 if case.inputs == "device" else BATCHES  # a second batch on the device would count as its memory
+    count = (
+        1 if case.inputs == "device" else BATCHES
+    )  # a second batch on the device would count as its memory
     return [model.batch(case.batch_size, case.seed + i) for i in range(count)]
 
 
@@ -248,13 +305,17 @@ def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any,
 
 
 def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Allow TF32 in this process if the neighbour's case `case` has this precision; return its placed batches."""
+    """Allow TF32 in this process if the neighbour's case `case` has this precision.
+
+    Return its placed batches.
+    """
     _allow_tf32(case, device)
     return _placed_batches(case, model, device)
 
 
 def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
-    """Return the batch in the memory that `case.inputs` names: pageable or pinned host memory, or that of `device`.
+    """Return the batch in the memory that `case.inputs` names: pageable or pinned host memory, or
+    that of `device`.
 
     For logical CPU devices, the batch stays in pageable memory.
     """
@@ -272,15 +333,19 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
 def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
     """Return the part of a batch that the DataLoader of the rank with number `rank` loads."""
-    found: tuple[Any, Any] = tree_map_only(torch.Tensor, lambda value: value.split(case.rows)[rank], batch)
+    found: tuple[Any, Any] = tree_map_only(
+        torch.Tensor, lambda value: value.split(case.rows)[rank], batch
+    )
     return found
 
 
 def work(request: Request) -> list[Trial] | Failure:
-    """Carry out a request and return one trial per case; a failed trial has the reason of its failure.
+    """Carry out a request and return one trial per case.
 
-    If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the record of the rank's
-    failure.
+    A failed trial has the reason of its failure.
+
+    If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the
+    record of the rank's failure.
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
@@ -293,7 +358,10 @@ def work(request: Request) -> list[Trial] | Failure:
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:
-    """Run one case and return its trial, even if the case fails; `folder` is a temporary folder for this trial."""
+    """Run one case and return its trial, even if the case fails.
+
+    `folder` is a temporary folder for this trial.
+    """
     return _caught(case, lambda: _run(case, effort, folder))
 
 
@@ -318,7 +386,9 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
     def entry(rank: int) -> dict[str, Any]:
         # one file per rank: ranks that write their stacks to the same file overwrite each other
         faulthandler.register(
-            signal.SIGUSR1, file=(folder / f"stacks-{rank}").open("w", encoding="utf-8"), all_threads=True
+            signal.SIGUSR1,
+            file=(folder / f"stacks-{rank}").open("w", encoding="utf-8"),
+            all_threads=True,
         )
         return measure(case, effort, strategy, RankPlace(rank, rank)).to_dict()
 
@@ -327,7 +397,10 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 
 
 def _take(seat: RemoteRank, case: Case, effort: Effort) -> list[Trial] | Failure:
-    """Act as one rank of a trial in this process; return its part of the trial, or the record of its failure."""
+    """Act as one rank of a trial in this process.
+
+    Return its part of the trial, or the record of its failure.
+    """
     strategy = strategies.load(case.strategy)
     if reason := strategies.refusal(strategy, case):
         return [Trial(case=case, status=Status.SKIPPED, reason=reason)]
@@ -348,10 +421,11 @@ def _take(seat: RemoteRank, case: Case, effort: Effort) -> list[Trial] | Failure
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
-    """Run cases in this process, alternating between their blocks of steps, and return their trials in order.
+    """Run cases in this process, alternating between their blocks of steps, and return their trials
+    in order.
 
-    If a case cannot be prepared, only its trial fails. If a step of one case raises an error, the trials of all
-    prepared cases fail. `folder` is a temporary folder for the trials.
+    If a case cannot be prepared, only its trial fails. If a step of one case raises an error, the
+    trials of all prepared cases fail. `folder` is a temporary folder for the trials.
     """
     if len(cases) == 1:
         return [run(cases[0], effort, folder)]
@@ -372,8 +446,8 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
         for case in (prepared.case for prepared in prepared_cases):
             failure = of_error(error, device_ids=case.device_ids)
             reason = (
-                f"{failure.reason} [this error ended the timing of all cases in the same process; number of other "
-                f"cases that failed too: {len(prepared_cases) - 1}]"
+                f"{failure.reason} [this error ended the timing of all cases in the same process;"
+                f" number of other cases that failed too: {len(prepared_cases) - 1}]"
             )
             done[case] = _failed(case, replace(failure, reason=reason))
     return [done[case] for case in cases]
@@ -381,6 +455,9 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
 
 def _failed(case: Case, failure: Failure) -> Trial:
     return Trial(
-        case=case, status=failure.status, reason=failure.reason, verified=failure.verified,
+        case=case,
+        status=failure.status,
+        reason=failure.reason,
+        verified=failure.verified,
         failed_device=failure.device if failure.status is Status.OOM else None,
-    )  # fmt: skip
+    )

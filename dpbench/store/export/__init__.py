@@ -5,8 +5,9 @@ trace            a Chrome trace for Perfetto and speedscope, with every span, st
 split            one trial as one trace file per device, for Holistic Trace Analysis (HTA)
 pyperf           a pyperf suite, with one benchmark per case and one pyperf run per round
 
-Text is returned as an iterator of pieces, so that the text of a long run is never in memory as a whole. `labels` is a
-function that returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
+Text is returned as an iterator of pieces, so that the text of a long run is never in memory as a
+whole. `labels` is a function that returns the labels that must accompany a trial's numbers, such as
+`dpbench.analysis.summary.labels`.
 """
 
 from __future__ import annotations
@@ -39,38 +40,53 @@ __all__ = [
 ]
 
 
-def check(format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None) -> None:
+def check(
+    format: str, *, every: bool, output: Path | None, part: str | None, split: Path | None
+) -> None:
     """Raise ValueError if the options of the command `export` cannot be combined.
 
-    `every`, `part` and `split` are the values of the options --all, --case and --split. No run is read for the check.
+    `every`, `part` and `split` are the values of the options --all, --case and --split. No run is
+    read for the check.
     """
     if format != "trace" and (part is not None or split):
         option = "--split" if split else "--case"
-        raise ValueError(f"{option} can be used with the format trace only, not with {format}; leave out {option}")
+        raise ValueError(
+            f"{option} can be used with the format trace only, not with {format}; leave out"
+            f" {option}"
+        )
     if split and (output or every):
         raise ValueError(
-            f"--split writes one trial into the folder {split}; leave out {'--output' if output else '--all'}"
+            f"--split writes one trial into the folder {split}; leave out"
+            f" {'--output' if output else '--all'}"
         )
     if format == "parquet" and not output:
-        raise ValueError("parquet is a binary format, which is not written to stdout; give a file with --output")
+        raise ValueError(
+            "parquet is a binary format, which is not written to stdout; give a file with --output"
+        )
     if format == "pyperf" and every:
         raise ValueError(
-            "the format pyperf has one run per file; leave out --all, and export each run to a file with --run"
+            "the format pyperf has one run per file; leave out --all, and export each run to a file"
+            " with --run"
         )
 
 
 def pieces(
-    format: str, runs: Sequence[tuple[StoredRun, Sequence[Trial]]], labels: Labels, *, every: bool = False,
-    part: str | None = None, split: Path | None = None,
-) -> Iterator[str]:  # fmt: skip
+    format: str,
+    runs: Sequence[tuple[StoredRun, Sequence[Trial]]],
+    labels: Labels,
+    *,
+    every: bool = False,
+    part: str | None = None,
+    split: Path | None = None,
+) -> Iterator[str]:
     """Return the text of an export in pieces; for `split`, write files instead.
 
-    `runs` has pairs of a run and its trials; only jsonl accepts several runs. For a trace, `part` and
-    `every` select trials as in `pick`. With `split`, the trace files are written into the folder `split`, and
-    the pieces are their paths, one per line.
+    `runs` has pairs of a run and its trials; only jsonl accepts several runs. For a trace, `part`
+    and `every` select trials as in `pick`. With `split`, the trace files are written into the
+    folder `split`, and the pieces are their paths, one per line.
 
-    Raises ValueError if a trace, a split or a pyperf suite would contain no trial, or if several trials are selected
-    for `split`.
+    Raises ValueError if a trace, a split or a pyperf suite would contain no trial, or if several
+    trials are selected for `split`.
     """
     if format == "jsonl":
         return chain.from_iterable(jsonl(run.id, trials, labels) for run, trials in runs)
@@ -83,14 +99,16 @@ def pieces(
     if len(picked) > 1:
         names = list(dict.fromkeys(name(trial.case) for trial in trials))
         raise ValueError(
-            f"--split writes one case, but {len(picked)} cases are selected; choose one by number or name with --case: "
-            f"{numbered(names)}"
+            f"--split writes one case, but {len(picked)} cases are selected; choose one by number"
+            f" or name with --case: {numbered(names)}"
         )
     return (f"{path}\n" for path in split_ranks(run.id, run.provenance, picked[0], labels, split))
 
 
 def write(text: Iterable[str], output: Path | None) -> None:
-    """Write the pieces of `text` one by one to the file `output`, or to stdout if `output` is None."""
+    """Write the pieces of `text` one by one to the file `output`, or to stdout if `output` is
+    None.
+    """
     if output is None:
         sys.stdout.writelines(text)
         sys.stdout.flush()

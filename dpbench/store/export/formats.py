@@ -1,4 +1,6 @@
-"""Formats: select and name trials; write them as JSON lines or a pyperf suite; read JSON lines back.
+"""Formats: select and name trials.
+
+Write them as JSON lines or a pyperf suite. Read JSON lines back.
 
 The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite.
 """
@@ -37,7 +39,9 @@ if TYPE_CHECKING:
 
 
 Labels = Callable[[Trial], tuple[str, ...]]
-"""A function that returns the labels that must accompany a trial's numbers, such as MEASURED and CPU-ONLY."""
+"""A function that returns the labels that must accompany a trial's numbers, such as MEASURED and
+CPU-ONLY.
+"""
 
 IN_LABEL = frozenset(
     {
@@ -56,13 +60,19 @@ IN_LABEL = frozenset(
         *HABITS,
     }
 )
-"""The fields that `name` does not append to the label: the label has them, and `declared` follows from the strategy."""
+"""The fields that `name` does not append to the label: the label has them, and `declared` follows
+from the strategy.
+"""
 
 
 def name(case: Case) -> str:
-    """Return a unique name of a case: its label, then field=value for each other field that is not at its default."""
+    """Return a unique name of a case: its label, then field=value for each other field that is not
+    at its default.
+    """
     rest = {field: value for field, value in case.to_dict().items() if field not in IN_LABEL}
-    return " ".join([case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))])
+    return " ".join(
+        [case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))]
+    )
 
 
 def _plain(value: Any) -> str:
@@ -76,7 +86,8 @@ def _plain(value: Any) -> str:
 
 
 def title(trial: Trial, labels: Labels) -> str:
-    """Return the title of a trial: its case and its round, and in brackets its labels and its fault, if any.
+    """Return the title of a trial: its case and its round, and in brackets its labels and its
+    fault, if any.
 
     The status of the trial follows the round unless the status is `ok`.
     """
@@ -86,11 +97,14 @@ def title(trial: Trial, labels: Labels) -> str:
 
 
 def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False) -> list[Trial]:
-    """Return one trial of each case that `part` selects; with `every`, return all trials of these cases.
+    """Return one trial of each case that `part` selects.
 
-    The one trial of a case is the first that is trusted and has timed steps. `part` is the number of a case, counted
-    from 1 in the order in which the run started the cases, or a part of a case's name. A complete name selects only
-    that case, and None selects all cases. Raises ValueError if no case or no trial is selected.
+    With `every`, return all trials of these cases.
+
+    The one trial of a case is the first that is trusted and has timed steps. `part` is the number
+    of a case, counted from 1 in the order in which the run started the cases, or a part of a case's
+    name. A complete name selects only that case, and None selects all cases. Raises ValueError if
+    no case or no trial is selected.
     """
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
@@ -102,26 +116,36 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
             first.setdefault(name(trial.case), trial)
         found = [first[one] for one in names if one in first]
     if not found:
-        ends = ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8]) or "no trials"
+        ends = (
+            ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8])
+            or "no trials"
+        )
         raise ValueError(
-            f"the selected cases have no measured trial with usable step times (case and result of each: {ends}); "
-            "choose other cases with --case, or another run with --run"
+            "the selected cases have no measured trial with usable step times (case and result of"
+            f" each: {ends}); choose other cases with --case, or another run with --run"
         )
     return found
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return those of `names` that `part` selects, by the rules of `pick`. Raises ValueError if there are none."""
+    """Return those of `names` that `part` selects, by the rules of `pick`.
+
+    Raises ValueError if there are none.
+    """
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
     found = [part] if part in names else [name for name in names if part in name]
     if not found or part.isdigit():
-        raise ValueError(f"the run has no case {part}; give --case one of these numbers or names: {numbered(names)}")
+        raise ValueError(
+            f"the run has no case {part}; give --case one of these numbers or names:"
+            f" {numbered(names)}"
+        )
     return found
 
 
 def numbered(names: Sequence[str]) -> str:
-    """Return the names of cases, each after the number that `pick` accepts for it, as text such as "1 mlp; 2 lstm".
+    """Return the names of cases, each after the number that `pick` accepts for it, as text such as
+    "1 mlp; 2 lstm".
 
     The text is "none" if there are no names.
     """
@@ -129,13 +153,17 @@ def numbered(names: Sequence[str]) -> str:
 
 
 def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's provenance without the host name, so that exported files do not reveal the host name."""
+    """Return a run's provenance without the host name, so that exported files do not reveal the
+    host name.
+    """
     host = {key: value for key, value in provenance.get("host", {}).items() if key != "name"}
     return {**provenance, **({"host": host} if host else {})}
 
 
 def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: ()) -> Iterator[str]:
-    """Yield one line of JSON per trial: run id, case, status, labels, memory, provenance, and seconds by phase."""
+    """Yield one line of JSON per trial: run id, case, status, labels, memory, provenance, and
+    seconds by phase.
+    """
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
@@ -166,7 +194,9 @@ Metadata = dict[str, str | int | float]
 
 
 class ExportedStep(msgspec.Struct):
-    """One step in a line of an exported file: its seconds (None if they were not finite), and its seconds by phase."""
+    """One step in a line of an exported file: its seconds (None if they were not finite), and its
+    seconds by phase.
+    """
 
     seconds: float | None
     warmup: bool
@@ -174,7 +204,10 @@ class ExportedStep(msgspec.Struct):
 
 
 class ExportedTrial(msgspec.Struct):
-    """One line of a file that `jsonl` wrote; files of older versions lack the fields with a default."""
+    """One line of a file that `jsonl` wrote.
+
+    Files of older versions lack the fields with a default.
+    """
 
     run_id: str
     case: dict[str, Any]
@@ -190,22 +223,37 @@ class ExportedTrial(msgspec.Struct):
     setup: dict[str, float] = {}
 
     def trial(self) -> Trial:
-        """Return the trial with its ledger, without spans and samples; each step begins when the previous one ends."""
+        """Return the trial with its ledger, without spans and samples.
+
+        Each step begins when the previous one ends.
+        """
         seconds = [math.nan if step.seconds is None else step.seconds for step in self.steps]
         found = Trial(
-            case=Case.from_dict(self.case), source=self.source, status=self.status,
-            reason=visible.visible(self.reason, lines=True), verified=self.verified,
+            case=Case.from_dict(self.case),
+            source=self.source,
+            status=self.status,
+            reason=visible.visible(self.reason, lines=True),
+            verified=self.verified,
             memory=tuple(Memory(**visible.everywhere(asdict(peak))) for peak in self.memory),
-            setup=visible.everywhere(self.setup), provenance=visible.everywhere(self.provenance),
-            round=self.round, failed_device=self.failed_device,
-            steps=tuple(map(Step, seconds, [step.warmup for step in self.steps], accumulate(seconds))),
-        )  # fmt: skip
-        phases = [{visible.visible(name): s or 0.0 for name, s in step.phases.items()} for step in self.steps]
+            setup=visible.everywhere(self.setup),
+            provenance=visible.everywhere(self.provenance),
+            round=self.round,
+            failed_device=self.failed_device,
+            steps=tuple(
+                map(Step, seconds, [step.warmup for step in self.steps], accumulate(seconds))
+            ),
+        )
+        phases = [
+            {visible.visible(name): s or 0.0 for name, s in step.phases.items()}
+            for step in self.steps
+        ]
         return found.with_ledger(Ledger.recorded(found.steps, phases))
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:
-    """Return the trials of a file that `jsonl` wrote, by run id; a file whose name ends in .gz is decompressed.
+    """Return the trials of a file that `jsonl` wrote, by run id.
+
+    A file whose name ends in .gz is decompressed.
 
     Raises ValueError, which names the line, if a line is not a trial.
     """
@@ -218,15 +266,17 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
                 found.setdefault(visible.visible(one.run_id), []).append(one.trial())
                 number += 1
     except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}") from None
+        raise ValueError(
+            f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}"
+        ) from None
     return found
 
 
 def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     """Return the run whose id begins with `run` in a file that `jsonl` wrote, and its trials.
 
-    The run has no start time and no provenance, because the file lacks them. Raises ValueError if `run`
-    matches none or several of the runs in the file.
+    The run has no start time and no provenance, because the file lacks them. Raises ValueError if
+    `run` matches none or several of the runs in the file.
     """
     from dpbench.store import FINISHED, StoredRun
 
@@ -235,16 +285,21 @@ def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     if len(fitting) != 1:
         known = ", ".join(name[:12] for name in found) or "none"
         raise ValueError(
-            f"{path} has {len(fitting)} runs whose id begins with {run!r}; give the beginning of an id: {known}"
+            f"{path} has {len(fitting)} runs whose id begins with {run!r}; give the beginning of an"
+            f" id: {known}"
         )
     [(run_id, trials)] = fitting.items()
     return StoredRun(run_id, FINISHED, 0.0, 0, {}), trials
 
 
-def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels) -> str:
-    """Return a pyperf suite, as JSON text, of those trials of one run that are trusted and have timed steps.
+def pyperf(
+    run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels
+) -> str:
+    """Return a pyperf suite, as JSON text, of those trials of one run that are trusted and have
+    timed steps.
 
-    If a case has several such trials in a round, the last one counts. Raises ValueError if there is no such trial.
+    If a case has several such trials in a round, the last one counts. Raises ValueError if there is
+    no such trial.
     """
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
@@ -253,8 +308,8 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
             rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
     if not rounds:
         raise ValueError(
-            f"run {run_id[:8]} has no measured trial with usable step times, and pyperf cannot read an empty suite; "
-            "choose another run with --run"
+            f"run {run_id[:8]} has no measured trial with usable step times, and pyperf cannot read"
+            " an empty suite; choose another run with --run"
         )
     benchmarks = [
         {
@@ -262,7 +317,9 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
                 "name": title,
                 "unit": "second",
                 "loops": 1,
-                "labels": " ".join(dict.fromkeys(label for trial in found.values() for label in labels(trial))),
+                "labels": " ".join(
+                    dict.fromkeys(label for trial in found.values() for label in labels(trial))
+                ),
             },
             "runs": [_run(number, trial) for number, trial in sorted(found.items())],
         }
@@ -275,21 +332,24 @@ def pyperf(run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], 
 def _run(number: int, trial: Trial) -> dict[str, Any]:
     """Return the trial of round `number` as a run of pyperf.
 
-    `values` are the durations of the timed steps in seconds; `warmups` are pairs of the loop count, 1, and the duration
-    of a warm-up step in seconds.
+    `values` are the durations of the timed steps in seconds; `warmups` are pairs of the loop count,
+    1, and the duration of a warm-up step in seconds.
     """
     metadata: Metadata = {"round": number, "verified": str(trial.verified)}
     if trial.setup:
         metadata["duration"] = sum(trial.setup.values())
     if trial.started_s:
-        metadata["date"] = datetime.fromtimestamp(trial.started_s, UTC).replace(tzinfo=None).isoformat(" ")
+        metadata["date"] = (
+            datetime.fromtimestamp(trial.started_s, UTC).replace(tzinfo=None).isoformat(" ")
+        )
     run: dict[str, Any] = {"metadata": metadata, "values": list(trial.timed)}
     warmups = [(1, step.seconds) for step in trial.steps if step.warmup]
     return run | ({"warmups": warmups} if warmups else {})
 
 
 def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
-    """Return the metadata of a suite: the entries of `first`, then the run's provenance without the host name.
+    """Return the metadata of a suite: the entries of `first`, then the run's provenance without the
+    host name.
 
     Facts that pyperf defines have pyperf's names. Empty facts are left out.
     """
@@ -307,7 +367,10 @@ def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
         "dpbench_commit": f"{code.get('commit', '')}{' (dirty)' if code.get('dirty') else ''}",
     }
     # pyperf rejects values that are empty or have several lines
-    plain = {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in facts.items()}
+    plain = {
+        key: " ".join(value.split()) if isinstance(value, str) else value
+        for key, value in facts.items()
+    }
     return first | {key: value for key, value in plain.items() if value}
 
 

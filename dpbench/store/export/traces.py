@@ -1,7 +1,8 @@
 """Traces: write trials in the Trace Event Format, which Perfetto and speedscope read.
 
-`trace` writes several trials into one trace. `split` writes one trial as a folder of traces for Holistic Trace Analysis
-(HTA), in the style of PyTorch's profiler: one file per device, which HTA reads as a rank.
+`trace` writes several trials into one trace. `split` writes one trial as a folder of traces for
+Holistic Trace Analysis (HTA), in the style of PyTorch's profiler: one file per device, which HTA
+reads as a rank.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ LATEST_S = 1e12
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
-def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels) -> Iterator[str]:
-    """Yield, one trial at a time, the JSON text of one trace with all `trials` of the run `run_id`."""
+def trace(
+    run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels
+) -> Iterator[str]:
+    """Yield, one trial at a time, the JSON text of one trace with all `trials` of the run
+    `run_id`.
+    """
     zero_s = min((at for trial in trials for at in _times(trial) if _shown(at)), default=0.0)
     facts = {
         "run_id": run_id,
@@ -40,29 +45,41 @@ def trace(run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], l
 
 
 def _times(trial: Trial) -> Iterator[float]:
-    """Yield the start times, in seconds, of a trial's steps and spans, and the times of samples that have a time."""
+    """Yield the start times, in seconds, of a trial's steps and spans, and the times of samples
+    that have a time.
+    """
     yield from (step.start_s for step in trial.steps)
     yield from (span.start_s for span in trial.spans)
     yield from (sample.time_s for sample in trial.samples if sample.time_s > 0.0)
 
 
 def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
-    """Return the facts about a trial for the metadata of a trace: case, status, labels, memory and provenance.
+    """Return the facts about a trial for the metadata of a trace: case, status, labels, memory and
+    provenance.
 
-    `pid` is the process id that the trace gives to the trial. The entry `untimed` has the samples without a time, as
-    [device, metric, value]; these samples come from the steps that are profiled after the timed steps.
+    `pid` is the process id that the trace gives to the trial. The entry `untimed` has the samples
+    without a time, as [device, metric, value]; these samples come from the steps that are profiled
+    after the timed steps.
     """
     untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
     return {
-        "pid": pid, "case": trial.case.to_dict(), "labels": labels(trial), "round": trial.round,
-        "status": trial.status, "reason": trial.reason, "verified": trial.verified,
-        "memory": [[m.device, m.peak_bytes, m.source] for m in trial.memory], "untimed": untimed,
+        "pid": pid,
+        "case": trial.case.to_dict(),
+        "labels": labels(trial),
+        "round": trial.round,
+        "status": trial.status,
+        "reason": trial.reason,
+        "verified": trial.verified,
+        "memory": [[m.device, m.peak_bytes, m.source] for m in trial.memory],
+        "untimed": untimed,
         "provenance": dict(trial.provenance),
-    }  # fmt: skip
+    }
 
 
 def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
-    """Yield every event of one trial as JSON text; the trace shows the trial as the process `pid` with this name.
+    """Yield every event of one trial as JSON text.
+
+    The trace shows the trial as the process `pid` with this name.
 
     `zero_s` is the time that the trace shows as 0.
     """
@@ -74,14 +91,19 @@ def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
         for lane, start, end, said in lanes(found, zero_s):
             if first + lane == tid:
                 tid += 1
-                yield meta("thread_name", pid, tid, name=track if lane == 0 else f"{track} #{lane + 1}")
+                yield meta(
+                    "thread_name", pid, tid, name=track if lane == 0 else f"{track} #{lane + 1}"
+                )
                 yield meta("thread_sort_index", pid, tid, sort_index=tid)
             yield _complete(pid, first + lane + 1, start, end, said)
     yield from _counters(pid, trial.samples, zero_s)
 
 
 def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
-    """Yield (start, end, content) of each step; the content is the name, category and arguments as JSON text."""
+    """Yield (start, end, content) of each step.
+
+    The content is the name, category and arguments as JSON text.
+    """
     for number, step in enumerate(steps):
         args = words.dumps({"seconds": step.seconds, "warmup": step.warmup})
         yield step.start_s, step.end_s, f'"name":"step {number}","cat":"step","args":{args}'
@@ -105,12 +127,17 @@ def place(device: int) -> str:
     return "host" if device == HOST else f"device {device}"
 
 
-def lanes(found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True) -> list[tuple[int, int, int, _T]]:
-    """Assign each interval to the lowest lane on which it fits; return (lane, start, end, content) ordered by start.
+def lanes(
+    found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True
+) -> list[tuple[int, int, int, _T]]:
+    """Assign each interval to the lowest lane on which it fits.
 
-    Lanes are numbered from 0. Start and end are in ticks after `zero_s`. An interval fits on a lane if no interval of
-    this lane overlaps it; with `nested`, it also fits if it lies within each interval that overlaps it. Intervals with
-    an infinite or NaN start or end, or one above `LATEST_S`, are left out.
+    Return (lane, start, end, content) ordered by start.
+
+    Lanes are numbered from 0. Start and end are in ticks after `zero_s`. An interval fits on a lane
+    if no interval of this lane overlaps it; with `nested`, it also fits if it lies within each
+    interval that overlaps it. Intervals with an infinite or NaN start or end, or one above
+    `LATEST_S`, are left out.
     """
     placed = [one for one in found if _shown(one[0]) and _shown(one[1])]
     timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
@@ -148,7 +175,8 @@ def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
 
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
-    """Return, as JSON text, a metadata event of type `kind`, which sets the name or position of a process or track.
+    """Return, as JSON text, a metadata event of type `kind`, which sets the name or position of a
+    process or track.
 
     `args` are the event's arguments, such as `name` or `sort_index`.
     """
@@ -156,7 +184,10 @@ def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
-    """Yield, as JSON text, one counter event per sample with a time; each metric of a device is one counter."""
+    """Yield, as JSON text, one counter event per sample with a time.
+
+    Each metric of a device is one counter.
+    """
     for sample in samples:
         if 0.0 < sample.time_s < LATEST_S:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")
@@ -167,49 +198,63 @@ def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[st
 
 COMMUNICATION = frozenset({Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE})
 COMPUTE_STREAM, COMMUNICATION_STREAM = 10, 20
-"""The numbers of the first stream for compute spans and of the first stream for communication spans.
+"""The numbers of the first stream for compute spans and of the first stream for communication
+spans.
 
 Spans that overlap use the streams with the next numbers.
 """
 FIRST_CORRELATION = 1 << 20
 """The first correlation id, the number that links a kernel to its launch.
 
-HTA 0.5 stores row indices in the smallest integer type that fits the correlation ids; with small ids, they overflow.
+HTA 0.5 stores row indices in the smallest integer type that fits the correlation ids; with small
+ids, they overflow.
 """
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
-    "dpbench wrote this file for one device, which is shown as a rank. Each kernel is one phase of a step. Kernels "
-    "named ncclKernel_* are the phases scatter, replicate, gather and reduce, even if NCCL did not move the data. The "
-    "launch of a kernel is shown at the start of its phase if the host's clock timed the phase, and at the start of "
-    "its step if CUDA events timed the phase."
+    "dpbench wrote this file for one device, which is shown as a rank. Each kernel is one phase of"
+    " a step. Kernels named ncclKernel_* are the phases scatter, replicate, gather and reduce, even"
+    " if NCCL did not move the data. The launch of a kernel is shown at the start of its phase if"
+    " the host's clock timed the phase, and at the start of its step if CUDA events timed the"
+    " phase."
 )
 
 
-def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path) -> list[Path]:
-    """Write the timed steps of a trial as one trace file per device into `folder`; return the files' paths.
+def split(
+    run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path
+) -> list[Path]:
+    """Write the timed steps of a trial as one trace file per device into `folder`.
 
-    The folder is created if it does not exist. Raises ValueError if no device has a span in a timed step, or if the
-    folder already contains traces, because HTA reads all traces in a folder.
+    Return the files' paths.
+
+    The folder is created if it does not exist. Raises ValueError if no device has a span in a timed
+    step, or if the folder already contains traces, because HTA reads all traces in a folder.
     """
     timed = {number for number, step in enumerate(trial.steps) if not step.warmup}
     spans = [span for span in trial.spans if span.step in timed]
     devices = sorted({span.device for span in spans} - {HOST})
     if not devices:
         raise ValueError(
-            f"the trial of {trial.case.label} has no span of a device in a timed step and cannot be split by device; "
-            "choose another case with --case"
+            f"the trial of {trial.case.label} has no span of a device in a timed step and cannot be"
+            " split by device; choose another case with --case"
         )
     folder.mkdir(parents=True, exist_ok=True)
     stale = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".gz"))
     if stale:
         raise ValueError(
-            f"the folder {folder} already contains traces, such as {', '.join(stale[:3])}; give --split another folder"
+            f"the folder {folder} already contains traces, such as {', '.join(stale[:3])}; give"
+            " --split another folder"
         )
     facts = {
-        "run_id": run_id, "title": title(trial, labels), "labels": labels(trial), "case": trial.case.to_dict(),
-        "note": NOTE, "provenance": {**nameless(provenance), **trial.provenance},
-    }  # fmt: skip
-    zero_s = min([trial.steps[number].start_s for number in timed] + [span.start_s for span in spans])
+        "run_id": run_id,
+        "title": title(trial, labels),
+        "labels": labels(trial),
+        "case": trial.case.to_dict(),
+        "note": NOTE,
+        "provenance": {**nameless(provenance), **trial.provenance},
+    }
+    zero_s = min(
+        [trial.steps[number].start_s for number in timed] + [span.start_s for span in spans]
+    )
     paths = []
     for device in devices:
         mine = [span for span in spans if span.device == device]
@@ -218,7 +263,8 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
             # HTA reads the rank from the first line that contains one
             rank = {"backend": "dpbench", "rank": device, "world_size": len(devices)}
             out.write(
-                f'{{"schemaVersion": 1,\n"distributedInfo": {json.dumps(rank)},\n"otherData": {json.dumps(facts)},'
+                f'{{"schemaVersion": 1,\n"distributedInfo": {json.dumps(rank)},\n"otherData":'
+                f" {json.dumps(facts)},"
             )
             out.write('\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
             out.write(",\n".join(_rank_events(device, trial.steps, mine, zero_s)))
@@ -228,8 +274,11 @@ def split(run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labe
     return paths
 
 
-def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the events of one device as JSON text: the timed steps, and each span as a kernel with its launch.
+def _rank_events(
+    device: int, steps: Sequence[Step], spans: Sequence[Span], zero_s: float
+) -> Iterator[str]:
+    """Yield the events of one device as JSON text: the timed steps, and each span as a kernel with
+    its launch.
 
     `spans` are the device's spans in timed steps. `zero_s` is the time that the trace shows as 0.
     """
@@ -238,29 +287,52 @@ def _rank_events(device: int, steps: Sequence[Step], spans: Sequence[Span], zero
     for number, step in enumerate(steps):
         if not step.warmup:
             start, ends = _us(step.start_s, zero_s), _us(step.end_s, zero_s)
-            yield _rank_complete(f"ProfilerStep#{number}", "user_annotation", device, STEPS_TID, start, ends)
-    yield _rank_complete(f"ProfilerStep#{len(steps)}", "user_annotation", device, STEPS_TID, ends, ends)
+            yield _rank_complete(
+                f"ProfilerStep#{number}", "user_annotation", device, STEPS_TID, start, ends
+            )
+    yield _rank_complete(
+        f"ProfilerStep#{len(steps)}", "user_annotation", device, STEPS_TID, ends, ends
+    )
     correlation = FIRST_CORRELATION
     for first, communicates in ((COMPUTE_STREAM, False), (COMMUNICATION_STREAM, True)):
-        chosen = [(one.start_s, one.end_s, one) for one in spans if (one.phase in COMMUNICATION) is communicates]
+        chosen = [
+            (one.start_s, one.end_s, one)
+            for one in spans
+            if (one.phase in COMMUNICATION) is communicates
+        ]
         for lane, start, end, span in lanes(chosen, zero_s, nested=False):
             correlation += 1
             cause = span.start_s if span.on_host else steps[span.step].start_s
             at = _us(cause, zero_s)
             name = f"ncclKernel_{span.phase}" if communicates else str(span.phase)
             stream = first + lane
-            args = {"device": device, "stream": stream, "correlation": correlation, "step": span.step}
+            args = {
+                "device": device,
+                "stream": stream,
+                "correlation": correlation,
+                "step": span.step,
+            }
             launch = {"correlation": correlation}
-            yield _rank_complete("cudaLaunchKernel", "cuda_runtime", device, LAUNCH_TID, at, at, launch)
+            yield _rank_complete(
+                "cudaLaunchKernel", "cuda_runtime", device, LAUNCH_TID, at, at, launch
+            )
             yield _rank_complete(name, "kernel", device, stream, _whole(start), _whole(end), args)
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield, as JSON text, those of `spans` that belong to the host, as CPU operators of the process `device`."""
+    """Yield, as JSON text, those of `spans` that belong to the host, as CPU operators of the
+    process `device`.
+    """
     mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
     for lane, start, end, span in lanes(mine, zero_s):
         yield _rank_complete(
-            str(span.phase), "cpu_op", device, HOST_TID + lane, _whole(start), _whole(end), {"step": span.step}
+            str(span.phase),
+            "cpu_op",
+            device,
+            HOST_TID + lane,
+            _whole(start),
+            _whole(end),
+            {"step": span.step},
         )
 
 
@@ -278,8 +350,17 @@ def _whole(found: int) -> int:
 
 
 def _rank_complete(
-    name: str, category: str, pid: int, tid: int, start_us: int, end_us: int, args: dict[str, int] | None = None
+    name: str,
+    category: str,
+    pid: int,
+    tid: int,
+    start_us: int,
+    end_us: int,
+    args: dict[str, int] | None = None,
 ) -> str:
-    """Return a complete event, which shows an interval, as JSON text; its times are whole microseconds."""
+    """Return a complete event, which shows an interval, as JSON text.
+
+    Its times are whole microseconds.
+    """
     event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start_us}
     return json.dumps({**event, "dur": end_us - start_us, "args": args or {}})
