@@ -773,8 +773,8 @@ FAULTS = (
     Fault(
         "closed-connection",
         "a rank whose connection closes between two cases is named",
-        "else self._ended()",
-        "else []",
+        '[int(number) for number in missing[1].split(",")] if missing else self._ended()',
+        '[int(number) for number in missing[1].split(",")] if missing else []',
         (
             "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",
         ),
