@@ -673,6 +673,14 @@ FAULTS = (
         ("tests/test_hardening.py::test_a_trial_of_wrong_types_is_left_out_and_counted",),
     ),
     Fault(
+        "other-version-answer",
+        "an answer recommends no schedule that only another version has",
+        "schedule.available(row.case.schedule)",
+        "True",
+        ("tests/test_other_schedules.py::test_the_answer_recommends_a_schedule_that_can_run",),
+        where="analysis.decision.Question.candidates",
+    ),
+    Fault(
         "unknown-schedule",
         "a run with the schedule of another version is shown",
         "ValueError",

@@ -1,14 +1,12 @@
-"""Ours refuses the calls that torch's DataParallel refuses, in its words, and is right where torch
-is silently wrong.
+"""Ours refuses the calls that torch's DataParallel refuses, in its words.
 
-Each row also runs torch's own code; see tests/oracle.py.
+Each row also runs torch's own code; see tests/oracle.py. tests/test_conformance_departures.py has the cases in which
+torch is wrong.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 import dpbench.engine
 from tests.conformance import SCHEDULES, is_flat
-from tests.oracle import device, difference, error_of, observe, oracle, ours, theirs
+from tests.oracle import device, difference, error_of, oracle, ours, theirs
 
 Run = Callable[..., Any]
 
@@ -176,9 +174,7 @@ def misplaced_buffer(wrap: Run) -> Any:
 
 
 def transformed(transform: Run) -> Run:
-    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do
-    not take.
-    """
+    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do not take."""
     return lambda wrap: transform(wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1)))
 
 
@@ -219,140 +215,6 @@ def test_errors_of_a_call_are_torchs(name: str, schedule: str) -> None:
         assert expected[1].split("\n")[0] in found[1]
 
 
-def test_outputs_left_on_the_host_are_refused() -> None:
-    for wrap in (theirs, ours):
-        found = error_of(lambda wrap=wrap: call(wrap, lambda x: x.cpu(), rows()))  # type: ignore[misc]
-        assert found is not None
-        assert "Gather function not implemented for CPU tensors" in found[1]
-
-
-# ---------------------------------------------------------------- torch's silent faults
-
-
-@dataclass
-class Batch:
-    """A batch in an object that torch does not know."""
-
-    x: Tensor
-
-
-SILENT: dict[str, tuple[Run, tuple[Any, ...], dict[str, Any]]] = {
-    "rows are dropped": (lambda x, y: x.sum(1), (rows(8), rows(2)), {}),
-    "rows of nested inputs are dropped": (lambda d: d["x"], ({"x": rows(8), "y": [rows(2)]},), {}),
-    "keywords run short": (lambda x, d=None: x, (rows(2),), {"d": rows(8)}),
-    "keywords run over": (lambda x, d=None: x, (rows(8),), {"d": rows(2)}),
-    "texts become iterators": (lambda x: "text", (rows(),), {}),
-    "texts inside become iterators": (lambda x: {"a": x, "b": "text"}, (rows(),), {}),
-    "unlike structures": (lambda x: x if x.get_device() else {"a": x}, (rows(),), {}),
-    "longer dicts lose parts": (lambda x: (x, x) if x.get_device() else (x,), (rows(),), {}),
-    "other keys": (lambda x: {"a": x} if x.get_device() else {"b": x}, (rows(),), {}),
-}
-
-
-IDS = (0, 1, 2, 3)
-LOUD = {
-    "keywords run short",
-    "keywords run over",
-    "unlike structures",
-    "longer dicts lose parts",
-    "other keys",
-}
-"""The faults that torch reports by an error which does not name the cause."""
-
-
-@pytest.mark.parametrize("name", SILENT)
-def test_silent_faults_of_torch_are_errors(name: str) -> None:
-    run, args, kwargs = SILENT[name]
-    found = error_of(lambda: call(theirs, run, *args, ids=IDS, **kwargs))
-    assert found is None or name in LOUD
-    found = error_of(lambda: call(ours, run, *args, ids=IDS, **kwargs))
-    assert found is not None
-    assert found[0] in (ValueError, TypeError)
-
-
-def test_dataclasses_are_cut_where_torch_shares_them() -> None:
-    seen: dict[str, list[int]] = {}
-    for wrap in (theirs, ours):
-        lengths = seen.setdefault(wrap.__name__, [])
-        call(
-            wrap,
-            lambda x, b, lengths=lengths: lengths.append(len(b.x)) or x,
-            rows(),
-            Batch(rows()),
-            ids=(0, 1),
-        )
-    assert seen == {"theirs": [8, 8], "ours": [4, 4]}
-
-
-def test_default_dicts_are_cut_where_torch_cannot() -> None:
-    given = defaultdict(list, x=rows())
-    found = error_of(lambda: call(theirs, lambda d: d["x"], given))
-    assert found == (TypeError, "first argument must be callable or None")
-    assert torch.equal(call(ours, lambda d: d["x"], given).cpu(), rows())
-
-
-def test_torch_forgets_the_dtype_of_autocast() -> None:
-    before = torch.get_autocast_dtype("cuda")
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    torch.set_autocast_enabled("cuda", True)
-    try:
-        seen: dict[str, set[Any]] = {}
-        for wrap in (theirs, ours):
-            dtypes = seen.setdefault(wrap.__name__, set())
-
-            def run(x: Tensor, dtypes: set[Any] = dtypes) -> Tensor:
-                dtypes.add((torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")))
-                return x
-
-            call(wrap, run, rows())
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
-    assert seen == {
-        "theirs": {(True, torch.float16)},
-        "ours": {(True, torch.bfloat16)},
-    }
-
-
-SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
-    "inference mode": (torch.inference_mode, torch.is_inference_mode_enabled, True),
-    "default device": (
-        lambda: torch.device("meta"),
-        lambda: torch.get_default_device().type,
-        "meta",
-    ),
-    "cpu autocast": (lambda: torch.autocast("cpu"), lambda: torch.is_autocast_enabled("cpu"), True),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_torch_forgets_settings_of_the_thread(name: str) -> None:
-    enter, read, here = SETTINGS[name]
-    seen: dict[str, set[Any]] = {}
-    for wrap in (theirs, ours):
-        found = seen.setdefault(wrap.__name__, set())
-        wrapped = wrap(Net(lambda x, found=found: found.add(read()) or x).to("lazy:0"), (0, 1))
-        x = rows()
-        with enter():
-            wrapped(x)
-    assert seen["ours"] == {here}
-    assert seen["theirs"] != {here}
-
-
-def test_wrappers_in_wrappers_fail_in_torch_alone() -> None:
-    def nested(wrap: Run) -> nn.Module:
-        inner = wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1))
-        return nn.Sequential(inner)
-
-    found = error_of(lambda: theirs(nested(theirs), (0, 1))(rows()))
-    assert found is not None
-    assert found[0] is RuntimeError
-    assert "on device" in found[1]
-    plain = observe(theirs, lambda: nn.Sequential(nn.Linear(4, 4)), [rows()], ids=(0, 1))
-    mine = observe(ours, lambda: nested(ours), [rows()], ids=(0, 1))
-    assert difference(plain["output"], mine["output"]) == ""
-
-
 def test_a_wrapper_inside_a_plain_module() -> None:
     def outcome(wrap: Run) -> Any:
         torch.manual_seed(0)
@@ -363,20 +225,6 @@ def test_a_wrapper_inside_a_plain_module() -> None:
         return [output, dict(net.state_dict()), [p.grad for p in net.parameters()]]
 
     assert difference(outcome(theirs), outcome(ours)) == ""
-
-
-# ---------------------------------------------------------------- the verbs and the functional form
-
-
-def test_the_functional_form_refuses_what_torch_drops() -> None:
-    net, inputs = Net(lambda x, y: x).to("lazy:0"), (rows(8), rows(2))
-    assert len(nn.parallel.data_parallel(net, inputs, list(IDS))) < 8
-    devices = [device(i) for i in IDS]
-    with pytest.raises(
-        ValueError,
-        match=r"cannot scatter tensors of different lengths along dim 0 .* over 4 devices",
-    ):
-        dpbench.engine.data_parallel(net, inputs, devices)
 
 
 def test_gather_to_the_host() -> None:

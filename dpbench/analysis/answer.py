@@ -42,6 +42,9 @@ _OBSTACLES = {
     Basis.EMULATED: "emulated devices show host cost only, and no speed-up",
     Basis.COLOCATED: "the replicas share one GPU, so that no speed-up was possible",
     Basis.ONE_DEVICE: "no case ran on several devices",
+    Basis.OTHER_VERSION: (
+        "the cases on several devices ran under schedules that only another version of dpbench has"
+    ),
 }
 
 

@@ -42,10 +42,14 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
 
     The command may select further cases: all combinations of the strategies, the numbers of devices
     and the batch sizes. `how` are further options. The command names the kind of devices unless it
-    is the default of `machine`. Return "" for cases on several machines, which a single command
-    cannot start, for models known only to `dpbench predict`, for a model that shares the machine
-    with another, and for stored cases with names that only another version of dpbench knows.
+    is the default of `machine`. Stored cases with schedules that only another version of dpbench
+    has are left out. Return "" if no case is left, for cases on several machines, which a single
+    command cannot start, for models known only to `dpbench predict`, for a model that shares the
+    machine with another, and for other names that only another version knows.
     """
+    cases = [case for case in cases if schedule.available(case.schedule)]
+    if not cases:
+        return ""
     first = cases[0]
     known = ":" in first.model or first.model in registry.own("models")
     if first.neighbour or any(case.hosts > 1 for case in cases) or not known:
@@ -177,7 +181,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     return measure(cases, machine=machine)
 
 
-ELSEWHERE = (Basis.ONE_DEVICE, Basis.COLOCATED)
+ELSEWHERE = (Basis.ONE_DEVICE, Basis.OTHER_VERSION, Basis.COLOCATED)
 """The reasons for a missing answer that only a run on other devices, or a prediction for them, can
 remove.
 """

@@ -15,7 +15,7 @@ from enum import StrEnum, auto
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row, scaled
-from dpbench.records import Case, Fault, Source, Status, plan
+from dpbench.records import Case, Fault, Source, Status, plan, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
@@ -52,6 +52,8 @@ class Basis(StrEnum):
     NO_BASELINE = auto()
     ONE_DEVICE = auto()
     """No case ran on several devices."""
+    OTHER_VERSION = auto()
+    """All cases on several devices ran under schedules that only another version has."""
     NO_RESULT = auto()
     """No case on several devices has a result."""
     COLOCATED = auto()
@@ -89,7 +91,8 @@ class Question:
         CPU cores.
 
         Replicas that share a GPU are left out, and so are cases with wrong gradients in a round,
-        and predictions for strategies whose predictions were never compared with measurements.
+        schedules that only another version of dpbench has, and predictions for strategies whose
+        predictions were never compared with measurements.
         """
         return tuple(
             row
@@ -98,6 +101,7 @@ class Question:
             and (row.case.devices > 1 or row.case.traits.all_cores)
             and not row.colocated
             and Fault.UNVERIFIED not in row.lost
+            and schedule.available(row.case.schedule)
             and not (row.source is Source.PREDICTED and row.case.traits.role is Role.OTHER)
         )
 
@@ -167,6 +171,8 @@ def _obstacle(question: Question) -> Basis | None:
         return Basis.EMULATED
     if all(row.colocated for row in several):
         return Basis.COLOCATED if several else Basis.ONE_DEVICE
+    if not any(schedule.available(row.case.schedule) for row in several):
+        return Basis.OTHER_VERSION
     if not any(row.case.devices > 1 for row in question.candidates):
         return Basis.NO_RESULT
     if baseline is None or baseline.step is None:

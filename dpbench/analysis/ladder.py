@@ -245,10 +245,11 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
     """Return the rows for a short overview, without most schedules of each ladder and without the
     ladders' limits.
 
-    Of each ladder in `found`, only the reference, the fastest rung and the schedule that TrainStep
-    chose are kept. The limit of a ladder is the row of `single` on one device's share of the batch.
+    Of each ladder in `found`, only these are kept: the reference, the fastest rung, the schedule
+    that TrainStep chose, and schedules that only another version of dpbench has. The limit of a
+    ladder is the row of `single` on one device's share of the batch.
     """
-    kept = {schedule.REFERENCE, *schedule.SELECTED, *(ladder.fastest.name for ladder in found)}
+    kept = {schedule.REFERENCE, *(ladder.fastest.name for ladder in found)}
     climbed = {_setting(ladder.case) for ladder in found}
     return [
         row
@@ -257,6 +258,7 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
         and (
             not row.case.traits.scheduled
             or row.case.schedule in kept
+            or schedule.known(row.case.schedule) is None  # neither a rung nor an ablation
             or _setting(row.case) not in climbed
         )
     ]

@@ -16,7 +16,7 @@ from dpbench.analysis import stats
 from dpbench.records import HOST, Case, Phase, Source, Trial, registry
 from dpbench.records.case import MOVING
 from dpbench.records.registry import Reduction
-from dpbench.records.schedule import parse
+from dpbench.records.schedule import known
 from dpbench.records.trial import Estimate
 from dpbench.records.words import number
 from dpbench.records.work import CopyTimes, Move, Shapes, received, sent
@@ -173,8 +173,10 @@ def _separable(case: Case, phase: Phase) -> bool:
     overlap with compute.
     """
     if phase is Phase.REDUCE:
-        scheduled = case.traits.scheduled and parse(case.schedule).reduce == "overlap"
-        return case.traits.reduction is not Reduction.OVERLAPPED and not scheduled
+        if case.traits.scheduled:
+            schedule = known(case.schedule)
+            return schedule is not None and schedule.reduce != "overlap"
+        return case.traits.reduction is not Reduction.OVERLAPPED
     return phase in MOVING
 
 

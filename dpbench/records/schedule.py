@@ -228,6 +228,15 @@ def known(text: str | Schedule) -> Schedule | None:
         return None
 
 
+def available(text: str) -> bool:
+    """Return whether this version of dpbench has the schedule `text` of a stored case.
+
+    Other strategies have the empty text. Stored runs keep the schedules of the version that
+    measured them.
+    """
+    return text in ("", *SELECTED) or known(text) is not None
+
+
 def ablations(best: Schedule) -> dict[str, Schedule]:
     """Return, by switch, the schedule that equals `best` except that this switch is set back to its
     first position.

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dpbench.records import HOST, Case, Phase, Profile, Task, work
-from dpbench.records.schedule import Schedule, parse
+from dpbench.records.schedule import Schedule
 from dpbench.records.work import BUCKET_BYTES, FIRST_BUCKET_BYTES, Move, Shapes
 
 
-def scheduled(case: Case, shapes: Shapes) -> Iterator[Move]:
+def scheduled(case: Case, shapes: Shapes, schedule: Schedule) -> Iterator[Move]:
     """Yield the transfers between devices in one step of dpbench's engine under the case's
     schedule.
     """
-    schedule, rows = parse(case.schedule or "reference"), case.rows
+    rows = case.rows
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
         return

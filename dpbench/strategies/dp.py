@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
-from dpbench.records.schedule import REFERENCE, SELECTED, Schedule, parse
+from dpbench.records.schedule import REFERENCE, SELECTED, Schedule, known, parse
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import (
     Forward,
@@ -50,18 +50,15 @@ class Engine(Strategy):
                 f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run:"
                 " leave out --zero-grad"
             )
-        named = case.schedule not in ("", *SELECTED)
-        if (
-            named
-            and not case.trains
-            and (missing := parse(case.schedule).missing(train_step=False))
-        ):
-            unmet = "; ".join(missing)
+        schedule = known(case.schedule or REFERENCE)
+        if schedule is None:  # TrainStep selects one that can run
+            return ""
+        if not case.trains and (missing := schedule.missing(train_step=False)):
             return (
-                f"the forward alone runs in dpbench.DataParallel, and {unmet}: give another"
-                " schedule in --schedules"
+                "the forward alone runs in dpbench.DataParallel, and"
+                f" {'; '.join(missing)}: give another schedule in --schedules"
             )
-        if named and case.device_kind == "emulated" and parse(case.schedule).storage == "flat":
+        if case.device_kind == "emulated" and schedule.storage == "flat":
             return (
                 "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be"
                 " views of one buffer"
@@ -113,9 +110,11 @@ class Engine(Strategy):
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Return the transfers of one step under the case's schedule.
 
-        The result is empty if TrainStep selects the schedule, which it does at run time.
+        The result is empty if TrainStep selects the schedule, which it does at run time, and for a
+        stored case whose schedule this version of dpbench does not have.
         """
-        return () if case.schedule in SELECTED else _tasks.scheduled(case, shapes)
+        schedule = known(case.schedule or REFERENCE)
+        return _tasks.scheduled(case, shapes, schedule) if schedule else ()
 
 
 class _Training:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, Profile, Task
+from dpbench.records.schedule import Schedule
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import (
     Forward,
@@ -123,7 +124,7 @@ class TorchDataParallel(Strategy):
 
         The phase `backward` has the reduction.
         """
-        for move in _tasks.scheduled(case, shapes):
+        for move in _tasks.scheduled(case, shapes, Schedule()):
             yield (
                 Move(Phase.BACKWARD, move.source, move.target, move.bytes)
                 if move.phase is Phase.REDUCE

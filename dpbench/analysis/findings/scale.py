@@ -21,7 +21,7 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
-from dpbench.records import Case, Phase
+from dpbench.records import Case, Phase, schedule
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import (
@@ -279,7 +279,11 @@ def _schedules(context: CaseContext) -> Judgement:
     """
     if not context.engine:
         return None
-    rivals = [row for row in context.rivals if row.case.traits.scheduled]
+    rivals = [
+        row
+        for row in context.rivals
+        if row.case.traits.scheduled and schedule.available(row.case.schedule)
+    ]
     if not rivals:
         return Missing(
             "whether another schedule is faster (measure with --schedules fastest, or --ladder)"
