@@ -77,8 +77,8 @@ def test_kinds_do_not_mix() -> None:
 def test_colocated_replicas_share_one_memory() -> None:
     devices = open_devices("emulated", 2, placement="colocated")
     assert [d.torch_device for d in devices] == [L0, L0]
-    assert devices[0].memory() == 0
-    assert devices[1].memory() is None
+    assert devices[0].take_peaks()["allocated"] == 0
+    assert devices[1].take_peaks() == {}
 
 
 def test_there_are_no_collectives_streams_or_events() -> None:
@@ -343,9 +343,8 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
     x = torch.randn(16, 4).to("lazy:0")
     batch, hidden, out, loss_bytes = 16 * 4 * FLOAT, 16 * 8 * FLOAT, 16 * 2 * FLOAT, FLOAT
     output = net(x)
-    assert device.memory() == weights + batch + 2 * hidden, (
-        "linear's output lives until relu's is there"
-    )
+    peak = device.take_peaks()["allocated"]
+    assert peak == weights + batch + 2 * hidden, "linear's output lives until relu's is there"
     assert device.allocated() == weights + batch + hidden + out, (
         "relu keeps its own output for backward"
     )
@@ -355,14 +354,17 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
     last = (8 * 2 + 2) * FLOAT
     # when relu's backward has just run: its output saved, its gradient in and out, the last layer's
     # gradients
-    assert device.memory() == weights + batch + out + loss_bytes + loss_bytes + 3 * hidden + last
+    assert (
+        device.take_peaks()["allocated"]
+        == weights + batch + out + loss_bytes + loss_bytes + 3 * hidden + last
+    )
     assert device.allocated() == 2 * weights + batch + out + loss_bytes
     del loss, output, x
     net.zero_grad()
     assert device.allocated() == weights
     del net
     assert device.allocated() == 0
-    assert EmulatedDevice(1).memory() == 0
+    assert EmulatedDevice(1).take_peaks()["allocated"] == 0
 
 
 def test_a_storage_counts_once_with_its_present_size() -> None:
@@ -372,17 +374,17 @@ def test_a_storage_counts_once_with_its_present_size() -> None:
         2
     ):  # a view of a tensor has the storage of the tensor, which needs no more memory
         count.own(storage, device)
-        assert (count.now(device), count.peak(device)) == (100, 100)
+        assert (count.now(device), count.take(device)) == (100, 100)
     storage.resize_(140)
     count.own(storage, device)
-    assert (count.now(device), count.peak(device)) == (140, 140)
+    assert (count.now(device), count.take(device)) == (140, 140)
     storage.resize_(151)
     with pytest.raises(DeviceFull, match="140 are in use; tried to allocate 11 more bytes"):
         count.own(storage, device)
-    assert (count.now(device), count.peak(device)) == (140, 140)
+    assert (count.now(device), count.take(device)) == (140, 140)
     storage.resize_(30)
     count.own(storage, device)
-    assert (count.now(device), count.peak(device)) == (30, 140)
+    assert (count.now(device), count.take(device)) == (30, 140)
     other = torch.UntypedStorage(20)
     count.own(other, device)
     del storage
@@ -408,7 +410,7 @@ def test_replicas_hold_what_they_must() -> None:
         "linear saves its input; the input needs no gradient"
     )
     assert devices[0].allocated() == weights + chunk + 3 * chunk
-    assert [d.memory() for d in devices[1:]] == [weights + 2 * chunk] * 2
+    assert [d.take_peaks()["allocated"] for d in devices[1:]] == [weights + 2 * chunk] * 2
     output.sum().backward()
     del output
     assert [d.allocated() for d in devices] == [2 * weights, 0, 0]

@@ -22,7 +22,7 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.measure import verification
 from dpbench.records.schedule import RUNGS, Schedule
-from tests.law import EXACT, pair, refusing, rungs
+from tests.law import pair, refusing, rungs
 from tests.law_compare import assert_same
 from tests.law_nets import OPTIMIZERS
 
@@ -325,7 +325,7 @@ def test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused(
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_dropout_inside_a_checkpoint_draws_the_same_numbers_again_on_serial_workers(
     rung: str, use_reentrant: bool
 ) -> None:

@@ -123,7 +123,10 @@ def measured(case: Case, steps: int = 3) -> list[int]:
     ) as step:
         for seed in range(steps):
             step(*model.batch(case.batch_size, seed))
-        return [(device.memory() or 0) - held for device, held in zip(devices, before, strict=True)]
+        return [
+            device.take_peaks()["allocated"] - held
+            for device, held in zip(devices, before, strict=True)
+        ]
 
 
 def replayed(case: Case, traces: Traces) -> list[int]:

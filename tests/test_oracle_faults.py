@@ -1,7 +1,7 @@
 """Ours refuses the calls that torch's DataParallel refuses, in its words.
 
-Each row also runs torch's own code; see tests/oracle.py. tests/test_conformance_departures.py has the cases in which
-torch is wrong.
+Each row also runs torch's own code; see tests/oracle.py. tests/test_conformance_departures.py has
+the cases in which torch is wrong.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ def misplaced_buffer(wrap: Run) -> Any:
 
 
 def transformed(transform: Run) -> Run:
-    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do not take."""
+    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do
+    not take.
+    """
     return lambda wrap: transform(wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1)))
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel
 from dpbench.engine.train_step import TrainStep
-from tests.test_schedules import EXACT, OPTIMIZERS, differing, problem
+from dpbench.records.schedule import LADDER, RUNGS
+from tests.test_schedules import OPTIMIZERS, differing, problem
 
 
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_an_overflow_skips_the_step_on_every_device(rung: str) -> None:
     module, loss, batches = problem("mlp", 8)
     before = copy.deepcopy(module)
@@ -32,7 +33,7 @@ def test_an_overflow_skips_the_step_on_every_device(rung: str) -> None:
     assert scaler.get_scale() < 1024.0
 
 
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_schedulers_reach_every_devices_optimizer(rung: str) -> None:
     def run(schedule: str) -> nn.Module:
         module, loss, batches = problem("mlp", 9)
@@ -77,7 +78,7 @@ def test_state_has_the_same_names_and_values_on_every_rung() -> None:
             return copy.deepcopy(step.state_dict()["optimizer"])
 
     expected = state("reference")
-    for rung in EXACT[1:]:
+    for rung in LADDER:
         found = state(rung)
         assert found["param_groups"] == expected["param_groups"], rung
         assert found["state"].keys() == expected["state"].keys(), rung
@@ -88,7 +89,7 @@ def test_state_has_the_same_names_and_values_on_every_rung() -> None:
             ), rung
 
 
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_what_remains_is_an_ordinary_module_and_optimizer(rung: str) -> None:
     module, loss, batches = problem("odd", 8)
     threads = threading.active_count()
@@ -108,7 +109,7 @@ def test_what_remains_is_an_ordinary_module_and_optimizer(rung: str) -> None:
     assert not differing(module, plain)
 
 
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_changes_of_weights_modules_and_attributes_between_steps_are_seen(rung: str) -> None:
     def run(schedule: str) -> nn.Module:
         torch.manual_seed(0)
@@ -135,7 +136,7 @@ def test_changes_of_weights_modules_and_attributes_between_steps_are_seen(rung: 
     assert not differing(run("reference"), run(rung))
 
 
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_a_module_that_moves_between_steps_takes_its_gradients_along(rung: str) -> None:
     """`Module.to` gives the parameters, and the gradients it finds on them, other storage."""
 
@@ -173,7 +174,7 @@ class Stateful(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("rung", EXACT)
+@pytest.mark.parametrize("rung", RUNGS)
 def test_what_forward_writes_into_a_replica_is_forgotten_on_every_rung(rung: str) -> None:
     torch.manual_seed(0)
     module, x = Stateful(), torch.randn(4, 4)
