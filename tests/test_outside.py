@@ -222,7 +222,7 @@ def test_files_of_the_same_name_are_different_modules_and_import_their_own_neigh
     assert len(modules) == 2
 
 
-FREE = (Role.OTHER, Role.OBSERVED)
+FREE = (Role.OTHER, Role.OBSERVED, Role.LOADER)
 """The roles that no strategy of dpbench must have."""
 
 

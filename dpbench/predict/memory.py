@@ -316,7 +316,9 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
             strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
     else:
         known = ", ".join(
-            registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED)
+            registry.of_role(role)
+            for role in Role
+            if role not in (Role.OTHER, Role.OBSERVED, Role.LOADER)
         )
         raise ValueError(
             f"the memory of the strategy {case.strategy!r} is not known; use one of {known}"
