@@ -326,6 +326,21 @@ def test_a_store_with_checksums_is_written_and_merged(path, tmp_path):
     assert query(old, "SELECT trial.checksum FROM trial ORDER BY id") == [(2,), (None,)]
 
 
+def test_a_store_that_an_earlier_version_wrote_with_checksums_is_read_and_merged(path, tmp_path):
+    old = tmp_path / "old.db"
+    with closing(sqlite3.connect(old)) as db:
+        db.executescript((Path(__file__).parent / "data" / "store_schema4.sql").read_text())
+    with Store.create(path) as store:
+        store.merge(old)
+    for file in (old, path):
+        with Store.read(file) as store:
+            (run,) = store.runs()
+            good, oom = store.trials(run.id)
+            assert [trial.status for trial in store.summaries(run.id)] == [Status.OK, Status.OOM]
+        assert (len(good.steps), len(good.spans), len(good.samples)) == (3, 12, 12)
+        assert (good.failed_device, oom.reason) == (1, "no memory")
+
+
 @pytest.fixture
 def copies(path, tmp_path):
     """Two copies of an interrupted run with one trial, and the run's id."""
