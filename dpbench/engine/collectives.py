@@ -1,10 +1,9 @@
 """Collectives: the sum of gradients over the replicas, and the broadcast of weights to the devices.
 
 `reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent
-flat buffers. On distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order
-of additions; the sums are therefore not bitwise equal to sums in replica order. Collectives are not
-used for replicas that share a GPU, or for logical CPU devices. In these cases gradients are added
-in replica order, so that the sums are bitwise reproducible.
+flat buffers. On distinct GPUs, both use NCCL, which is fast but chooses the order of additions. For
+replicas that share a GPU, and for logical CPU devices, gradients are added in replica order, so
+that the sums are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def reduce(
     *,
     mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
-    """Return, for each parameter, the sum of `gradients[replica][parameter]` over the replicas, on
-    `devices[0]`.
+    """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
     The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction
     chooses the order, unless grad mode is enabled (as in a backward with `create_graph=True`).
@@ -52,10 +50,7 @@ def reduce(
 
 
 def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
-    """Return the sum of `parts` on `root`, added in order; `parts[i]` is the gradient of replica i.
-
-    A single part is returned unchanged. If all parts are sparse, the sum is sparse.
-    """
+    """Return the sum of `parts` on `root`, added in order: sparse if all parts are sparse."""
     total = parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root)
@@ -69,10 +64,7 @@ def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
 
 
 def arrive(part: torch.Tensor, root: Device) -> torch.Tensor:
-    """Return `part`, a gradient of a replica, as a tensor on `root`.
-
-    Call this inside `root.guard()`.
-    """
+    """Return a replica's gradient as a tensor on `root`; call this inside `root.guard()`."""
     home = root.torch_device
     # the comparison is cheaper than a call of `to`
     return part if part.device == home else part.to(home, non_blocking=True)
@@ -81,7 +73,7 @@ def arrive(part: torch.Tensor, root: Device) -> torch.Tensor:
 def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collectives | None:
     """Return the collectives with which `devices` can sum gradients of `tensors`.
 
-    Return None if collectives cannot be used: gradients must then be added in replica order.
+    If there are none, return None: gradients must then be added in replica order.
     """
     if not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
@@ -90,9 +82,7 @@ def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are indices of the
-    parameters in them.
-    """
+    """Elements [start, stop) of the flat buffer `flat`, and the indices of its parameters."""
 
     flat: int
     start: int
@@ -101,14 +91,12 @@ class Bucket:
 
 
 class Exchange:
-    """Flat buffers of the same layout on all devices.
-
-    They hold the gradients, which collectives sum over the devices.
+    """Flat buffers on all devices, with the gradients that collectives sum over the devices.
 
     `parameters[i]` are the parameters on device i. `groups` are lists of parameter indices.
-    `owners[g]` is the index of the device that gets the sums of `groups[g]`. If `owners[g]` is
-    None, the sums are split evenly: device i gets part i of them. With `everyone`, every device
-    gets all sums, and `owners` has no effect.
+    `owners[g]` is the index of the device that gets the sums of `groups[g]`. If it is None, device
+    i gets part i of the sums. With `everyone`, every device gets all sums, and `owners` has no
+    effect.
     """
 
     def __init__(
@@ -170,8 +158,7 @@ class Exchange:
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Queue the collectives that sum the gradients of the parameters with the indices
-        `numbers`; None means all.
+        """Queue the collectives that sum the gradients of the parameters `numbers`; None means all.
 
         A bucket is summed only if `numbers` contains all its parameters.
         """
@@ -184,9 +171,6 @@ class Exchange:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Queue the collectives that sum one bucket, in place in the buffers of the devices that
-        must get the sums.
-        """
         count, owner = len(self._devices), self._owners[bucket.flat]
         tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
         whole = self._wholes[bucket.flat]
@@ -208,24 +192,17 @@ class Exchange:
                     )
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Make every device wait for the collectives queued so far.
-
-        Record the wait as a part of `phase`.
-        """
+        """Make every device wait for the collectives queued so far, as a part of `phase`."""
         with self._marked(phase):
             self.lead()
 
     def lead(self) -> None:
-        """Make every device wait for the collectives queued so far.
-
-        Do not record the wait in a phase.
-        """
+        """Make every device wait for the collectives queued so far, without recording a phase."""
         for i in range(len(self._devices)):
             self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Run an in-place all-gather on the flat weights, after each device has stepped its own
-        part.
+        """Gather the flat weights in place, after each device has stepped its own part.
 
         `weights[i][f]` is flat buffer f on device i.
         """
@@ -243,8 +220,8 @@ class Exchange:
     ) -> None:
         """Call the collective `run` for each flat buffer, with the tensors of all devices.
 
-        The collectives wait for the work already queued on the devices; work queued later waits for
-        the collectives.
+        The collectives wait for the work already queued on the devices; later work waits for the
+        collectives.
         """
         with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
             for i in range(len(self._devices)):
@@ -255,10 +232,6 @@ class Exchange:
                 self._collectives.lead(i)
 
     def _marked(self, phase: Phase) -> ExitStack:
-        """Mark the start of `phase` on all devices.
-
-        Return a context manager whose exit marks the end.
-        """
         stack = ExitStack()
         for device in self._devices:
             stack.enter_context(self._mark(phase, device.index))
@@ -266,10 +239,9 @@ class Exchange:
 
 
 def _buckets(f: int, flat: Flat) -> list[Bucket]:
-    """Cut the flat buffer with index `f` into buckets of about BUCKET_BYTES.
+    """Cut a flat buffer into buckets of about BUCKET_BYTES, the end of the buffer first.
 
-    The first bucket is the end of the buffer, because backward computes the gradients of the last
-    parameters first.
+    Backward computes the gradients of the last parameters first.
     """
     buckets: list[Bucket] = []
     stop, numbers = flat.size, []
@@ -282,10 +254,7 @@ def _buckets(f: int, flat: Flat) -> list[Bucket]:
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient unchanged.
-
-    Raises ValueError if it is sparse, because flat buffers need dense gradients.
-    """
+    """Return the gradient; raise ValueError if it is sparse, which flat buffers cannot hold."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "replicas=persistent needs dense gradients, but a parameter has a sparse gradient; use"
@@ -295,15 +264,10 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""A function that copies tensors to all devices.
-
-It returns one list per device. The first list has the originals.
-"""
+"""A function that returns one list of tensors per device: first the originals, then copies."""
 
 FIRST = 2**63 - 1
-"""The sequence number for autograd nodes that must run first: autograd runs the ready node with the
-highest one.
-"""
+"""The sequence number of autograd nodes that must run first: autograd prefers the highest."""
 
 
 def broadcast(
@@ -335,21 +299,15 @@ def broadcast(
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
-    """Return consecutive ranges of indices of `tensors`.
-
-    The tensors of each range together have about BUCKET_BYTES.
-    """
+    """Return consecutive ranges of indices of `tensors`, each of about BUCKET_BYTES."""
     return buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES)
 
 
 class Broadcast(Function):
-    """An autograd function that copies tensors to every device.
+    """An autograd function that copies tensors to every device; its backward sums their gradients.
 
-    Its backward sums the gradients of all copies at once.
-
-    Backward calls `on_reduce` first. If a single node copies all parameters, the node's backward
-    starts when the last replica's backward has ended. At this point the `backward` phase ends and
-    the `reduce` phase begins.
+    If a single node copies all parameters, its backward starts when the last replica's backward has
+    ended. The call of `on_reduce` there ends the `backward` phase.
     """
 
     @staticmethod
@@ -361,9 +319,7 @@ class Broadcast(Function):
         copier: Copier,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return all devices' tensors in one tuple: device 0's (the originals), then device 1's
-        copies, and so on.
-        """
+        """Return the originals, then the copies of device 1, and so on, in one tuple."""
         ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
         copies = copier(tensors, devices, mark)
         frozen = [
@@ -377,8 +333,7 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each tensor, summed over the replicas, and None for each other
-        argument of `forward`.
+        """Return the gradients, summed over the replicas, and None for each other argument.
 
         As in torch, the gradient of a parameter that no replica used is zero.
         """
@@ -395,9 +350,7 @@ class Broadcast(Function):
 def copies_of(
     tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark
 ) -> list[list[torch.Tensor]]:
-    """Return one list of tensors per device: the tensors themselves for the first, copies for each
-    other device.
-    """
+    """Return one list per device: the tensors themselves for the first, copies for all others."""
     root, *others = devices
     if tensors and root.can_collect(devices):
         with ExitStack() as stack:

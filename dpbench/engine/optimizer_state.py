@@ -1,10 +1,9 @@
-"""Optimizer state: `optimizer.state` with an entry per parameter, although the devices store the
-values by shard.
+"""Optimizer state: `optimizer.state` has an entry per parameter; the devices store shards.
 
 Reading and changing `optimizer.state` has the same effect as in a loop without the engine. The
-first access gathers the values from the shards. From then on the values are copied from the entries
-to the shards before each step, and back to the entries after each step, because the training loop
-may keep references to the entries. If the state is never accessed, no values are copied.
+first access gathers the values from the shards. From then on they are copied from the entries to
+the shards before each step, and back after each step, because the training loop may keep references
+to the entries. If the state is never accessed, no values are copied.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from dpbench.engine.errors import Refused
 
 State = defaultdict[Any, Any]
-"""An optimizer's state in torch's format: for each tensor that the optimizer steps, a dict of
-values by name.
-"""
+"""An optimizer's state in torch's format: for each tensor, a dict of values by name."""
 
 
 class FetchedState(State):
@@ -36,9 +33,7 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the user's code has accessed the entries, and may therefore have changed
-        or kept them.
-        """
+        """Return whether the user's code has accessed the entries, and may have changed them."""
         return self._fetch is None
 
     def _load(self) -> None:
@@ -159,9 +154,6 @@ class FetchedState(State):
 
 
 def _alike(held: Any, value: Any) -> bool:
-    """Return whether `value` can be copied into `held` in place: both are tensors of the same shape
-    and dtype.
-    """
     return (
         isinstance(held, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -171,9 +163,7 @@ def _alike(held: Any, value: Any) -> bool:
 
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""The optimizers that step every element independently, so that parameters may be joined and
-cut.
-"""
+"""The optimizers that step every element independently: parameters may be joined and cut."""
 
 Stepped = tuple[torch.Tensor, torch.Tensor, int]
 """A weight, its gradient, and the index of its optimizer group."""
@@ -211,12 +201,7 @@ class Stepper:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Inside the context, replace the optimizer's parameters and state by the shards and the
-        shards' state.
-
-        The optimizer also gets the present options of `leader`. With `natural`, the context has no
-        effect.
-        """
+        """Give the optimizer the shards, their state, and the present options of `leader`."""
         if self._natural:
             yield
             return
@@ -249,12 +234,11 @@ class OptimizerGroup:
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
-    """Return the optimizer's groups, split where the states of parameters cannot be joined in one
-    tensor.
+    """Return the optimizer's groups, split where parameters' states cannot be joined in one tensor.
 
-    States cannot be joined, for example, if one parameter has been stepped more often than another.
-    Parameters that require no gradient are left out. Raises Refused if the optimizer steps a tensor
-    that is not one of `parameters`.
+    They cannot, for example, if one parameter has been stepped more often than another. Parameters
+    that require no gradient are left out. Raises Refused if the optimizer steps a tensor that is
+    not one of `parameters`.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
     found = []
@@ -284,9 +268,7 @@ def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
 
 
 def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether the entry `name` of a parameter's optimizer state has one number per element
-    of the parameter.
-    """
+    """Return whether the state's entry `name` has one number per element of the parameter."""
     return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
 
 
@@ -299,8 +281,7 @@ def _plain(value: Any) -> Hashable:
 def mirror(optimizer: Optimizer) -> Optimizer:
     """Return a new optimizer of the same type and options, without parameters and state.
 
-    As pickle does when it restores an object, this function does not call the optimizer's
-    constructor.
+    As pickle does when it restores an object, this does not call the constructor.
     """
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
@@ -319,8 +300,8 @@ def finish(
 ) -> None:
     """Clip the module's gradients if `clip_norm` is given, and call `stepper.step()`.
 
-    `stepper` is an optimizer, or an object with the interface of one. A `scaler` first unscales the
-    gradients; it skips the step if a gradient is infinite or NaN.
+    `stepper` has the interface of an optimizer. A `scaler` first unscales the gradients; it skips
+    the step if a gradient is infinite or NaN.
     """
     if clip_norm is not None:
         if scaler is not None:

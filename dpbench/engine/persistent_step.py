@@ -1,6 +1,4 @@
-"""Persistent replicas in a TrainStep: refresh their weights, reduce their gradients, and update the
-weights.
-"""
+"""Persistent replicas in a TrainStep: refresh weights, reduce gradients, and update the weights."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ from dpbench.records.schedule import Schedule
 
 
 class PersistentReplicas:
-    """Replicas whose weights stay on their devices between steps, and whose gradients are reduced
-    explicitly.
+    """Replicas whose weights stay on their devices, and whose gradients are reduced explicitly.
 
     The gradients are summed into the `.grad` of the module's own parameters before the optimizer
     steps if the step uses gradient accumulation, clipping or a scaler, if a parameter or the
@@ -69,17 +66,12 @@ class PersistentReplicas:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
 
     def _has_unstepped(self) -> bool:
-        """Return whether some trained parameters are not in the optimizer.
-
-        Their gradients accumulate over steps.
-        """
+        """Return whether some gradients accumulate, because no optimizer steps the parameter."""
         stepped = set(map(id, self._stepped))
         return any(p.requires_grad and id(p) not in stepped for p in self._weights.originals)
 
     def changed(self) -> bool:
-        """Return whether the module's parameters or the optimizer have changed since the replicas
-        were built.
-        """
+        """Return whether the parameters or the optimizer have changed."""
         return (
             not self._weights.notice()
             or self._identity.changed()
@@ -88,10 +80,9 @@ class PersistentReplicas:
         )
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters whose values in the replicas differ from those in
-        the module.
+        """Return the indices of the parameters whose values differ between replicas and module.
 
-        Return an empty list if the next step copies the weights to the replicas anyway.
+        The list is empty if the next step copies the weights anyway.
         """
         return (
             []
@@ -131,9 +122,7 @@ class PersistentReplicas:
             self._before = []
 
     def _refresh(self, workers: Workers) -> None:
-        """Copy replica 0's weights to the replicas in use, or to all replicas if every device runs
-        an optimizer.
-        """
+        """Copy replica 0's weights to the replicas in use, or to all if all have optimizers."""
         devices = self._devices[: self._used] if self._root_only else self._devices
         together = self._update.exchange is not None and self._flat is not None
         if together:
@@ -167,21 +156,17 @@ class PersistentReplicas:
         ]
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
-        """Copy replica i's gradients of one bucket to the buffers of the `Exchange`, if there is
-        one.
+        """Copy replica i's gradients of one bucket to the `Exchange`, if there is one.
 
-        The replica's backward continues while the bucket is reduced. `numbers` are the parameter
-        indices of the bucket.
+        The replica's backward continues while the bucket is reduced.
         """
         if self._update.exchange and self._used > 1 and not self._has_sparse(numbers):
             self._update.exchange.stage(i, [p.grad for p in self._weights.parameters[i]], numbers)
 
     def _ready(self, numbers: Sequence[int]) -> None:
-        """Reduce one bucket during backward.
+        """Reduce the bucket with the parameters `numbers` during backward.
 
         A bucket with sparse gradients is left to the end of the step.
-
-        `numbers` are the parameter indices of the bucket.
         """
         if self._has_sparse(numbers):
             return
@@ -213,8 +198,7 @@ class PersistentReplicas:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """Add this call's gradients to the `.grad` of the module's parameters, if the optimizer
-        step needs them there.
+        """Add this call's gradients to the module's `.grad` if the optimizer needs them there.
 
         The order of additions is that of torch.
         """
@@ -228,9 +212,7 @@ class PersistentReplicas:
             self._before = []
 
     def _bring(self) -> None:
-        """Sum the replicas' gradients into the `.grad` of the module's parameters, and drop the
-        replicas' gradients.
-        """
+        """Move the replicas' gradients, summed, into the `.grad` of the module's parameters."""
         root, each = self._devices[0], self._weights.gradients(self._used)
         with torch.no_grad():
             found = [
@@ -253,9 +235,7 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add each sum to the gradient of its parameter, as autograd would.
-
-        `sums` maps parameter indices to sums.
+        """Add each sum to the gradient of its parameter, given by index, as autograd would.
 
         A parameter that no replica used gets zeros, unless there is only one device.
         """
@@ -283,9 +263,7 @@ class PersistentReplicas:
     def update(
         self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> None:
-        """On each device with an optimizer, reduce the gradients and step the weights.
-
-        Then exchange the weights.
+        """Reduce the gradients, step the weights and exchange them.
 
         If some gradients cannot be represented in shards, the user's optimizer steps the module's
         own parameters.
@@ -303,8 +281,7 @@ class PersistentReplicas:
         self._update.end()
 
     def _is_unusual(self) -> bool:
-        """Return whether only the user's optimizer, on the module's own parameters, can take this
-        step.
+        """Return whether only the user's optimizer, on the module's parameters, can step.
 
         It must if a forward has written weights, because each device then has weights of its own,
         and if there are gradients that shards cannot represent. These are: a sparse gradient; a
@@ -321,9 +298,7 @@ class PersistentReplicas:
         )
 
     def _step_plainly(self) -> None:
-        """Run the user's optimizer on the module's own parameters, with the gradients in their
-        `.grad`.
-        """
+        """Run the user's optimizer on the module's own parameters and their `.grad`."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
         if not self._written_in_forward:
@@ -334,8 +309,7 @@ class PersistentReplicas:
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce the gradients, run the optimizers and exchange the updated weights, on all
-        stepping devices at once.
+        """Reduce the gradients, run the optimizers and exchange weights, on all devices at once.
 
         `numbers` are the indices of the parameters whose gradients were not reduced during
         backward; None means all.
@@ -397,10 +371,7 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """The optimizers of all devices, with the interface of one optimizer.
-
-    A GradScaler, if there is one, calls `step` only if no gradient is infinite or NaN.
-    """
+    """The optimizers of all devices as one optimizer, on which a GradScaler may call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
         self._replicas, self._workers = replicas, workers
@@ -433,10 +404,7 @@ def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
 
 
 def _in_strides_of(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the gradient in the parameter's strides, in which shards read it.
-
-    The user's code may have set others.
-    """
+    """Return the gradient in the parameter's strides, in which shards read it."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
