@@ -54,9 +54,8 @@ def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
     total = parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root)
-        if (
-            total.is_sparse and not here.is_sparse
-        ):  # torch cannot add a dense tensor to a sparse one
+        # torch cannot add a dense tensor to a sparse one
+        if total.is_sparse and not here.is_sparse:
             total = here + total
         else:
             total = total + here if number == 0 else total.add_(here)
@@ -110,12 +109,10 @@ class Exchange:
         everyone: bool,
         mark: Mark,
     ) -> None:
-        self._collectives, self._devices, self._everyone, self._mark = (
-            collectives,
-            devices,
-            everyone,
-            mark,
-        )
+        self._collectives = collectives
+        self._devices = devices
+        self._everyone = everyone
+        self._mark = mark
         layout = plan(groups, parameters[0], len(devices))
         self.buffers = [layout.allocate(device) for device in devices]
         self.views = [
@@ -145,15 +142,16 @@ class Exchange:
         `gradients` are in the order of the parameters; None means that all are missing. `numbers`
         are the indices of the parameters to copy; None means all parameters.
         """
-        views, device = self.views[i], self._devices[i]
+        views = self.views[i]
+        device = self._devices[i]
         wanted = views if numbers is None else [n for n in numbers if n in views]
         given = (
             {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
         )
         with self._mark(Phase.REDUCE, device.index), torch.no_grad():
-            found = {n: dense(g) for n, g in given.items() if g is not None}
-            copy_all([views[n] for n in found], list(found.values()))
-            for n in given.keys() - found.keys():
+            present = {n: dense(g) for n, g in given.items() if g is not None}
+            copy_all([views[n] for n in present], list(present.values()))
+            for n in given.keys() - present.keys():
                 views[n].zero_()
             self._collectives.follow(i)
 
@@ -171,7 +169,8 @@ class Exchange:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        count, owner = len(self._devices), self._owners[bucket.flat]
+        count = len(self._devices)
+        owner = self._owners[bucket.flat]
         tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
         whole = self._wholes[bucket.flat]
         if self._everyone:
@@ -285,7 +284,7 @@ def broadcast(
     backward, each node waits until all replicas have computed the gradients of its tensors, calls
     `on_reduce`, and sums these gradients.
     """
-    each: list[list[torch.Tensor]] = [[] for _ in devices]
+    per_device: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
         part = [tensors[i] for i in bucket]
         flat = Broadcast.apply(devices, mark, on_reduce, copier, *part) if part else ()  # type: ignore[no-untyped-call]
@@ -293,9 +292,9 @@ def broadcast(
             node = next((tensor.grad_fn for tensor in flat if tensor.grad_fn is not None), None)
             if node is not None:
                 node._set_sequence_nr(FIRST)
-        for i, copies in enumerate(each):
+        for i, copies in enumerate(per_device):
             copies.extend(flat[i * len(part) : (i + 1) * len(part)])
-    return each
+    return per_device
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
@@ -320,7 +319,10 @@ class Broadcast(Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the originals, then the copies of device 1, and so on, in one tuple."""
-        ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
+        ctx.devices = devices
+        ctx.mark = mark
+        ctx.on_reduce = on_reduce
+        ctx.count = len(tensors)
         copies = copier(tensors, devices, mark)
         frozen = [
             t

@@ -34,12 +34,12 @@ def _attributes_of(value: Any) -> tuple[str, ...]:
     others = dict.fromkeys(
         [*(field.name for field in fields(value)), *getattr(value, "__dict__", ())]
     )
-    found = [
+    with_tensors = [
         name
         for name in others
         if name not in given and first_tensor(getattr(value, name, None)) is not None
     ]
-    return (*given, *found)
+    return (*given, *with_tensors)
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
@@ -124,6 +124,6 @@ def devices_of(values: Sequence[Any]) -> list[Device]:
 
     A value without tensors gets the first device found among the other values, or the CPU.
     """
-    found = [device_of(value) for value in values]
-    anywhere = next((place for place in found if place is not None), torch.device("cpu"))
-    return as_devices([place or anywhere for place in found])
+    places = [device_of(value) for value in values]
+    anywhere = next((place for place in places if place is not None), torch.device("cpu"))
+    return as_devices([place or anywhere for place in places])

@@ -341,9 +341,9 @@ def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
 
 
 def _prefixed(given: Any) -> Any:
-    found = OrderedDict((PREFIX + name, value) for name, value in given.items())
+    prefixed = OrderedDict((PREFIX + name, value) for name, value in given.items())
     versions = {
         PREFIX + name if name else PREFIX[:-1]: facts for name, facts in given._metadata.items()
     }
-    found._metadata = versions  # type: ignore[attr-defined]
-    return found
+    prefixed._metadata = versions  # type: ignore[attr-defined]
+    return prefixed

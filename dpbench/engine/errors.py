@@ -34,10 +34,8 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
         number = device.torch_device.index
         where = f"in replica {replica} on device {device.index if number is None else number}"
         trace = "".join(traceback.format_exception(error))
-        cause, error = (
-            error,
-            _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}"),
-        )
+        cause = error
+        error = _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}")
         error.__cause__ = cause
     error.add_note(f"in replica {replica} on device {device.name}")
     error.__dict__[_REPLICA] = replica

@@ -92,7 +92,8 @@ def _flat(
     dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int
 ) -> Flat:
     step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
-    slots, at = [], 0
+    slots = []
+    offset = 0
     for number in numbers:
         tensor = tensors[number]
         if not is_dense(tensor):
@@ -101,9 +102,9 @@ def _flat(
                 f" shape {tuple(tensor.shape)} has strides {tensor.stride()}: set parameter.data ="
                 " parameter.data.contiguous(), or use storage=separate"
             )
-        slots.append(Slot(number, at, at + tensor.numel()))
-        at += -(-tensor.numel() // step) * step
-    return Flat(dtype, tuple(slots), -(-at // (step * shares)) * step * shares)
+        slots.append(Slot(number, offset, offset + tensor.numel()))
+        offset += -(-tensor.numel() // step) * step
+    return Flat(dtype, tuple(slots), -(-offset // (step * shares)) * step * shares)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -251,7 +252,8 @@ def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]
     addition.
     """
     for segment in shard.segments:
-        like, gradient = parameters[segment.parameter], shard.gradient
+        like = parameters[segment.parameter]
+        gradient = shard.gradient
         if segment.stop - segment.start < like.numel():
             yield Sum(segment, segment.of(gradient), whole=False)
         elif gradient.shape == like.shape:  # no view is needed, so the parameter need not be dense
@@ -271,19 +273,19 @@ def gathered(
     `states` has a pair for each stepping device: its shards, and their optimizer state. The keys of
     the returned state are `parameters`; the tensors in it have the strides of `like`.
     """
-    found: State = State(dict)
+    joined: State = State(dict)
     with torch.no_grad():
         for shards, state in states:
             for shard in shards:
                 for name, value in state.get(shard.weight, {}).items():
                     for segment in shard.segments:
                         n = segment.parameter
-                        _put(found[parameters[n]], like[n], shard, segment, name, value)
-    return found
+                        _put(joined[parameters[n]], like[n], shard, segment, name, value)
+    return joined
 
 
 def _put(
-    own: dict[str, Any],
+    entry: dict[str, Any],
     like: torch.Tensor,
     shard: ParamShard,
     segment: Segment,
@@ -299,35 +301,35 @@ def _put(
         or name == "step"
         or value.numel() != shard.weight.numel()
     ):
-        own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
-    if name not in own:
-        own[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-    line(own[name])[segment.start : segment.stop].copy_(segment.of(value))
+    if name not in entry:
+        entry[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    line(entry[name])[segment.start : segment.stop].copy_(segment.of(value))
 
 
 def cut(
     given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]
 ) -> State:
     """Return the optimizer state by shard weight, cut from `given`, the state by parameter."""
-    found: State = State(dict)
+    state: State = State(dict)
     with torch.no_grad():
         for shard in shards:
             for segment in shard.segments:
                 for name, value in given.get(parameters[segment.parameter], {}).items():
                     _take(
-                        found[shard.weight],
+                        state[shard.weight],
                         parameters[segment.parameter],
                         shard,
                         segment,
                         name,
                         value,
                     )
-    return found
+    return state
 
 
 def _take(
-    own: dict[str, Any],
+    entry: dict[str, Any],
     like: torch.Tensor,
     shard: ParamShard,
     segment: Segment,
@@ -339,12 +341,10 @@ def _take(
     Values that are not elementwise, such as the step count, are copied whole.
     """
     if not is_elementwise(name, value, like):
-        if name not in own:
-            own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        if name not in entry:
+            entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
-    if name not in own:
-        own[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
-    source = torch.empty_like(like, dtype=value.dtype).copy_(
-        value
-    )  # in the parameter's own strides
-    segment.of(own[name]).copy_(line(source.detach())[segment.start : segment.stop])
+    if name not in entry:
+        entry[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
+    in_strides_of_like = torch.empty_like(like, dtype=value.dtype).copy_(value)
+    segment.of(entry[name]).copy_(line(in_strides_of_like.detach())[segment.start : segment.stop])

@@ -23,7 +23,9 @@ class Gather(Function):
         ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Return the tensors concatenated along `dim` on the target; scalars become a vector."""
-        ctx.devices, ctx.dim, ctx.homes = devices, dim, [tensor.device for tensor in tensors]
+        ctx.devices = devices
+        ctx.dim = dim
+        ctx.homes = [tensor.device for tensor in tensors]
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
             warnings.warn(
@@ -36,9 +38,8 @@ class Gather(Function):
         for device in devices:
             target.wait(device)
         target.borrow(tensors)
-        follows = (
-            target.torch_device.type != "cpu"
-        )  # the host would read non-blocking copies before they are done
+        # the host would read non-blocking copies before they are done
+        follows = target.torch_device.type != "cpu"
         with target.guard():
             return torch.cat(
                 [tensor.to(target.torch_device, non_blocking=follows) for tensor in tensors], dim
@@ -75,10 +76,10 @@ def gather(
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
-    at = target_of(target)
+    destination = target_of(target)
     sources = devices_of(outputs) if devices is None else as_devices(devices)
-    with mark(Phase.GATHER, at.index):
-        return _gather(outputs, at, sources, dim, ())
+    with mark(Phase.GATHER, destination.index):
+        return _gather(outputs, destination, sources, dim, ())
 
 
 def target_of(target: Device | DeviceId) -> Device:

@@ -50,7 +50,8 @@ class Identity:
     def __init__(
         self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
     ) -> None:
-        self._parameters, self._optimizer = parameters, optimizer
+        self._parameters = parameters
+        self._optimizer = optimizer
         self._memory = [p.detach() for p in parameters]
         self._wanted = list(map(_requires_grad, parameters))
         self._groups = (
@@ -298,7 +299,7 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
     if any(p.device.type == "cpu" and p.is_shared() for p in parameters):
         return "share_memory() has put one of them into memory that processes share"
     memory = {p.untyped_storage().data_ptr() for p in parameters if p.numel()}
-    known = set(map(id, module.parameters()))
+    parameter_ids = set(map(id, module.parameters()))
     for prefix, part in module.named_modules():
         attributes = {
             name: value
@@ -307,11 +308,12 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
         }
         for name, value in {**attributes, **part._buffers}.items():
             others = (
-                t for t in tensors_in(value) if t.layout is torch.strided and id(t) not in known
+                t
+                for t in tensors_in(value)
+                if t.layout is torch.strided and id(t) not in parameter_ids
             )
-            recomputed = hasattr(
-                part, f"{name}_orig"
-            )  # torch's spectral_norm sets `weight` before each forward
+            # torch's spectral_norm sets `weight` before each forward
+            recomputed = hasattr(part, f"{name}_orig")
             if not recomputed and any(
                 tensor.untyped_storage().data_ptr() in memory for tensor in others
             ):

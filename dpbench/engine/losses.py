@@ -38,9 +38,8 @@ def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str,
 
 def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
     """Return the number of targets that are not ignored, or the sum of their class weights."""
-    if (
-        target.is_floating_point()
-    ):  # class probabilities: ignore_index and weight do not affect the divisor
+    # for class probabilities, ignore_index and weight do not affect the divisor
+    if target.is_floating_point():
         return output.numel() // output.shape[1]
     counted = target != keywords.get("ignore_index", -100)
     weight = keywords.get("weight")
@@ -193,10 +192,10 @@ class Loss:
         if self.pair:
             sum_fn, weight_fn = self.pair
             return Summed(sum_fn, weight_fn, Bits.SAME)
-        found = _settings(self.loss_fn)
-        if found is None:
+        settings = _settings(self.loss_fn)
+        if settings is None:
             return None
-        rule, keywords = found
+        rule, keywords = settings
         reduction = keywords.pop("reduction", "mean")
         if reduction not in ("mean", "sum"):
             return None
@@ -217,9 +216,11 @@ def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
     """Return the rule and the current settings, by name, of one of torch's losses without hooks."""
     if isinstance(loss_fn, functools.partial):
         rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
-        known = {"reduction", *(rule.settings if rule else ())}
+        allowed = {"reduction", *(rule.settings if rule else ())}
         return (
-            (rule, dict(loss_fn.keywords)) if rule and known.issuperset(loss_fn.keywords) else None
+            (rule, dict(loss_fn.keywords))
+            if rule and allowed.issuperset(loss_fn.keywords)
+            else None
         )
     if isinstance(loss_fn, nn.Module):
         rule = _RULES.get(type(loss_fn))
@@ -264,15 +265,15 @@ def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
-    mine = float(parts)
+    summed = float(parts)
     if not math.isfinite(whole):
         return False
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
-    if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
+    if not abs(summed - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the loss from the replicas' sums is {mine:.6g}, but the loss of the whole"
-            f" batch is {whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass another"
-            " pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
+            f"loss=local: the loss from the replicas' sums is {summed:.6g}, but the loss of the"
+            f" whole batch is {whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass"
+            " another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
         )
     return True
 
@@ -301,13 +302,12 @@ class LocalLoss:
         scale: Callable[[torch.Tensor], torch.Tensor],
         weight: int | None = None,
     ) -> None:
-        self._summed, self._pieces, self._replicas, self._devices = (
-            summed,
-            pieces,
-            replicas,
-            devices,
-        )
-        self._mark, self._scale = mark, scale
+        self._summed = summed
+        self._pieces = pieces
+        self._replicas = replicas
+        self._devices = devices
+        self._mark = mark
+        self._scale = scale
         self.outputs: list[Any] = [None] * len(pieces)
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
@@ -317,7 +317,9 @@ class LocalLoss:
 
     def forward(self, i: int) -> None:
         """Run replica i, and compute the sum of the loss over the replica's rows."""
-        (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
+        inputs, target = self._pieces[i]
+        device = self._devices[i]
+        mark = self._mark
         with mark(Phase.FORWARD, device.index):
             self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
         if not self._summed.splits(self.outputs[i], target):
@@ -354,7 +356,8 @@ class LocalLoss:
         """Run replica i's backward; call this in the thread that ran the replica's forward."""
         if not self.split:
             return
-        device, total = self._devices[i], self._totals[i]
+        device = self._devices[i]
+        total = self._totals[i]
         if isinstance(self._weight, torch.Tensor):
             device.wait(self._devices[0])
             device.borrow([self._weight])
@@ -365,7 +368,9 @@ class LocalLoss:
 
     def alone(self, i: int) -> None:
         """Run replica i's forward and backward; `weight` must be known."""
-        (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
+        inputs, target = self._pieces[i]
+        device = self._devices[i]
+        mark = self._mark
         with mark(Phase.FORWARD, device.index):
             output = call_on(device, self._replicas[i], inputs, {})
         with mark(Phase.LOSS, device.index):

@@ -41,12 +41,12 @@ class FetchedState(State):
             fetch, self._fetch = self._fetch, None
             super().update(fetch())
 
-    def store(self, found: State) -> None:
-        """Write the values of `found` into the entries.
+    def store(self, state: State) -> None:
+        """Write the values of `state` into the entries.
 
         A tensor is overwritten in place if the new value has the same shape and dtype.
         """
-        for parameter, values in found.items():
+        for parameter, values in state.items():
             entry = super().setdefault(parameter, {})
             for name, value in values.items():
                 held = entry.get(name)
@@ -180,12 +180,10 @@ class Stepper:
     def __init__(
         self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool
     ) -> None:
-        self._optimizer, self._leader, self._shards, self._natural = (
-            optimizer,
-            leader,
-            shards,
-            natural,
-        )
+        self._optimizer = optimizer
+        self._leader = leader
+        self._shards = shards
+        self._natural = natural
         self._params = [
             [weight for weight, _, group in shards if group == g]
             for g in range(len(leader.param_groups))
@@ -206,7 +204,8 @@ class Stepper:
             yield
             return
         groups, leaders = self._optimizer.param_groups, self._leader.param_groups
-        kept = [group["params"] for group in groups], self._optimizer.state
+        params_before = [group["params"] for group in groups]
+        state_before = self._optimizer.state
         if groups is not leaders:
             for group, leader in zip(groups, leaders, strict=True):
                 group.update({name: value for name, value in leader.items() if name != "params"})
@@ -217,9 +216,9 @@ class Stepper:
             yield
         finally:
             self.state = self._optimizer.state
-            for group, params in zip(groups, kept[0], strict=True):
+            for group, params in zip(groups, params_before, strict=True):
                 group["params"] = params
-            self._optimizer.state = kept[1]
+            self._optimizer.state = state_before
 
 
 @dataclass(frozen=True)
@@ -241,7 +240,7 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
     not one of `parameters`.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
-    found = []
+    groups = []
     for g, group in enumerate(optimizer.param_groups):
         alike: dict[Hashable, list[int]] = {}
         for parameter in group["params"]:
@@ -255,8 +254,8 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
                 alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(
                     number[id(parameter)]
                 )
-        found += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
-    return found
+        groups += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
+    return groups
 
 
 def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:

@@ -85,7 +85,8 @@ def _run(
     errors: dict[int, BaseException] = {}
     settings = capture()
     guards = [device.guard() for device in devices]
-    caller, flushes = threading.get_ident(), flushes_denormals()
+    caller = threading.get_ident()
+    flushes = flushes_denormals()
     at_once = workers.concurrent and len(devices) > 1
     states, checked = (
         (SAVED_RANDOM_STATES, SAVED_RANDOM_STATES.checked) if at_once else (NOTHING, nullcontext)
@@ -98,10 +99,8 @@ def _run(
                 devices[i].settle()
             with checked(), settings(), guards[i]:
                 stage(i)
-        except (
-            BaseException
-        ) as error:  # `_raise` raises it in the caller after all stages have ended
-            errors[i] = error
+        except BaseException as error:
+            errors[i] = error  # `_raise` raises it in the caller after all stages have ended
 
     # Only `pause` decides whether the next stage runs, so that it runs on all devices or on none: a
     # device that fails early does not stop another one that has not begun the same stage.

@@ -34,7 +34,9 @@ class ReplicaWeights:
     def __init__(
         self, module: nn.Module, devices: Sequence[Device], flat: FlatWeights | None, mark: Mark
     ) -> None:
-        self._devices, self._flat, self._mark = devices, flat, mark
+        self._devices = devices
+        self._flat = flat
+        self._mark = mark
         self._cache = ReplicaCache(module)
         self._cache.check_placed(devices[0])
         self.originals = list(self._cache.parameters)
@@ -69,12 +71,12 @@ class ReplicaWeights:
 
         `notice` must be called first.
         """
-        root, cache = self._devices[0], self._cache
+        root = self._devices[0]
+        cache = self._cache
         with self._mark(Phase.REPLICATE, root.index):
             buffers = copies_of(cache.buffers, self._devices[:count], self._mark)
-            for device in self._devices[
-                1:count
-            ]:  # replica 0 must not write its buffers while others copy them
+            # replica 0 must not write its buffers while others copy them
+            for device in self._devices[1:count]:
                 root.wait(device)
             order = [*cache.parameters, *cache.buffers]
             return cache.bind(
@@ -146,12 +148,10 @@ class Overlap:
         ready: Callable[[Sequence[int]], None],
         staged: Callable[[int, Sequence[int]], None],
     ) -> None:
-        self._buckets, self._ready, self._staged, self._lock = (
-            buckets,
-            ready,
-            staged,
-            threading.Lock(),
-        )
+        self._buckets = buckets
+        self._ready = ready
+        self._staged = staged
+        self._lock = threading.Lock()
         self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket}
         self._replicas = len(replicas.parameters)
         self.begin(0)
@@ -164,7 +164,9 @@ class Overlap:
 
     def begin(self, count: int) -> None:
         """Prepare for the next backward, in which the first `count` replicas compute gradients."""
-        self._expected, self._again, self._done = count, False, set[int]()
+        self._expected = count
+        self._again = False
+        self._done = set[int]()
         self._fired = [[0] * len(self._buckets) for _ in range(self._replicas)]
         self._complete = [0] * len(self._buckets)
 

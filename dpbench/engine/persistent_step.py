@@ -41,7 +41,10 @@ class PersistentReplicas:
         whole_gradient: bool,
         mark: Mark,
     ) -> None:
-        self._module, self._devices, self._flat, self._mark = module, devices, flat, mark
+        self._module = module
+        self._devices = devices
+        self._flat = flat
+        self._mark = mark
         self._optimizer = optimizer
         self._weights = ReplicaWeights(module, devices, flat, mark)
         self._identity = Identity(self._weights.originals, optimizer)
@@ -60,7 +63,8 @@ class PersistentReplicas:
         self._root_only = schedule.update == "root"
         self._begun: list[list[int]] = []
         self._written_in_forward = False
-        self.unusual, self._closed = "", False
+        self.unusual = ""
+        self._closed = False
         self._overlap: Overlap | None = None
         if schedule.reduce == "overlap" and not self._whole:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
@@ -98,9 +102,8 @@ class PersistentReplicas:
         self._update.begin()
         if self._root_only or self._weights.versions() != self._seen:
             self._refresh(workers)
-        if (
-            self._whole
-        ):  # gradients of earlier calls are added after this call's gradients have been summed
+        if self._whole:
+            # gradients of earlier calls are added after this call's gradients have been summed
             self._before = [p.grad for p in self._weights.originals]
             _set_gradients(self._weights.originals, [None] * len(self._before))
             self._muted = Muted(self._hooks.dicts())
@@ -213,21 +216,22 @@ class PersistentReplicas:
 
     def _bring(self) -> None:
         """Move the replicas' gradients, summed, into the `.grad` of the module's parameters."""
-        root, each = self._devices[0], self._weights.gradients(self._used)
+        root = self._devices[0]
+        gradients = self._weights.gradients(self._used)
         with torch.no_grad():
-            found = [
+            used = [
                 n
-                for n, column in enumerate(zip(*each, strict=True))
+                for n, column in enumerate(zip(*gradients, strict=True))
                 if any(g is not None for g in column)
             ]
             # a replica that did not use a parameter adds zeros, as in the backward of Broadcast
             filled = [
-                [self._zeros(i, n) if (g := one[n]) is None else g for n in found]
-                for i, one in enumerate(each)
+                [self._zeros(i, n) if (g := one[n]) is None else g for n in used]
+                for i, one in enumerate(gradients)
             ]
             sums = reduce(filled, self._devices[: self._used], mark=self._mark)
             with self._mark(Phase.REDUCE, root.index), root.guard():
-                self._deliver(dict(zip(found, sums, strict=True)))
+                self._deliver(dict(zip(used, sums, strict=True)))
         self._weights.clear()
 
     def _zeros(self, i: int, number: int) -> torch.Tensor:
@@ -253,9 +257,8 @@ class PersistentReplicas:
                 hooked.append((parameter, gradient))
             else:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if (
-            hooked
-        ):  # in one backward, because a hook on several parameters waits for all of their gradients
+        if hooked:
+            # in one backward: a hook on several parameters waits for all of their gradients
             torch.autograd.backward(
                 [parameter for parameter, _ in hooked], [gradient for _, gradient in hooked]
             )
@@ -314,7 +317,8 @@ class PersistentReplicas:
         `numbers` are the indices of the parameters whose gradients were not reduced during
         backward; None means all.
         """
-        update, owners = self._update, [self._devices[i] for i in self._update.owners]
+        update = self._update
+        owners = [self._devices[i] for i in self._update.owners]
         together = update.exchange is not None and len(sources) > 1
         if together:
             self._together(workers, sources, numbers)
@@ -331,9 +335,8 @@ class PersistentReplicas:
             if update.shared:
                 update.spread(workers)
         if update.shared and not update.collective:
-            for device in self._devices[
-                1:
-            ]:  # later writes of weights wait for device 0, so it waits here for all
+            # later writes of weights wait for device 0, so it waits here for all
+            for device in self._devices[1:]:
                 self._devices[0].wait(device)
         self._weights.clear()
         update.show()
@@ -356,9 +359,8 @@ class PersistentReplicas:
         if self._overlap:
             self._overlap.close()
             self._overlap = None
-        if (
-            exchange := self._update.exchange
-        ):  # after a failed step, queued work may still use the memory freed here
+        # after a failed step, queued work may still use the memory freed here
+        if exchange := self._update.exchange:
             exchange.lead()
         for device in self._devices[1:]:
             self._devices[0].wait(device)
@@ -374,7 +376,8 @@ class _Everywhere:
     """The optimizers of all devices as one optimizer, on which a GradScaler may call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
-        self._replicas, self._workers = replicas, workers
+        self._replicas = replicas
+        self._workers = workers
         self.param_groups = replicas._optimizer.param_groups
 
     def step(self) -> None:

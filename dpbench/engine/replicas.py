@@ -121,8 +121,12 @@ class Autograd:
         flat: FlatWeights | None,
         mark: Mark,
     ) -> None:
-        self._module, self._optimizer, self._devices, self._mark = module, optimizer, devices, mark
-        self._make, self._flat = make, flat
+        self._module = module
+        self._optimizer = optimizer
+        self._devices = devices
+        self._mark = mark
+        self._make = make
+        self._flat = flat
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:

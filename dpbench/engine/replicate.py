@@ -57,9 +57,8 @@ def replicate(
     with mark(Phase.REPLICATE, devices[0].index):
         if cache is None:
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            check_placed(
-                (*parameters, *buffers), devices[0]
-            )  # reuse the lists: walking the module again is slow
+            # reuse the lists: walking the module again is slow
+            check_placed((*parameters, *buffers), devices[0])
         else:
             cache.refresh()
             cache.check_placed(devices[0])
@@ -67,26 +66,26 @@ def replicate(
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
-        with (
-            torch.no_grad()
-        ):  # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
+        # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
+        with torch.no_grad():
             copies = copier(sources, devices, mark)
     else:
         copies = broadcast(
             sources, devices, copier=copier, overlap=overlap, mark=mark, on_reduce=on_reduce
         )
     shared = copies_of(plain, devices, mark)
-    for device in devices[
-        1:
-    ]:  # replica 0 must not write its buffers in place while other devices still copy them
+    # replica 0 must not write its buffers in place while other devices still copy them
+    for device in devices[1:]:
         devices[0].wait(device)
     order = [*sources, *plain]
-    each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
+    replica_tensors = [
+        [*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)
+    ]
     if cache is not None:
         with mark(Phase.REPLICATE, devices[0].index):
-            return cache.bind(order, each, detached=detach)
+            return cache.bind(order, replica_tensors, detached=detach)
     replicas = []
-    for device, tensors in zip(devices, each, strict=True):
+    for device, tensors in zip(devices, replica_tensors, strict=True):
         with mark(Phase.REPLICATE, device.index):
             replicas.append(
                 rebuild(module, {id(s): t for s, t in zip(order, tensors, strict=True)})
@@ -234,7 +233,8 @@ class ReplicaCache:
         In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects
         the copies for calls without gradients.
         """
-        order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
+        order = [id(source) for source in sources]
+        replicas = self._replicas.get(detached, [])
         watching = not self._library or any(self._hooks)
         if (
             len(replicas) < len(copies)
@@ -286,11 +286,11 @@ class _CachedReplica:
             *((holder, key, value) for holder in self._lists for key, value in enumerate(holder)),
         ]
         places = [
-            (at, holder, key, numbers[id(value)])
-            for at, (holder, key, value) in enumerate(entries)
+            (position, holder, key, numbers[id(value)])
+            for position, (holder, key, value) in enumerate(entries)
             if id(value) in numbers
         ]
-        self._at = [at for at, _, _, _ in places]
+        self._positions = [position for position, _, _, _ in places]
         self._holders = [holder for _, holder, _, _ in places]
         self._keys = [key for _, _, key, _ in places]
         self._pick = _picker([number for _, _, _, number in places])
@@ -307,7 +307,7 @@ class _CachedReplica:
         picked = self._pick(tensors)
         deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
         if self.watching:
-            deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
+            deque(map(setitem, repeat(self._seen), self._positions, picked), maxlen=0)
 
     def written(self) -> bool:
         """Return whether a forward has set attributes since the last `bind`.

@@ -66,7 +66,8 @@ class Scatter(Function):
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return one new chunk per device, or fewer chunks than devices if the tensor is short."""
-        ctx.dim, ctx.home = dim, tensor.device
+        ctx.dim = dim
+        ctx.home = tensor.device
         chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
         pieces = []
         for device, chunk in zip(devices, chunks, strict=False):

@@ -103,15 +103,15 @@ class TrainStep:
         self.optimizer = optimizer_fn(module.parameters())
         self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
         self.note = ""
-        self._accumulate, self._clip_norm, self._scaler, self._mark = (
-            accumulate,
-            clip_norm,
-            scaler,
-            mark,
-        )
+        self._accumulate = accumulate
+        self._clip_norm = clip_norm
+        self._scaler = scaler
+        self._mark = mark
         self.chunk_sizes = weights_of(chunk_sizes, self.devices)
         self._debug = debug
-        self._calls, self._failed, self._closed = 0, False, False
+        self._calls = 0
+        self._failed = False
+        self._closed = False
         self._hired: dict[str, Workers] = {}
         self._threads = IntraOp(self.devices)
         keep_memory(self.devices)
@@ -122,7 +122,8 @@ class TrainStep:
 
     def _build(self) -> None:
         """Create the objects that persist between steps."""
-        self._loss, self._checked = Loss(self.loss_fn), False
+        self._loss = Loss(self.loss_fn)
+        self._checked = False
         setup = TrainingSetup(
             self.module, self._loss, self.optimizer, self.devices, powers=self._powers()
         )
@@ -339,9 +340,9 @@ class TrainStep:
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
         """Return whether the target requires gradients, or an input is a recorded result."""
         if isinstance(target, torch.Tensor) and all(
-            isinstance(one, torch.Tensor) for one in arguments
+            isinstance(value, torch.Tensor) for value in arguments
         ):
-            return target.requires_grad or any(one.grad_fn is not None for one in arguments)
+            return target.requires_grad or any(value.grad_fn is not None for value in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
             tensor.grad_fn is not None for tensor in tensors_in(arguments)
         )

@@ -65,12 +65,10 @@ class Update:
         schedule: Schedule,
         mark: Mark,
     ) -> None:
-        self.optimizer, self._replicas, self._devices, self._mark = (
-            optimizer,
-            replicas,
-            devices,
-            mark,
-        )
+        self.optimizer = optimizer
+        self._replicas = replicas
+        self._devices = devices
+        self._mark = mark
         self._groups = groups_of(optimizer, replicas.originals)
         # the optimizer steps the module's own parameters, whose memory replica 0 shares
         self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
@@ -84,9 +82,8 @@ class Update:
         self._whole_buffers: list[torch.Tensor] = []
         if schedule.optimizer == "flat":
             assert flat is not None
-            if (
-                self._on_host
-            ):  # logical devices share the host's memory: their slices make up the whole gradient
+            # logical devices share the host's memory: their slices make up the whole gradient
+            if self._on_host:
                 self._whole_buffers = flat.layout.allocate(devices[0])
             self._shards = [self._slices(flat, i) for i in self.owners]
         else:
@@ -149,7 +146,8 @@ class Update:
 
         The gradients of the shards are then views of the exchange's buffers.
         """
-        parameters, count = self._replicas.parameters, len(self._devices)
+        parameters = self._replicas.parameters
+        count = len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
         collectives = choose(self._devices, stepped)
         if collectives is None:
@@ -177,11 +175,11 @@ class Update:
     def _whole(self, i: int) -> list[ParamShard]:
         """Return one shard per parameter that device i steps."""
         parameters = self._weights
-        mine = [
+        stepped = [
             (g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i
         ]
         shards = []
-        for group, n in mine:
+        for group, n in stepped:
             weight = parameters[i][n]
             if self.exchange:
                 gradient = self.exchange.views[i][n]
@@ -209,9 +207,8 @@ class Update:
             group = group_of.get(plan.slots[0].parameter)
             if group is None:
                 continue
-            share = plan.size // len(
-                self._devices
-            )  # no remainder: the layout was made for this number of devices
+            # no remainder: the layout was made for this number of devices
+            share = plan.size // len(self._devices)
             start, stop = (i * share, (i + 1) * share) if self._sharded else (0, plan.size)
             segments = tuple(
                 Segment(
@@ -240,16 +237,19 @@ class Update:
 
         `numbers` are the indices of the parameters whose gradients are summed; None means all.
         """
-        device, wanted = self._devices[i], None if numbers is None else set(numbers)
+        device = self._devices[i]
+        wanted = None if numbers is None else set(numbers)
         with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
             for other, gradients in () if self._on_host else sources:
                 device.wait(other)
                 device.borrow([g for g in gradients if g is not None])
-            single = self._sum_small(i, sources) if wanted is None else self._sums[i]
-            for one in single:
-                if wanted is None or one.segment.parameter in wanted:
+            remaining = self._sum_small(i, sources) if wanted is None else self._sums[i]
+            for segment_sum in remaining:
+                if wanted is None or segment_sum.segment.parameter in wanted:
                     self._sum(
-                        device, one, [gradients[one.segment.parameter] for _, gradients in sources]
+                        device,
+                        segment_sum,
+                        [gradients[segment_sum.segment.parameter] for _, gradients in sources],
                     )
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
@@ -264,18 +264,20 @@ class Update:
         sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
         return self._large[i]
 
-    def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
+    def _sum(
+        self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
         """Write the sum of a segment's gradients, one per replica; None means not used."""
-        own = [one.of(part) for part in found if part is not None]
-        parts = own if self._on_host else [arrive(part, device) for part in own]
+        slices = [segment_sum.of(part) for part in gradients if part is not None]
+        parts = slices if self._on_host else [arrive(part, device) for part in slices]
         if not parts:
-            one.target.zero_()
+            segment_sum.target.zero_()
         elif len(parts) == 1:
-            one.target.copy_(parts[0])
+            segment_sum.target.copy_(parts[0])
         else:
-            torch.add(parts[0], parts[1], out=one.target)
+            torch.add(parts[0], parts[1], out=segment_sum.target)
             for part in parts[2:]:
-                one.target.add_(part)
+                segment_sum.target.add_(part)
 
     def show(self) -> None:
         """Set the `.grad` of the module's parameters to the reduced gradients.
@@ -354,16 +356,16 @@ class Update:
 
         If each device has reduced only its share of them, call this once, when training ends.
         """
-        found: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
         for shard in (shard for shards in self._shards for shard in shards):
             for segment in shard.segments:
                 n = segment.parameter
-                if n not in found:
-                    found[n] = torch.zeros_like(
+                if n not in gradients:
+                    gradients[n] = torch.zeros_like(
                         self._replicas.parameters[0][n], requires_grad=False
                     )
-                line(found[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
-        for n, gradient in found.items():
+                line(gradients[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
+        for n, gradient in gradients.items():
             parameter = self._replicas.originals[n]
             dtypes = parameter.dtype, getattr(parameter, "grad_dtype", parameter.dtype)
             if parameter.shape == gradient.shape and dtypes == (gradient.dtype, gradient.dtype):
@@ -434,12 +436,11 @@ class Update:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
-        self._state = FetchedState(
-            State
-        )  # break a cycle: the former mapping references this object
+        # break a cycle: the former mapping references this object
+        self._state = FetchedState(State)
 
 
-def _small(each: Sequence[Sum]) -> list[Sum]:
+def _small(candidates: Sequence[Sum]) -> list[Sum]:
     """Return the sums of small gradients, or none if there are fewer than `FEW`."""
-    found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
-    return found if len(found) >= FEW else []
+    small = [one for one in candidates if one.whole and one.target.nbytes <= SMALL_BYTES]
+    return small if len(small) >= FEW else []

@@ -182,7 +182,9 @@ class SavedRandomStates:
     """
 
     def __init__(self) -> None:
-        self._lock, self._runs, self._read = threading.Lock(), 0, torch.get_rng_state
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._read = torch.get_rng_state
         self._thread = threading.local()
 
     def __enter__(self) -> None:
@@ -324,7 +326,7 @@ class Spawn:
 
 
 class Serial:
-    """Workers that run all replicas in the calling thread, so that no threads compete for the GIL."""
+    """Workers that run all replicas in the calling thread: none compete for the GIL."""
 
     concurrent = False
 
@@ -354,7 +356,8 @@ class Pool:
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Run job 0 in the calling thread, and job i in thread i of the pool; wait for all jobs."""
         if os.getpid() != self._owner:
-            self._inboxes, self._owner = [], os.getpid()
+            self._inboxes = []
+            self._owner = os.getpid()
         while len(self._inboxes) < count - 1:
             self._start()
         done: SimpleQueue[None] = SimpleQueue()
