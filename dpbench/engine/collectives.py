@@ -50,7 +50,7 @@ def reduce(
 
 
 def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
-    """Return the sum of `parts` on `root`, added in order: sparse if all parts are sparse."""
+    """Return the sum of `parts` on `root`, added in order; it is sparse if all parts are."""
     total = parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root)
@@ -90,7 +90,7 @@ class Bucket:
 
 
 class Exchange:
-    """Flat buffers on all devices, with the gradients that collectives sum over the devices.
+    """Flat buffers on all devices, for gradients that collectives sum over the devices.
 
     `parameters[i]` are the parameters on device i. `groups` are lists of parameter indices.
     `owners[g]` is the index of the device that gets the sums of `groups[g]`. If it is None, device

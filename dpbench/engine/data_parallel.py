@@ -62,7 +62,8 @@ def run_pieces(
     `devices` has only one device, the module itself runs.
     """
     used = devices[: len(pieces)]
-    arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
+    arguments = [piece[0] for piece in pieces]
+    keywords = [piece[1] for piece in pieces]
     if len(devices) == 1:
         check_placement(module, devices[0])
         with devices[0].guard(), mark(Phase.FORWARD, devices[0].index):

@@ -48,7 +48,7 @@ class Layout:
     flats: tuple[Flat, ...]
 
     def allocate(self, device: Device) -> list[torch.Tensor]:
-        """Return one buffer of zeros on `device` for each plan."""
+        """Return one buffer of zeros per plan."""
         with device.guard():
             return [
                 torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device)
@@ -74,7 +74,7 @@ class Layout:
 def plan(
     groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1
 ) -> Layout:
-    """Return a layout with one flat buffer per group of indices of `tensors`, and dtype.
+    """Return a layout with one flat buffer per dtype and group of indices of `tensors`.
 
     Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises
     ValueError for a tensor that is not dense, because a slot cannot represent its strides.
@@ -292,7 +292,7 @@ def _put(
     name: str,
     value: Any,
 ) -> None:
-    """Copy the entry `name` of a shard's optimizer state into `own`, the parameter's state.
+    """Copy the value `name` of a shard's optimizer state into `entry`, the parameter's state.
 
     Values that are not elementwise, such as the step count, are copied whole.
     """
@@ -336,7 +336,7 @@ def _take(
     name: str,
     value: Any,
 ) -> None:
-    """Copy the entry `name` of a parameter's optimizer state into `own`, the shard's state.
+    """Copy the value `name` of a parameter's optimizer state into `entry`, the shard's state.
 
     Values that are not elementwise, such as the step count, are copied whole.
     """

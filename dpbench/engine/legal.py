@@ -42,10 +42,7 @@ Hooks = dict[int, Any]
 
 
 class Identity:
-    """A record of parameters' memory and `requires_grad`, and of the optimizer's groups and hooks.
-
-    Memory includes shape and strides.
-    """
+    """A record of parameters' memory and flags, and of the optimizer's groups and hooks."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
@@ -421,7 +418,7 @@ schedules that hooks would slow down.
 def hindrances(
     schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a pair (switch, reason) for each check in `reasons` that forbids the schedule."""
+    """Yield a pair (switch, reason) for each of the checks that forbids the schedule."""
     for find, switch in reasons.items():
         try:
             reason = find(schedule, setup)
@@ -453,7 +450,7 @@ def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, lis
     """Return the schedule that TrainStep selects, and why it differs from `preferred`.
 
     Its results are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
-    With a single device, it is `reference`, without reasons.
+    With a single device it is `reference`.
     """
     _check_closure(setup.optimizer)
     if len(setup.devices) == 1:

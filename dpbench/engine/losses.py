@@ -60,9 +60,9 @@ class Bits(Enum):
 class DivisorRule:
     """The rule that turns one of torch's losses into a sum over rows and a divisor.
 
-    `function` computes the loss, and `settings` are the names of its keywords. `divisor` returns
-    the divisor of the mean. `bits` is the accuracy of the gradients if each replica computes the
-    loss over its own rows.
+    `settings` are the names of the keywords of `function`, the loss. `divisor` returns the divisor
+    of the mean. `bits` is the accuracy of the gradients if each replica computes the loss over its
+    own rows.
     """
 
     function: Function
@@ -123,7 +123,7 @@ class Summed:
     def keeps_bits(self, *, powers: bool) -> bool:
         """Return whether the summed gradients are bitwise equal to those of the whole batch.
 
-        `powers` is True if the loss is scaled only by powers of two, or not at all.
+        `powers` is as in `TrainingSetup`.
         """
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
@@ -141,9 +141,9 @@ class Summed:
     def weight_of(self, target: Any) -> int | None:
         """Return the divisor for all rows if it is known before the outputs exist, or None.
 
-        Only a count of class indices on the host is. The caller need not check that the rows of
-        output and target correspond, because torch's classification losses raise an error if they
-        do not.
+        It is known for class indices on the host that are only counted. The caller need not check
+        that the rows of output and target correspond, because torch's classification losses raise
+        an error if they do not.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None

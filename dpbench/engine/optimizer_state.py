@@ -118,37 +118,37 @@ class FetchedState(State):
         return super().keys()
 
     def values(self) -> Any:
-        """Return the entries of all parameters; each entry is a dict of values by name."""
+        """Return the entries of all parameters."""
         self._load()
         return super().values()
 
     def items(self) -> Any:
-        """Return pairs of a parameter and its entry, a dict of values by name."""
+        """Return pairs of a parameter and its entry."""
         self._load()
         return super().items()
 
     def pop(self, *arguments: Any) -> Any:
-        """Remove the entry of a parameter and return it; the arguments are those of `dict.pop`."""
+        """Remove the entry of a parameter and return it."""
         self._load()
         return super().pop(*arguments)
 
     def popitem(self) -> Any:
-        """Remove the last entry; return a pair of its parameter and the entry."""
+        """Remove the last parameter and its entry and return both."""
         self._load()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the entry of a parameter; if there is none, set it to the default first."""
+        """Return the entry of a parameter, after setting it to the default if there is none."""
         self._load()
         return super().setdefault(key, default)
 
     def update(self, *arguments: Any, **entries: Any) -> None:
-        """Set entries of parameters; the arguments are those of `dict.update`."""
+        """Set entries of parameters."""
         self._load()
         super().update(*arguments, **entries)
 
     def clear(self) -> None:
-        """Remove the entries of all parameters."""
+        """Remove all entries."""
         self._load()
         super().clear()
 
@@ -297,7 +297,7 @@ def finish(
     scaler: torch.amp.GradScaler | None,
     stepper: Any,
 ) -> None:
-    """Clip the module's gradients if `clip_norm` is given, and call `stepper.step()`.
+    """Clip the gradients if `clip_norm` is given, and call `stepper.step()`.
 
     `stepper` has the interface of an optimizer. A `scaler` first unscales the gradients; it skips
     the step if a gradient is infinite or NaN.

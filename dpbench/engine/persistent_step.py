@@ -245,7 +245,8 @@ class PersistentReplicas:
         """
         hooked: list[tuple[torch.Tensor, torch.Tensor]] = []
         for n, parameter in enumerate(self._weights.originals):
-            gradient, outside = sums.get(n), parameter.grad
+            gradient = sums.get(n)
+            outside = parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:
                 gradient = self._zeros(0, n)
             if outside is not None and gradient is not None:

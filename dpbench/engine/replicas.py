@@ -83,7 +83,7 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
     """Return a function that replicates the module through autograd, as the schedule says.
 
-    `flat` are the flat buffers that hold the module's parameters; None means separate storage.
+    `flat` has the buffers that hold the module's parameters; None means separate storage.
     """
     caches = CachePerThread(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of

@@ -1,4 +1,4 @@
-"""Scatter: split every tensor of a structure over the devices; they share all other values.
+"""Scatter: split every tensor of a structure over the devices; pass all other values to each.
 
 A device that also does other work can get fewer rows.
 """

@@ -267,7 +267,7 @@ class Update:
     def _sum(
         self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Write the sum of a segment's gradients, one per replica; None means not used."""
+        """Write the sum of one segment's gradients; None is that of a replica that did not use it."""
         slices = [segment_sum.of(part) for part in gradients if part is not None]
         parts = slices if self._on_host else [arrive(part, device) for part in slices]
         if not parts:
@@ -417,7 +417,7 @@ class Update:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Set `optimizer.state` to the state by parameter, so that torch's own code can use it.
+        """Make `optimizer.state` the state by parameter, so that torch's own code can use it.
 
         Does nothing if the training loop has replaced or accessed it.
         """

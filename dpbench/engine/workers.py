@@ -326,7 +326,7 @@ class Spawn:
 
 
 class Serial:
-    """Workers that run all replicas in the calling thread: none compete for the GIL."""
+    """Workers that run all replicas in the calling thread: no threads compete for the GIL."""
 
     concurrent = False
 
