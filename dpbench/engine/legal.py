@@ -42,7 +42,7 @@ Hooks = dict[int, Any]
 
 
 class Identity:
-    """A record of parameters' memory and flags, and of the optimizer's groups and hooks."""
+    """A record of parameters' memory and `requires_grad`, of the optimizer's groups and hooks."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None

@@ -267,7 +267,7 @@ class Update:
     def _sum(
         self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Write the sum of one segment's gradients; None is that of a replica that did not use it."""
+        """Write the sum of one segment's gradients; None means that a replica did not use it."""
         slices = [segment_sum.of(part) for part in gradients if part is not None]
         parts = slices if self._on_host else [arrive(part, device) for part in slices]
         if not parts:
