@@ -133,7 +133,7 @@ class FetchedState(State):
         return super().pop(*arguments)
 
     def popitem(self) -> Any:
-        """Remove the last parameter and its entry and return both."""
+        """Remove the last entry and return it with its parameter."""
         self._load()
         return super().popitem()
 

@@ -185,10 +185,7 @@ class PersistentReplicas:
         return any((g := first[n].grad) is not None and g.is_sparse for n in numbers)
 
     def _together(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce by collectives the gradients that were not reduced during backward.
-
-        `numbers` are the indices of their parameters; None means all parameters.
-        """
+        """Reduce by collectives the gradients of the parameters `numbers`; None means all."""
         exchange = self._update.exchange
         assert exchange is not None
         exchange.wait()  # for this step's buckets, whose memory `stage` overwrites

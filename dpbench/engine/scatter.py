@@ -1,4 +1,4 @@
-"""Scatter: split every tensor of a structure over the devices; pass all other values to each.
+"""Scatter: split every tensor of a structure over the devices; all pieces share other values.
 
 A device that also does other work can get fewer rows.
 """

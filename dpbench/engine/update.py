@@ -267,7 +267,7 @@ class Update:
     def _sum(
         self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
     ) -> None:
-        """Write the sum of one segment's gradients; None means that a replica did not use it."""
+        """Write the sum of one segment's gradients; None stands for an unused parameter."""
         slices = [segment_sum.of(part) for part in gradients if part is not None]
         parts = slices if self._on_host else [arrive(part, device) for part in slices]
         if not parts:
@@ -294,7 +294,7 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Move gradients that the user's code references to memory that steps do not overwrite."""
+        """Before a step, move gradients that the user's code references to separate memory."""
         shown = self._shown
         for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
@@ -331,11 +331,11 @@ class Update:
 
     @property
     def collective(self) -> bool:
-        """Return whether a collective sends the updated weights, or each device copies them."""
+        """Return whether a collective sends the updated weights to all devices."""
         return self.exchange is not None and not self._owner
 
     def copy(self, i: int) -> None:
-        """Copy to device i the weights that the other devices have updated."""
+        """Copy to device i the weights that the others have updated."""
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
             for j in self.owners:
@@ -348,7 +348,7 @@ class Update:
 
     @property
     def shared(self) -> bool:
-        """Return whether each device steps a share of the weights, and gets all others."""
+        """Return whether each device steps only a share of the weights."""
         return self._sharded
 
     def gather_gradients(self) -> None:
