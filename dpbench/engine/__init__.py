@@ -1,6 +1,4 @@
-"""The DataParallel engine: functions for the single operations of a step, and the classes that
-combine them.
-"""
+"""The DataParallel engine: functions for the phases of a step, and classes that combine them."""
 
 from dpbench.engine.collectives import reduce
 from dpbench.engine.data_parallel import DataParallel, data_parallel, load_state_dict

@@ -1,10 +1,9 @@
 """Collectives: the sum of gradients over the replicas, and the broadcast of weights to the devices.
 
 `reduce` sums gradients on one device. An `Exchange` sums gradients that are stored in persistent
-flat buffers. On distinct GPUs, both use NCCL's collectives, which are fast. NCCL chooses the order
-of additions; the sums are therefore not bitwise equal to sums in replica order. Collectives are not
-used for replicas that share a GPU, or for logical CPU devices. In these cases gradients are added
-in replica order, so that the sums are bitwise reproducible.
+flat buffers. On distinct GPUs, both use NCCL, which is fast but chooses the order of additions. For
+replicas that share a GPU, and for logical CPU devices, gradients are added in replica order, so
+that the sums are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ def reduce(
     *,
     mark: Mark = no_mark,
 ) -> list[torch.Tensor]:
-    """Return, for each parameter, the sum of `gradients[replica][parameter]` over the replicas, on
-    `devices[0]`.
+    """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
     The order of additions is ((g0 + g1) + g2) + ... On distinct GPUs, torch's coalesced reduction
     chooses the order, unless grad mode is enabled (as in a backward with `create_graph=True`).
@@ -52,16 +50,12 @@ def reduce(
 
 
 def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
-    """Return the sum of `parts` on `root`, added in order; `parts[i]` is the gradient of replica i.
-
-    A single part is returned unchanged. If all parts are sparse, the sum is sparse.
-    """
+    """Return the sum of `parts` on `root`, added in order; it is sparse if all parts are."""
     total = parts[0]
     for number, part in enumerate(parts[1:]):
         here = arrive(part, root)
-        if (
-            total.is_sparse and not here.is_sparse
-        ):  # torch cannot add a dense tensor to a sparse one
+        # torch cannot add a dense tensor to a sparse one
+        if total.is_sparse and not here.is_sparse:
             total = here + total
         else:
             total = total + here if number == 0 else total.add_(here)
@@ -69,10 +63,7 @@ def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
 
 
 def arrive(part: torch.Tensor, root: Device) -> torch.Tensor:
-    """Return `part`, a gradient of a replica, as a tensor on `root`.
-
-    Call this inside `root.guard()`.
-    """
+    """Return a replica's gradient as a tensor on `root`; call this inside `root.guard()`."""
     home = root.torch_device
     # the comparison is cheaper than a call of `to`
     return part if part.device == home else part.to(home, non_blocking=True)
@@ -81,7 +72,7 @@ def arrive(part: torch.Tensor, root: Device) -> torch.Tensor:
 def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collectives | None:
     """Return the collectives with which `devices` can sum gradients of `tensors`.
 
-    Return None if collectives cannot be used: gradients must then be added in replica order.
+    If there are none, return None: gradients must then be added in replica order.
     """
     if not all(is_dense(one) and one.is_floating_point() for one in tensors):
         return None
@@ -90,9 +81,7 @@ def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collec
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of the flat buffer with index `flat`; `numbers` are indices of the
-    parameters in them.
-    """
+    """Elements [start, stop) of the flat buffer `flat`, and the indices of its parameters."""
 
     flat: int
     start: int
@@ -101,14 +90,12 @@ class Bucket:
 
 
 class Exchange:
-    """Flat buffers of the same layout on all devices.
-
-    They hold the gradients, which collectives sum over the devices.
+    """Flat buffers on all devices, for gradients that collectives sum over the devices.
 
     `parameters[i]` are the parameters on device i. `groups` are lists of parameter indices.
-    `owners[g]` is the index of the device that gets the sums of `groups[g]`. If `owners[g]` is
-    None, the sums are split evenly: device i gets part i of them. With `everyone`, every device
-    gets all sums, and `owners` has no effect.
+    `owners[g]` is the index of the device that gets the sums of `groups[g]`. If it is None, device
+    i gets part i of the sums. With `everyone`, every device gets all sums, and `owners` has no
+    effect.
     """
 
     def __init__(
@@ -122,12 +109,10 @@ class Exchange:
         everyone: bool,
         mark: Mark,
     ) -> None:
-        self._collectives, self._devices, self._everyone, self._mark = (
-            collectives,
-            devices,
-            everyone,
-            mark,
-        )
+        self._collectives = collectives
+        self._devices = devices
+        self._everyone = everyone
+        self._mark = mark
         layout = plan(groups, parameters[0], len(devices))
         self.buffers = [layout.allocate(device) for device in devices]
         self.views = [
@@ -157,21 +142,21 @@ class Exchange:
         `gradients` are in the order of the parameters; None means that all are missing. `numbers`
         are the indices of the parameters to copy; None means all parameters.
         """
-        views, device = self.views[i], self._devices[i]
+        views = self.views[i]
+        device = self._devices[i]
         wanted = views if numbers is None else [n for n in numbers if n in views]
         given = (
             {n: gradients[n] for n in wanted} if gradients is not None else dict.fromkeys(wanted)
         )
         with self._mark(Phase.REDUCE, device.index), torch.no_grad():
-            found = {n: dense(g) for n, g in given.items() if g is not None}
-            copy_all([views[n] for n in found], list(found.values()))
-            for n in given.keys() - found.keys():
+            present = {n: dense(g) for n, g in given.items() if g is not None}
+            copy_all([views[n] for n in present], list(present.values()))
+            for n in given.keys() - present.keys():
                 views[n].zero_()
             self._collectives.follow(i)
 
     def reduce(self, numbers: Sequence[int] | None = None) -> None:
-        """Queue the collectives that sum the gradients of the parameters with the indices
-        `numbers`; None means all.
+        """Queue the collectives that sum the gradients of the parameters `numbers`; None means all.
 
         A bucket is summed only if `numbers` contains all its parameters.
         """
@@ -184,10 +169,8 @@ class Exchange:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Queue the collectives that sum one bucket, in place in the buffers of the devices that
-        must get the sums.
-        """
-        count, owner = len(self._devices), self._owners[bucket.flat]
+        count = len(self._devices)
+        owner = self._owners[bucket.flat]
         tensors = [own[bucket.flat][bucket.start : bucket.stop] for own in self.buffers]
         whole = self._wholes[bucket.flat]
         if self._everyone:
@@ -208,24 +191,17 @@ class Exchange:
                     )
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Make every device wait for the collectives queued so far.
-
-        Record the wait as a part of `phase`.
-        """
+        """Make every device wait for the collectives queued so far, as a part of `phase`."""
         with self._marked(phase):
             self.lead()
 
     def lead(self) -> None:
-        """Make every device wait for the collectives queued so far.
-
-        Do not record the wait in a phase.
-        """
+        """Make every device wait for the collectives queued so far, without recording a phase."""
         for i in range(len(self._devices)):
             self._collectives.lead(i)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Run an in-place all-gather on the flat weights, after each device has stepped its own
-        part.
+        """Gather the flat weights in place, after each device has stepped its own part.
 
         `weights[i][f]` is flat buffer f on device i.
         """
@@ -243,8 +219,8 @@ class Exchange:
     ) -> None:
         """Call the collective `run` for each flat buffer, with the tensors of all devices.
 
-        The collectives wait for the work already queued on the devices; work queued later waits for
-        the collectives.
+        The collectives wait for the work already queued on the devices; later work waits for the
+        collectives.
         """
         with self._marked(Phase.REPLICATE), self._lock, torch.no_grad():
             for i in range(len(self._devices)):
@@ -255,10 +231,6 @@ class Exchange:
                 self._collectives.lead(i)
 
     def _marked(self, phase: Phase) -> ExitStack:
-        """Mark the start of `phase` on all devices.
-
-        Return a context manager whose exit marks the end.
-        """
         stack = ExitStack()
         for device in self._devices:
             stack.enter_context(self._mark(phase, device.index))
@@ -266,10 +238,9 @@ class Exchange:
 
 
 def _buckets(f: int, flat: Flat) -> list[Bucket]:
-    """Cut the flat buffer with index `f` into buckets of about BUCKET_BYTES.
+    """Cut a flat buffer into buckets of about BUCKET_BYTES, the end of the buffer first.
 
-    The first bucket is the end of the buffer, because backward computes the gradients of the last
-    parameters first.
+    Backward computes the gradients of the last parameters first.
     """
     buckets: list[Bucket] = []
     stop, numbers = flat.size, []
@@ -282,10 +253,7 @@ def _buckets(f: int, flat: Flat) -> list[Bucket]:
 
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient unchanged.
-
-    Raises ValueError if it is sparse, because flat buffers need dense gradients.
-    """
+    """Return the gradient; raise ValueError if it is sparse, which flat buffers cannot hold."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             "replicas=persistent needs dense gradients, but a parameter has a sparse gradient; use"
@@ -295,15 +263,10 @@ def dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 Copier = Callable[[Sequence[torch.Tensor], Sequence[Device], Mark], list[list[torch.Tensor]]]
-"""A function that copies tensors to all devices.
-
-It returns one list per device. The first list has the originals.
-"""
+"""A function that returns one list of tensors per device: first the originals, then copies."""
 
 FIRST = 2**63 - 1
-"""The sequence number for autograd nodes that must run first: autograd runs the ready node with the
-highest one.
-"""
+"""The sequence number of autograd nodes that must run first: autograd prefers the highest."""
 
 
 def broadcast(
@@ -321,7 +284,7 @@ def broadcast(
     backward, each node waits until all replicas have computed the gradients of its tensors, calls
     `on_reduce`, and sums these gradients.
     """
-    each: list[list[torch.Tensor]] = [[] for _ in devices]
+    per_device: list[list[torch.Tensor]] = [[] for _ in devices]
     for bucket in buckets_of(tensors) if overlap else [range(len(tensors))]:
         part = [tensors[i] for i in bucket]
         flat = Broadcast.apply(devices, mark, on_reduce, copier, *part) if part else ()  # type: ignore[no-untyped-call]
@@ -329,27 +292,21 @@ def broadcast(
             node = next((tensor.grad_fn for tensor in flat if tensor.grad_fn is not None), None)
             if node is not None:
                 node._set_sequence_nr(FIRST)
-        for i, copies in enumerate(each):
+        for i, copies in enumerate(per_device):
             copies.extend(flat[i * len(part) : (i + 1) * len(part)])
-    return each
+    return per_device
 
 
 def buckets_of(tensors: Sequence[torch.Tensor]) -> list[range]:
-    """Return consecutive ranges of indices of `tensors`.
-
-    The tensors of each range together have about BUCKET_BYTES.
-    """
+    """Return consecutive ranges of indices of `tensors`, each of about BUCKET_BYTES."""
     return buckets([tensor.nbytes for tensor in tensors], BUCKET_BYTES)
 
 
 class Broadcast(Function):
-    """An autograd function that copies tensors to every device.
+    """An autograd function that copies tensors to every device; its backward sums their gradients.
 
-    Its backward sums the gradients of all copies at once.
-
-    Backward calls `on_reduce` first. If a single node copies all parameters, the node's backward
-    starts when the last replica's backward has ended. At this point the `backward` phase ends and
-    the `reduce` phase begins.
+    If a single node copies all parameters, its backward starts when the last replica's backward has
+    ended. The call of `on_reduce` there ends the `backward` phase.
     """
 
     @staticmethod
@@ -361,10 +318,11 @@ class Broadcast(Function):
         copier: Copier,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Return all devices' tensors in one tuple: device 0's (the originals), then device 1's
-        copies, and so on.
-        """
-        ctx.devices, ctx.mark, ctx.on_reduce, ctx.count = devices, mark, on_reduce, len(tensors)
+        """Return the originals, then the copies of device 1, and so on, in one tuple."""
+        ctx.devices = devices
+        ctx.mark = mark
+        ctx.on_reduce = on_reduce
+        ctx.count = len(tensors)
         copies = copier(tensors, devices, mark)
         frozen = [
             t
@@ -377,8 +335,7 @@ class Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of each tensor, summed over the replicas, and None for each other
-        argument of `forward`.
+        """Return the gradients, summed over the replicas, and None for each other argument.
 
         As in torch, the gradient of a parameter that no replica used is zero.
         """
@@ -395,9 +352,7 @@ class Broadcast(Function):
 def copies_of(
     tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark
 ) -> list[list[torch.Tensor]]:
-    """Return one list of tensors per device: the tensors themselves for the first, copies for each
-    other device.
-    """
+    """Return one list per device: the tensors themselves for the first, copies for all others."""
     root, *others = devices
     if tensors and root.can_collect(devices):
         with ExitStack() as stack:

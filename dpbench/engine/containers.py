@@ -1,6 +1,4 @@
-"""Containers: list the parts of nested dicts, sequences and dataclass instances, and rebuild them
-with other parts.
-"""
+"""Containers: list the parts of nested dicts, sequences and dataclasses, and rebuild them."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from dpbench.hardware.devices import as_devices
 
 
 def keys_of(value: Any) -> Collection[Any] | None:
-    """Return the keys of a dict, the indices of a list or tuple, or names of attributes of a
-    dataclass instance.
+    """Return the keys of a dict, indices of a list or tuple, or attributes of a dataclass instance.
 
-    The attributes of a dataclass instance are the fields that its constructor sets, and all other
-    attributes that contain tensors. Return None for any other value.
+    These attributes are the fields that the constructor sets, and all others that contain tensors.
+    Return None for any other value.
     """
     if isinstance(value, dict):
         return value.keys()
@@ -33,26 +30,20 @@ def keys_of(value: Any) -> Collection[Any] | None:
 
 
 def _attributes_of(value: Any) -> tuple[str, ...]:
-    """Return the names of the parts of a dataclass instance.
-
-    Other attributes are shared by all of its copies.
-    """
     given = [field.name for field in fields(value) if field.init]
     others = dict.fromkeys(
         [*(field.name for field in fields(value)), *getattr(value, "__dict__", ())]
     )
-    found = [
+    with_tensors = [
         name
         for name in others
         if name not in given and first_tensor(getattr(value, name, None)) is not None
     ]
-    return (*given, *found)
+    return (*given, *with_tensors)
 
 
 def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
-    """Return the parts of a container as a list, in the order of `keys`, the result of
-    `keys_of(value)`.
-    """
+    """Return the parts of a container in the order of `keys`, the result of `keys_of(value)`."""
     if isinstance(value, tuple | list):
         return list(value)
     if isinstance(value, dict):
@@ -61,8 +52,7 @@ def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
 
 
 def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the same type and keys as `value`, with `parts` in the order of
-    `keys_of(value)`.
+    """Return a container like `value`, with `parts` in the order of `keys_of(value)`.
 
     No constructor of a dict or dataclass runs: it would compute from one part what was computed
     from all of them.
@@ -116,7 +106,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor of a nested structure, or None if the structure contains none."""
+    """Return the first tensor of a nested structure, or None if there is none."""
     if isinstance(value, torch.Tensor):
         return value
     parts = parts_of(value, keys_of(value) or ())
@@ -124,9 +114,7 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the device of the first tensor of a nested structure, or None if the structure
-    contains no tensor.
-    """
+    """Return the device of the first tensor of a nested structure, or None if there is none."""
     tensor = first_tensor(value)
     return None if tensor is None else tensor.device
 
@@ -134,9 +122,8 @@ def device_of(value: Any) -> torch.device | None:
 def devices_of(values: Sequence[Any]) -> list[Device]:
     """Return, for each value, the device of its first tensor.
 
-    A value without tensors gets the first device found among the other values, or the CPU if no
-    value has tensors.
+    A value without tensors gets the first device found among the other values, or the CPU.
     """
-    found = [device_of(value) for value in values]
-    anywhere = next((place for place in found if place is not None), torch.device("cpu"))
-    return as_devices([place or anywhere for place in found])
+    places = [device_of(value) for value in values]
+    anywhere = next((place for place in places if place is not None), torch.device("cpu"))
+    return as_devices([place or anywhere for place in places])

@@ -1,7 +1,4 @@
-"""DataParallel: a module wrapper and a function.
-
-Both scatter, replicate, apply and gather in four separate calls.
-"""
+"""DataParallel as a module wrapper and as a function: scatter, replicate, apply and gather."""
 
 from __future__ import annotations
 
@@ -42,9 +39,8 @@ def scatter_arguments(
 ) -> list[Any]:
     """Split a call's arguments into one (inputs, kwargs) pair per replica.
 
-    A call without arguments gives one pair.
-
-    `chunk_sizes` has the number of rows of each replica; None means equal chunks.
+    A call without arguments gives one pair. `chunk_sizes` has the number of rows of each replica;
+    None means equal chunks.
     """
     if not inputs and not kwargs:
         return [((), {})]
@@ -60,15 +56,14 @@ def run_pieces(
     *,
     mark: Mark = no_mark,
 ) -> Any:
-    """Replicate the module, apply the replicas to the scattered arguments, and return the gathered
-    output.
+    """Replicate the module, apply the replicas to `pieces`, and gather the output on `output`.
 
-    `pieces` are the (inputs, kwargs) pairs of the replicas. There is one replica per piece, even if
-    there are more devices. If `devices` has only one device, the module itself runs. `output` is
-    the device of the output.
+    `pieces` has one (inputs, kwargs) pair per replica; there may be more devices than replicas. If
+    `devices` has only one device, the module itself runs.
     """
     used = devices[: len(pieces)]
-    arguments, keywords = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
+    arguments = [piece[0] for piece in pieces]
+    keywords = [piece[1] for piece in pieces]
     if len(devices) == 1:
         check_placement(module, devices[0])
         with devices[0].guard(), mark(Phase.FORWARD, devices[0].index):
@@ -89,12 +84,11 @@ def data_parallel(
 ) -> Any:
     """Evaluate `module(*inputs, **module_kwargs)` in parallel over `device_ids`.
 
-    This is the functional form of `DataParallel`, with the arguments of
-    torch.nn.parallel.data_parallel. In addition, a list such as ["cpu", "cpu"] as `device_ids`
-    means logical CPU devices. If `device_ids` is None, all GPUs are used; without a GPU the module
-    is called directly. If `inputs` is not a tuple, it is passed as a single argument; None means no
-    positional arguments. Returns the output, gathered on `output_device` (default: the first
-    device).
+    The arguments are those of torch.nn.parallel.data_parallel. In addition, a list such as ["cpu",
+    "cpu"] as `device_ids` means logical CPU devices. If `device_ids` is None, all GPUs are used;
+    without a GPU the module is called directly. If `inputs` is not a tuple, it is passed as a
+    single argument; None means no positional arguments. The output is gathered on `output_device`
+    (default: the first device).
     """
     arguments = () if inputs is None else inputs if isinstance(inputs, tuple) else (inputs,)
     devices = resolve(device_ids)
@@ -105,10 +99,9 @@ def data_parallel(
 
 
 def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Device:
-    """Return the device on which outputs are gathered: `output_device`, or the first of `devices`
-    if it is None.
+    """Return the device on which outputs are gathered; without `output_device`, the first one.
 
-    If `output_device` is not among `devices`, return it as an additional device, with index
+    If `output_device` is not among `devices`, it is an additional device, with index
     `len(devices)`.
     """
     if output_device is None:
@@ -122,17 +115,12 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
 
 
 def id_of(device: Device) -> DeviceId:
-    """Return the id of a device as in torch's `device_ids`: an index for a GPU, a torch.device for
-    any other device.
-    """
+    """Return a device's id as torch gives it: an index for a GPU, a torch.device otherwise."""
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
 def _schedule(schedule: str | Schedule) -> Schedule:
-    """Return the schedule to use; for "copying" and "fastest" it is `legal.CACHED`.
-
-    Raises ValueError for a schedule that needs TrainStep.
-    """
+    """Raise ValueError for a schedule that needs TrainStep."""
     return legal.CACHED if schedule in SELECTED else parse(schedule).check(train_step=False)
 
 
@@ -200,10 +188,7 @@ class DataParallel(nn.Module):
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]
     ) -> Any:
-        """Split a call's arguments.
-
-        Return the replicas' inputs and the replicas' keyword arguments, as two tuples.
-        """
+        """Split a call's arguments into a tuple of inputs and one of keyword arguments."""
         devices = self.devices[: len(device_ids)]
         pieces = scatter_arguments(inputs, kwargs, devices, self.dim, mark=self._mark)
         return tuple(zip(*pieces, strict=True))
@@ -218,12 +203,10 @@ class DataParallel(nn.Module):
         return self._make(devices, not torch.is_grad_enabled(), self._mark, lambda: None)
 
     def _maker(self, devices: Sequence[Device]) -> Maker:
-        """Store the wrapped module's parameters as the schedule requires.
-
-        Return a function that replicates the module.
+        """Store the parameters as the schedule requires, and return a function that makes replicas.
 
         Raises RuntimeError if the module is not on the first device, and Refused if its parameters
-        cannot be stored as the schedule requires.
+        cannot be stored in this way.
         """
         check_placement(self.module, devices[0])
         if reason := legal.storage(self.schedule, self.module, devices):
@@ -235,10 +218,7 @@ class DataParallel(nn.Module):
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
-        """Call each replica on its device with its inputs and keyword arguments.
-
-        Return the list of outputs.
-        """
+        """Call each replica on its device, and return the list of outputs."""
         devices = self.devices[: len(replicas)]
         return parallel_apply(
             replicas, inputs, kwargs, devices, workers=self._workers, mark=self._mark
@@ -254,17 +234,13 @@ class DataParallel(nn.Module):
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, mark=self._mark)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle.
-
-        The two that refer to replicas of the wrapped module become None.
-        """
+        """Return the attributes to copy or pickle, without those that refer to replicas."""
         return {**self.__dict__, "_make": None, "_identity": None}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapper.
 
-        If only the wrapped module has the attribute, the message of the AttributeError suggests
-        `.module`.
+        If only the wrapped module has it, the AttributeError suggests `.module`.
         """
         try:
             return super().__getattr__(name)
@@ -282,9 +258,8 @@ class DataParallel(nn.Module):
     ) -> Any:
         """Load weights that were saved from a DataParallel module.
 
-        Return torch's lists of missing and unexpected keys.
-
-        Raises RuntimeError if none of the names match.
+        Returns torch's lists of missing and unexpected keys. Raises RuntimeError if none of the
+        names match.
         """
         check_prefix(list(self.state_dict()), list(state_dict), strict=strict)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -294,8 +269,8 @@ def check_prefix(expected: Sequence[str], given: Sequence[str], *, strict: bool)
     """Raise RuntimeError if none of the given names is among the expected names.
 
     The message states whether the prefix "module." is the reason. Without this check, torch would
-    silently load nothing with `strict=False`. With `strict=True`, no error is raised here if the
-    names differ in more than the prefix, because torch's own error lists them.
+    silently load nothing with `strict=False`. With `strict=True`, names that differ in more than
+    the prefix are left to torch's own error, which lists them.
     """
     if not expected or set(expected) & set(given):
         return
@@ -336,10 +311,10 @@ def load_state_dict(
 ) -> Any:
     """Load a state dict into a module, whether or not the names in it have the prefix "module.".
 
-    DataParallel and DistributedDataParallel put this prefix before the names of the module that
-    they wrap. The prefix is added or removed, repeatedly if necessary, until names match;
-    `state_dict` itself stays unchanged. `strict`, `assign` and the returned value are those of
-    torch's `Module.load_state_dict`. Raises RuntimeError if none of the names match.
+    DataParallel and DistributedDataParallel put this prefix before the wrapped module's names. It
+    is added or removed, repeatedly if necessary, until names match; `state_dict` itself stays
+    unchanged. `strict`, `assign` and the returned value are those of torch's
+    `Module.load_state_dict`. Raises RuntimeError if none of the names match.
     """
     expected = set(module.state_dict())
     given = OrderedDict(state_dict)
@@ -356,10 +331,9 @@ def load_state_dict(
 
 
 def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
-    """Return whether the given names may match if the prefix "module." is put before them.
+    """Return whether the names may match with the prefix "module." before them.
 
-    This is the case if an expected name starts with the prefix, and the rest of it ends with one of
-    the given names.
+    An expected name must start with the prefix and end with one of the given names.
     """
     return any(
         name.startswith(PREFIX) and name.removeprefix(PREFIX).endswith(tuple(given))
@@ -368,12 +342,9 @@ def _below(expected: set[str], given: Mapping[str, Any]) -> bool:
 
 
 def _prefixed(given: Any) -> Any:
-    """Return a copy of a state dict, with the prefix "module." before each name in it and in its
-    metadata.
-    """
-    found = OrderedDict((PREFIX + name, value) for name, value in given.items())
+    prefixed = OrderedDict((PREFIX + name, value) for name, value in given.items())
     versions = {
         PREFIX + name if name else PREFIX[:-1]: facts for name, facts in given._metadata.items()
     }
-    found._metadata = versions  # type: ignore[attr-defined]
-    return found
+    prefixed._metadata = versions  # type: ignore[attr-defined]
+    return prefixed

@@ -1,6 +1,4 @@
-"""Errors: the exception `Refused`, and the exception that is raised in the caller if a replica
-fails.
-"""
+"""Errors: the exception `Refused`, and the exception raised in the caller if a replica fails."""
 
 from __future__ import annotations
 
@@ -17,8 +15,7 @@ _REPLICA = "_dpbench_replica"
 
 
 class Refused(ValueError):
-    """Raised for a module, loss or optimizer that the engine cannot run on these devices under the
-    schedule.
+    """The engine cannot run this module, loss or optimizer on these devices under the schedule.
 
     It is raised before the step changes any weights. Its message gives the reason and, if there is
     one, an alternative.
@@ -26,22 +23,19 @@ class Refused(ValueError):
 
 
 def in_replica(error: BaseException, replica: int, device: Device) -> BaseException:
-    """Return the exception to raise in the caller for `error`, which the given replica has raised
-    on `device`.
+    """Return the exception to raise in the caller for `error`, which a replica has raised.
 
-    The returned exception has the type and message that torch.nn.DataParallel would give it, and
-    `error` as its `__cause__`. If an exception of that type cannot be constructed from a message, a
-    RuntimeError is returned instead. An exit or interrupt is not replaced: `error` itself is
-    returned. In all cases a note "in replica i on device NAME" is added.
+    It has the type and message that torch.nn.DataParallel would give it, and `error` as its
+    `__cause__`. If an exception of that type cannot be constructed from a message, it is a
+    RuntimeError. For an exit or interrupt it is `error` itself. In all cases it has the note "in
+    replica i on device NAME".
     """
     if isinstance(error, Exception):
         number = device.torch_device.index
         where = f"in replica {replica} on device {device.index if number is None else number}"
         trace = "".join(traceback.format_exception(error))
-        cause, error = (
-            error,
-            _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}"),
-        )
+        cause = error
+        error = _rebuilt(error, f"Caught {type(error).__name__} {where}.\nOriginal {trace}")
         error.__cause__ = cause
     error.add_note(f"in replica {replica} on device {device.name}")
     error.__dict__[_REPLICA] = replica
@@ -51,10 +45,7 @@ def in_replica(error: BaseException, replica: int, device: Device) -> BaseExcept
 def call_on(
     device: Device, module: Any, arguments: Iterable[Any], keywords: Mapping[str, Any]
 ) -> Any:
-    """Call a replica on `device`, and return its output.
-
-    Add the hints of `_left_behind` to a RuntimeError as notes.
-    """
+    """Call a replica on `device`, and return its output; a RuntimeError gets hints as notes."""
     try:
         return module(*arguments, **keywords)
     except RuntimeError as error:
@@ -64,9 +55,7 @@ def call_on(
 
 
 def _left_behind(module: Any, device: Device) -> Iterator[str]:
-    """Yield a hint for each tensor of a replica that is not on `device` because it is only a plain
-    attribute.
-    """
+    """Yield a hint for each tensor that is a plain attribute and therefore not on `device`."""
     for name, part in module.named_modules() if isinstance(module, nn.Module) else ():
         for key, value in vars(part).items():
             if isinstance(value, torch.Tensor) and value.device != device.torch_device:
@@ -79,19 +68,12 @@ def _left_behind(module: Any, device: Device) -> Iterator[str]:
 
 
 def replica_of(error: BaseException) -> int | None:
-    """Return the index of the replica that failed, if `error` was returned by `in_replica`.
-
-    Otherwise None.
-    """
+    """Return the index of the replica that raised `error`, or None for any other error."""
     replica: int | None = error.__dict__.get(_REPLICA)
     return replica
 
 
 def _rebuilt(error: Exception, message: str) -> Exception:
-    """Return a new exception of the same type as `error`, with the given message.
-
-    Return a RuntimeError if an exception of this type cannot be constructed from a message.
-    """
     kind: Any = type(error)
     text = _Plain(message) if kind is KeyError else message
     try:
@@ -102,9 +84,7 @@ def _rebuilt(error: Exception, message: str) -> Exception:
 
 
 class _Plain(str):
-    """A string whose repr is the string itself, because a KeyError is printed as the repr of its
-    message.
-    """
+    """A string that is its own repr, because a KeyError is printed as the repr of its message."""
 
     __slots__ = ()
 

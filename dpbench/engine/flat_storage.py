@@ -1,9 +1,7 @@
-"""Flat storage: parameters as views of large flat buffers, so that one transfer copies many
-parameters.
+"""Flat storage: parameters as views of large buffers, which one transfer copies.
 
-There is one flat buffer per optimizer group and dtype. This file also converts optimizer state
-between two forms: by parameter, as torch keeps it, and by shard, as the devices' optimizers keep
-it.
+There is one flat buffer per optimizer group and dtype. Optimizer state is converted between two
+forms: by parameter, as torch keeps it, and by shard, as the devices' optimizers keep it.
 """
 
 from __future__ import annotations
@@ -19,17 +17,12 @@ from dpbench.engine.optimizer_state import State, is_elementwise
 from dpbench.hardware.device import Device
 
 ALIGNMENT_BYTES = 64
-"""The alignment of slots in bytes.
-
-On unaligned tensors, kernels use other code paths, which round differently.
-"""
+"""On unaligned tensors, kernels use other code paths, which round differently."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one parameter in a flat buffer: elements [start, stop). `parameter` is the
-    parameter's index.
-    """
+    """The place of one parameter, given by index, in a flat buffer: elements [start, stop)."""
 
     parameter: int
     start: int
@@ -38,9 +31,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Flat:
-    """The plan of one flat buffer: its dtype, its parameters' slots, and its `size` in elements,
-    including padding.
-    """
+    """The plan of one flat buffer, with its `size` in elements, including padding."""
 
     dtype: torch.dtype
     slots: tuple[Slot, ...]
@@ -57,7 +48,7 @@ class Layout:
     flats: tuple[Flat, ...]
 
     def allocate(self, device: Device) -> list[torch.Tensor]:
-        """Return one buffer of zeros on `device` for each plan."""
+        """Return one buffer of zeros per plan."""
         with device.guard():
             return [
                 torch.zeros(flat.size, dtype=flat.dtype, device=device.torch_device)
@@ -83,13 +74,10 @@ class Layout:
 def plan(
     groups: Iterable[Iterable[int]], tensors: Sequence[torch.Tensor], shares: int = 1
 ) -> Layout:
-    """Return a layout with one flat buffer per group and dtype.
-
-    Each group consists of indices of `tensors`.
+    """Return a layout with one flat buffer per dtype and group of indices of `tensors`.
 
     Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises
-    ValueError for a tensor whose elements do not fill a contiguous range of memory exactly once,
-    because a slot cannot represent its strides.
+    ValueError for a tensor that is not dense, because a slot cannot represent its strides.
     """
     flats = []
     for group in groups:
@@ -103,14 +91,9 @@ def plan(
 def _flat(
     dtype: torch.dtype, numbers: Sequence[int], tensors: Sequence[torch.Tensor], shares: int
 ) -> Flat:
-    """Return the plan of one flat buffer, which holds the tensors with the indices `numbers` at
-    aligned offsets.
-
-    The size is rounded up, so that the buffer can be cut into `shares` equal parts that start at
-    aligned addresses.
-    """
     step = max(ALIGNMENT_BYTES // dtype.itemsize, 1)
-    slots, at = [], 0
+    slots = []
+    offset = 0
     for number in numbers:
         tensor = tensors[number]
         if not is_dense(tensor):
@@ -119,14 +102,13 @@ def _flat(
                 f" shape {tuple(tensor.shape)} has strides {tensor.stride()}: set parameter.data ="
                 " parameter.data.contiguous(), or use storage=separate"
             )
-        slots.append(Slot(number, at, at + tensor.numel()))
-        at += -(-tensor.numel() // step) * step
-    return Flat(dtype, tuple(slots), -(-at // (step * shares)) * step * shares)
+        slots.append(Slot(number, offset, offset + tensor.numel()))
+        offset += -(-tensor.numel() // step) * step
+    return Flat(dtype, tuple(slots), -(-offset // (step * shares)) * step * shares)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill a contiguous range of memory exactly once, in any
-    order of dimensions.
+    """Return whether a tensor's elements fill a contiguous range of memory exactly once.
 
     Tensors that are not strided, such as sparse tensors, are not dense.
     """
@@ -143,18 +125,16 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def line(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a dense tensor's elements as a vector in memory order, which is also their
-    order in a slot.
-    """
+    """Return a view of a dense tensor as a vector in memory order, as in a slot."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 class FlatWeights:
     """The flat buffers on the device `root` that hold a module's parameters.
 
-    The constructor copies the parameters into the buffers. The Parameter objects stay the same;
-    their data become views of the buffers. Each group in `groups` consists of indices of
-    `parameters`; it gets one buffer per dtype, which can be cut into `shares` equal parts.
+    The Parameter objects stay the same; their data become views of the buffers. Each group in
+    `groups` consists of indices of `parameters`; it gets one buffer per dtype, which can be cut
+    into `shares` equal parts.
     """
 
     def __init__(
@@ -173,17 +153,14 @@ class FlatWeights:
             self.parameters[number].data = view
 
     def copies(self, device: Device) -> dict[int, torch.Tensor]:
-        """Copy each flat buffer to `device` in one transfer.
-
-        Return, by parameter index, views of these copies.
-        """
+        """Copy each flat buffer to `device`; return views of these copies by parameter index."""
         return self.layout.views([device.put(buffer) for buffer in self.buffers], self.parameters)
 
     def release(self) -> None:
         """Move the parameters that are still in the flat buffers into separate storage.
 
-        If the training loop has made several parameters views of the same slot, they still share
-        memory afterwards.
+        Parameters that the training loop has made views of the same slot still share memory
+        afterwards.
         """
         inside: dict[int, list[torch.Tensor]] = {}
         for parameter in self.parameters:
@@ -202,10 +179,6 @@ class FlatWeights:
 
 
 def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tensor) -> None:
-    """Move the parameters in one slot out of the flat buffer.
-
-    If there are several parameters in the slot, they become views of one common copy of the slot.
-    """
     if len(parameters) == 1:
         parameters[0].data = parameters[0].detach().clone()
     elif parameters:
@@ -217,8 +190,7 @@ def _move_out(parameters: Sequence[torch.Tensor], slot: Slot, buffer: torch.Tens
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a parameter in memory order; the shard stores them from its element
-    `at` onwards.
+    """Elements [start, stop) of a parameter in memory order; the shard stores them from `at` on.
 
     `parameter` is the parameter's index.
     """
@@ -229,18 +201,13 @@ class Segment:
     at: int
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the segment's elements of `whole`, a dense tensor with one element per element of
-        the shard.
-
-        The returned vector is a view.
-        """
+        """Return the segment's elements of `whole`, a dense tensor as large as the shard."""
         return line(whole)[self.at : self.at + self.stop - self.start]
 
 
 @dataclass(frozen=True)
 class ParamShard:
-    """A tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a flat
-    buffer.
+    """A tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of one.
 
     `gradient` is the summed gradient of `weight`. `group` is the index of the optimizer group.
     `segments` are the parts of parameters that the shard contains. `twins[i]` is the tensor on
@@ -258,8 +225,8 @@ class ParamShard:
 class Sum:
     """The memory for the gradient of one segment, summed over the replicas.
 
-    `target` is this memory, a view of the shard's gradient. If the segment is a whole parameter,
-    `whole` is True and `target` has the parameter's shape; if not, `target` is a vector.
+    `target` is a view of the shard's gradient. If the segment is a whole parameter, `whole` is True
+    and `target` has the parameter's shape; if not, `target` is a vector.
     """
 
     segment: Segment
@@ -267,10 +234,10 @@ class Sum:
     whole: bool
 
     def of(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the segment's elements of `gradient`, in the shape of `target`.
+        """Return the segment's elements of one replica's gradient, in the shape of `target`.
 
-        `gradient` is one replica's gradient of the whole parameter. Unless the segment is the whole
-        parameter, the gradient must be dense, with the parameter's strides.
+        Unless the segment is the whole parameter, the gradient must be dense, with the parameter's
+        strides.
         """
         if self.whole:
             return gradient
@@ -279,15 +246,14 @@ class Sum:
 
 
 def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]:
-    """Yield, for each segment of a shard, the memory to which the segment's summed gradient is
-    written.
+    """Yield a `Sum` for each segment of a shard.
 
-    If the segment is a whole parameter, this memory has the shape of that parameter, which is taken
-    from `parameters`; if not, it is a vector. Callers should keep the yielded objects for all
-    steps, because creating a view takes longer than an addition.
+    Callers should keep these objects for all steps, because creating a view takes longer than an
+    addition.
     """
     for segment in shard.segments:
-        like, gradient = parameters[segment.parameter], shard.gradient
+        like = parameters[segment.parameter]
+        gradient = shard.gradient
         if segment.stop - segment.start < like.numel():
             yield Sum(segment, segment.of(gradient), whole=False)
         elif gradient.shape == like.shape:  # no view is needed, so the parameter need not be dense
@@ -307,90 +273,78 @@ def gathered(
     `states` has a pair for each stepping device: its shards, and their optimizer state. The keys of
     the returned state are `parameters`; the tensors in it have the strides of `like`.
     """
-    found: State = State(dict)
+    joined: State = State(dict)
     with torch.no_grad():
         for shards, state in states:
             for shard in shards:
                 for name, value in state.get(shard.weight, {}).items():
                     for segment in shard.segments:
                         n = segment.parameter
-                        _put(found[parameters[n]], like[n], shard, segment, name, value)
-    return found
+                        _put(joined[parameters[n]], like[n], shard, segment, name, value)
+    return joined
 
 
 def _put(
-    own: dict[str, Any],
+    entry: dict[str, Any],
     like: torch.Tensor,
     shard: ParamShard,
     segment: Segment,
     name: str,
     value: Any,
 ) -> None:
-    """Copy the entry `name` of a shard's optimizer state into `own`, the state of the segment's
-    parameter.
+    """Copy the value `name` of a shard's optimizer state into `entry`, the parameter's state.
 
-    If the value has one number for each element of the shard, only the segment's elements are
-    copied. Any other value, such as the step count, is copied whole. `like` has the shape and
-    strides of the parameter.
+    Values that are not elementwise, such as the step count, are copied whole.
     """
     if (
         not isinstance(value, torch.Tensor)
         or name == "step"
         or value.numel() != shard.weight.numel()
     ):
-        own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
-    if name not in own:
-        own[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-    line(own[name])[segment.start : segment.stop].copy_(segment.of(value))
+    if name not in entry:
+        entry[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    line(entry[name])[segment.start : segment.stop].copy_(segment.of(value))
 
 
 def cut(
     given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]
 ) -> State:
-    """Return the optimizer state of the shards, cut from `given`, the optimizer state of the
-    parameters.
-
-    The keys of `given` are parameters; the keys of the returned state are the weights of the
-    shards.
-    """
-    found: State = State(dict)
+    """Return the optimizer state by shard weight, cut from `given`, the state by parameter."""
+    state: State = State(dict)
     with torch.no_grad():
         for shard in shards:
             for segment in shard.segments:
                 for name, value in given.get(parameters[segment.parameter], {}).items():
                     _take(
-                        found[shard.weight],
+                        state[shard.weight],
                         parameters[segment.parameter],
                         shard,
                         segment,
                         name,
                         value,
                     )
-    return found
+    return state
 
 
 def _take(
-    own: dict[str, Any],
+    entry: dict[str, Any],
     like: torch.Tensor,
     shard: ParamShard,
     segment: Segment,
     name: str,
     value: Any,
 ) -> None:
-    """Copy the entry `name` of a parameter's optimizer state into `own`, the state of the segment's
-    shard.
+    """Copy the value `name` of a parameter's optimizer state into `entry`, the shard's state.
 
-    If the value has one number for each element of the parameter, only the segment's elements are
-    copied. Any other value, such as the step count, is copied whole. `like` is the parameter.
+    Values that are not elementwise, such as the step count, are copied whole.
     """
     if not is_elementwise(name, value, like):
-        if name not in own:
-            own[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        if name not in entry:
+            entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
-    if name not in own:
-        own[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
-    source = torch.empty_like(like, dtype=value.dtype).copy_(
-        value
-    )  # in the parameter's own strides
-    segment.of(own[name]).copy_(line(source.detach())[segment.start : segment.stop])
+    if name not in entry:
+        entry[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
+    in_strides_of_like = torch.empty_like(like, dtype=value.dtype).copy_(value)
+    segment.of(entry[name]).copy_(line(in_strides_of_like.detach())[segment.start : segment.stop])

@@ -16,17 +16,16 @@ from dpbench.records import Mark, Phase, no_mark
 
 
 class Gather(Function):
-    """An autograd function that concatenates tensors.
-
-    Backward sends each device its part of the gradient.
-    """
+    """An autograd function that concatenates tensors on one device."""
 
     @staticmethod
     def forward(
         ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Return the tensors concatenated along `dim` on the target; scalars become a vector."""
-        ctx.devices, ctx.dim, ctx.homes = devices, dim, [tensor.device for tensor in tensors]
+        ctx.devices = devices
+        ctx.dim = dim
+        ctx.homes = [tensor.device for tensor in tensors]
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
         if ctx.scalars:
             warnings.warn(
@@ -39,9 +38,8 @@ class Gather(Function):
         for device in devices:
             target.wait(device)
         target.borrow(tensors)
-        follows = (
-            target.torch_device.type != "cpu"
-        )  # the host would read non-blocking copies before they are done
+        # the host would read non-blocking copies before they are done
+        follows = target.torch_device.type != "cpu"
         with target.guard():
             return torch.cat(
                 [tensor.to(target.torch_device, non_blocking=follows) for tensor in tensors], dim
@@ -49,9 +47,7 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return each device's part of the gradient as a copy, because a slice of the gradient may
-        be unaligned.
-        """
+        """Return each device's part of the gradient, as a copy: a slice may be unaligned."""
         parts = gradient.split(ctx.sizes, ctx.dim)
         placed = [
             device.put(part) if home == device.torch_device else part.to(home)
@@ -70,7 +66,7 @@ def gather(
 ) -> Any:
     """Return the replicas' outputs, concatenated along `dim` on the device `target`.
 
-    `outputs[i]` is the output of the replica on `devices[i]`. Without `devices`, the outputs' own
+    `outputs[i]` is the output of the replica on `devices[i]`; without `devices`, the outputs' own
     devices are used. Outputs are tensors, None, or tuples, lists, dicts and dataclass instances of
     them. An object of any other type that yields its parts when iterated, such as a cache of the
     library transformers, is built again from the gathered parts, as in torch:
@@ -80,16 +76,14 @@ def gather(
     """
     if not outputs:
         raise ValueError("gather needs at least one replica's output, got none")
-    at = target_of(target)
+    destination = target_of(target)
     sources = devices_of(outputs) if devices is None else as_devices(devices)
-    with mark(Phase.GATHER, at.index):
-        return _gather(outputs, at, sources, dim, ())
+    with mark(Phase.GATHER, destination.index):
+        return _gather(outputs, destination, sources, dim, ())
 
 
 def target_of(target: Device | DeviceId) -> Device:
-    """Return the device on which to gather; -1 means the host, with a deprecation warning as in
-    torch.
-    """
+    """Return the device on which to gather; -1 means the host, with torch's deprecation warning."""
     if target == -1:
         warnings.warn(
             '-1 as the device to gather on is deprecated; use "cpu"', FutureWarning, stacklevel=3
@@ -106,11 +100,7 @@ def _gather(
     dim: int,
     path: tuple[Any, ...],
 ) -> Any:
-    """Return the replicas' outputs, or corresponding parts of the outputs, concatenated on the
-    target.
-
-    `path` lists the keys that lead from the whole output to these parts; error messages include it.
-    """
+    """Gather corresponding parts of the outputs; `path` has the keys that lead to them."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         if first.is_nested:
@@ -150,8 +140,7 @@ def _gather_parts(
     dim: int,
     path: tuple[Any, ...],
 ) -> Any:
-    """Iterate the replicas' objects, gather their corresponding parts, and return a new object made
-    from the results.
+    """Iterate the replicas' objects, gather their parts, and make a new object from the results.
 
     Raises TypeError if the objects cannot be iterated in a fixed order, and ValueError if their
     lengths differ.
@@ -176,9 +165,6 @@ def _gather_parts(
 
 
 def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
-    """Raise ValueError unless all replicas returned the same type with the same keys at `path` in
-    the output.
-    """
     kinds = [
         torch.Tensor if isinstance(output, torch.Tensor) else type(output) for output in outputs
     ]
@@ -200,9 +186,6 @@ def _check_kinds(outputs: Sequence[Any], path: tuple[Any, ...]) -> None:
 def _check_tensors(
     tensors: Sequence[torch.Tensor], devices: Sequence[Device], dim: int, path: tuple[Any, ...]
 ) -> None:
-    """Raise TypeError if a replica on an accelerator returned a CPU tensor, and RuntimeError if
-    shapes do not match.
-    """
     for replica, (tensor, device) in enumerate(zip(tensors, devices, strict=True)):
         if tensor.device.type == "cpu" != device.torch_device.type:
             raise TypeError(

@@ -1,14 +1,12 @@
-"""Legal: find out which switches of a schedule are forbidden by the module, loss, optimizer or
-devices, and why.
+"""Legal: which switches of a schedule the module, loss, optimizer or devices forbid, and why.
 
 A schedule that the user has named runs unchanged or is refused. Under `copying` and `fastest`,
 TrainStep sets the forbidden switches to other values, and reports the reasons.
 
 An `Identity` records properties of the parameters and the optimizer on which the engine's
-persistent state depends. The record is compared at the start of each step, so that a changed
-property takes effect, or raises an error, in that step. Writing values into a parameter in place
-changes none of these properties; `ReplicaWeights.versions` and `TrainStep.sync` handle these
-writes.
+persistent state depends. It is compared at the start of each step, so that a changed property takes
+effect, or raises an error, in that step. Writing values into a parameter in place changes none of
+these properties; `ReplicaWeights.versions` and `TrainStep.sync` handle these writes.
 """
 
 from __future__ import annotations
@@ -44,14 +42,13 @@ Hooks = dict[int, Any]
 
 
 class Identity:
-    """A record of parameters' memory, shapes and `requires_grad`, and of the optimizer's groups and
-    hooks.
-    """
+    """A record of parameters' memory and `requires_grad`, of the optimizer's groups and hooks."""
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
     ) -> None:
-        self._parameters, self._optimizer = parameters, optimizer
+        self._parameters = parameters
+        self._optimizer = optimizer
         self._memory = [p.detach() for p in parameters]
         self._wanted = list(map(_requires_grad, parameters))
         self._groups = (
@@ -60,9 +57,7 @@ class Identity:
         self.watched = optimizer is not None and is_watched(optimizer)
 
     def changed(self) -> bool:
-        """Return whether one of the recorded properties has changed since this record was
-        created.
-        """
+        """Return whether one of the recorded properties has changed."""
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
@@ -82,8 +77,7 @@ class Identity:
 
 
 class GradientHooks:
-    """The hooks on parameters' gradients: on the tensors, and on the nodes that accumulate the
-    gradients.
+    """The hooks on parameters' gradients: on the tensors, and on the nodes that accumulate them.
 
     torch shows the hooks of a node only to a hook's handle, so the constructor adds and removes
     one. It keeps the nodes, because a parameter does not keep its node, and a new node would have
@@ -125,9 +119,9 @@ class GradientHooks:
 def is_watched(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has a hook, or a replaced `step` or `zero_grad`.
 
-    A hook or replaced method expects the module's own parameters and gradients. A `step` that is
-    only wrapped by one of torch's learning rate schedulers is not a replaced one, because the
-    wrapper does nothing but count the calls.
+    A hook or replaced method expects the module's own parameters and gradients. A `step` that one
+    of torch's learning rate schedulers has wrapped is not a replaced one: the wrapper only counts
+    the calls.
     """
     step: Any = optimizer.__dict__.get("step")
     return bool(
@@ -141,25 +135,23 @@ def is_watched(optimizer: Optimizer) -> bool:
 
 
 def _only_counts(step: Any, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is the function by which a learning rate scheduler counts the calls of
-    `kind.step`.
+    """Return whether `step` is a learning rate scheduler's wrapper that counts the calls.
 
-    The attribute that torch's scheduler sets on this function does not show this, because
-    `functools.wraps` copies it to functions of the user.
+    The attribute that torch's scheduler sets on it does not show this, because `functools.wraps`
+    copies it to functions of the user.
     """
     of_torch = getattr(step, "__globals__", None) is vars(lr_scheduler)
     return of_torch and getattr(step, "__wrapped__", None) is kind.step
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists contain the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 class Muted:
     """Hooks on parameters' gradients. The constructor removes them; `restore` puts them back.
 
-    The hooks are absent during a backward that may reach the parameters directly, without passing
+    They are absent during a backward that may reach the parameters directly, without passing
     through the replicas. In such a backward a parameter gets only a part of its gradient, but hooks
     must be called once, with all of it.
     """
@@ -186,9 +178,7 @@ FALLBACKS = {
 CACHED = Schedule(workers="pool", replicas="cached")
 """The schedule that TrainStep selects if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
-"""Dtypes for which elementwise kernels round an element independently of its position in a
-tensor.
-"""
+"""Dtypes for which elementwise kernels round an element independently of its position."""
 
 
 @dataclass(frozen=True)
@@ -270,9 +260,7 @@ def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
 
 
 def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) -> str:
-    """Return the reason why the module's parameters cannot be stored as the schedule requires, or
-    "" if they can.
-    """
+    """Return why the parameters cannot be stored as the schedule requires, or "" if they can."""
     if schedule.storage != "flat":
         return ""
     kind = devices[0].torch_device.type
@@ -302,15 +290,13 @@ def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) ->
 
 
 def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
-    """Return a clause that says what shares memory with one of the parameters, or "" if nothing of
-    the module does.
-    """
+    """Return a clause that says what shares memory with one of the parameters, or ""."""
     if _overlap(parameters):
         return "two of them share memory"
     if any(p.device.type == "cpu" and p.is_shared() for p in parameters):
         return "share_memory() has put one of them into memory that processes share"
     memory = {p.untyped_storage().data_ptr() for p in parameters if p.numel()}
-    known = set(map(id, module.parameters()))
+    parameter_ids = set(map(id, module.parameters()))
     for prefix, part in module.named_modules():
         attributes = {
             name: value
@@ -319,11 +305,12 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
         }
         for name, value in {**attributes, **part._buffers}.items():
             others = (
-                t for t in tensors_in(value) if t.layout is torch.strided and id(t) not in known
+                t
+                for t in tensors_in(value)
+                if t.layout is torch.strided and id(t) not in parameter_ids
             )
-            recomputed = hasattr(
-                part, f"{name}_orig"
-            )  # torch's spectral_norm sets `weight` before each forward
+            # torch's spectral_norm sets `weight` before each forward
+            recomputed = hasattr(part, f"{name}_orig")
             if not recomputed and any(
                 tensor.untyped_storage().data_ptr() in memory for tensor in others
             ):
@@ -421,8 +408,7 @@ FOR_SELECTED: dict[Reason, str] = {
     _exact_loss: "loss",
     _exact_optimizer: "optimizer",
 }
-"""The additional checks for a schedule that TrainStep selects, each with the switch that it can
-forbid.
+"""The additional checks for a schedule that TrainStep selects, each with the switch it can forbid.
 
 They exclude schedules whose results could differ from those of `reference` in any bit, and
 schedules that hooks would slow down.
@@ -432,10 +418,7 @@ schedules that hooks would slow down.
 def hindrances(
     schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield a pair (switch, reason) for each check that forbids the schedule.
-
-    `reasons` maps each check to the switch that it can forbid.
-    """
+    """Yield a pair (switch, reason) for each of the checks that forbids the schedule."""
     for find, switch in reasons.items():
         try:
             reason = find(schedule, setup)
@@ -453,9 +436,7 @@ def check(schedule: Schedule, setup: TrainingSetup) -> None:
 
 
 def _check_closure(optimizer: Optimizer) -> None:
-    """Raise Refused if the optimizer's `step` has an argument that must be given, as that of
-    LBFGS.
-    """
+    """Raise Refused if the optimizer's `step` has an argument that must be given, as LBFGS has."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
         kind = type(optimizer).__name__
@@ -466,11 +447,10 @@ def _check_closure(optimizer: Optimizer) -> None:
 
 
 def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, list[str]]:
-    """Return the schedule that TrainStep selects, and the reasons why it differs from `preferred`.
+    """Return the schedule that TrainStep selects, and why it differs from `preferred`.
 
-    The results of this schedule are bitwise equal to those of `reference` (on distinct GPUs: equal
-    within rounding). With a single device, the schedule is `reference`, and the list of reasons is
-    empty.
+    Its results are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
+    With a single device it is `reference`.
     """
     _check_closure(setup.optimizer)
     if len(setup.devices) == 1:
@@ -498,9 +478,7 @@ def _overlap(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of bytes from the first to the last element of a tensor in its storage,
-    both included.
-    """
+    """Return the number of bytes from a tensor's first to its last element, both included."""
     steps = sum(
         (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )

@@ -1,9 +1,7 @@
-"""Losses: computed once over the gathered batch, or as sums that each replica computes over its own
-rows.
+"""Losses: computed over the gathered batch, or as sums over each replica's own rows.
 
 A replica can compute its part of the loss only if the divisor of the mean is known: for torch's own
 losses, whose divisors are defined in this file, and for a pair of functions `(sum_fn, weight_fn)`.
-For any other function the divisor is unknown.
 """
 
 from __future__ import annotations
@@ -28,29 +26,20 @@ from dpbench.records import Mark, Phase
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
-"""A function of (output, target, keywords of the loss) that returns what the given rows add to the
-mean's divisor.
-"""
+"""From output, target and the loss's keywords: what the given rows add to the mean's divisor."""
 
 
 def _elements(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> int:
-    """Return the number of elements over which an elementwise loss averages, after output and
-    target are broadcast.
-    """
+    """Return the number of elements after output and target are broadcast."""
     if output.shape == target.shape:
         return output.numel()
     return math.prod(torch.broadcast_shapes(output.shape, target.shape))
 
 
 def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, Any]) -> Any:
-    """Return the divisor of a classification loss's mean for the given rows.
-
-    This is the number of targets that are not ignored, or the sum of their class weights if these
-    are given.
-    """
-    if (
-        target.is_floating_point()
-    ):  # class probabilities: ignore_index and weight do not affect the divisor
+    """Return the number of targets that are not ignored, or the sum of their class weights."""
+    # for class probabilities, ignore_index and weight do not affect the divisor
+    if target.is_floating_point():
         return output.numel() // output.shape[1]
     counted = target != keywords.get("ignore_index", -100)
     weight = keywords.get("weight")
@@ -60,9 +49,7 @@ def _classes(output: torch.Tensor, target: torch.Tensor, keywords: Mapping[str, 
 
 
 class Bits(Enum):
-    """How closely gradients summed over the replicas agree with the gradients of the loss of the
-    whole batch.
-    """
+    """How closely gradients summed over the replicas agree with those of the whole batch's loss."""
 
     SAME = "the same bits"
     SAME_UNSCALED = "the same bits if the loss is scaled by powers of two only"
@@ -73,9 +60,9 @@ class Bits(Enum):
 class DivisorRule:
     """The rule that turns one of torch's losses into a sum over rows and a divisor.
 
-    `function` computes the loss, and `settings` are the names of its keywords. `divisor` returns
-    the divisor of the mean. `bits` is the accuracy of the gradients if each replica computes the
-    loss over its own rows.
+    `settings` are the names of the keywords of `function`, the loss. `divisor` returns the divisor
+    of the mean. `bits` is the accuracy of the gradients if each replica computes the loss over its
+    own rows.
     """
 
     function: Function
@@ -84,8 +71,7 @@ class DivisorRule:
     bits: Bits = Bits.ROUNDED
 
     def splits(self, output: torch.Tensor, target: torch.Tensor) -> bool:
-        """Return whether the rows of output and target correspond one to one, without broadcasting
-        between rows.
+        """Return whether the rows of output and target correspond one to one, without broadcasting.
 
         For a classification loss an output with one dimension is a single row.
         """
@@ -110,28 +96,22 @@ _RULES = {
         F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements
     ),
 }
-"""The rule of each loss module. tests/test_losses.py measures `bits` on gradients of many sizes and
-scales.
-"""
+"""The rule of each loss module; tests/test_losses.py measures `bits` at many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
-"""A loss with one of these settings is `ROUNDED`: its divisor is not a count, or its terms have
-different divisors.
-"""
+"""Settings that make a loss `ROUNDED`: the divisor is no count, or the terms' divisors differ."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 @dataclass(frozen=True)
 class Summed:
-    """A loss that each replica can compute over its own rows, with the settings of the present
-    step.
+    """A loss that each replica can compute over its own rows, with the present settings.
 
-    `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns the
-    contribution of these rows to the divisor; `weight_fn` is None if the loss has no divisor.
-    `rule` is the rule by which both functions were made from one of torch's losses; it is None if
-    the user gave the functions as a pair. `weights` are tensors by which an elementwise loss
-    multiplies its elements.
+    `sum_fn(output, target)` returns the sum over the rows. `weight_fn(output, target)` returns what
+    these rows add to the divisor; it is None if the loss has no divisor. `rule` is the rule by
+    which both functions were made from one of torch's losses; it is None if the user gave the
+    functions as a pair. `weights` are tensors by which an elementwise loss multiplies its elements.
     """
 
     sum_fn: Function
@@ -141,18 +121,14 @@ class Summed:
     weights: Sequence[torch.Tensor] = ()
 
     def keeps_bits(self, *, powers: bool) -> bool:
-        """Return whether the sums of the replicas' gradients are bitwise equal to the gradients of
-        the whole batch.
+        """Return whether the summed gradients are bitwise equal to those of the whole batch.
 
-        `powers` is True if the loss is scaled only by powers of two, or not at all.
+        `powers` is as in `TrainingSetup`.
         """
         return self.bits is Bits.SAME or (powers and self.bits is Bits.SAME_UNSCALED)
 
     def splits(self, output: Any, target: Any) -> bool:
-        """Return whether each row's loss can be computed separately.
-
-        Always True for a pair (sum_fn, weight_fn).
-        """
+        """Return whether each row's loss can be computed separately, as for any pair."""
         if self.rule is None:
             return True
         tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
@@ -163,13 +139,11 @@ class Summed:
         )
 
     def weight_of(self, target: Any) -> int | None:
-        """Return the divisor for all rows if the host can compute it before the outputs exist.
+        """Return the divisor for all rows if it is known before the outputs exist, or None.
 
-        Otherwise None.
-
-        Only a count of class indices can be computed in advance. The caller need not check that the
-        rows of output and target correspond, because torch's classification losses raise an error
-        if they do not.
+        It is known for class indices on the host that are only counted. The caller need not check
+        that the rows of output and target correspond, because torch's classification losses raise
+        an error if they do not.
         """
         if self.weight_fn is None or self.rule is None or self.rule.divisor is not _classes:
             return None
@@ -183,11 +157,9 @@ class Summed:
         return self.sum_fn(output, target)  # type: ignore[no-any-return]
 
     def weight(self, output: Any, target: Any) -> Any:
-        """Return the contribution of one replica's rows to the divisor, or None if the loss has no
-        divisor.
+        """Return what one replica's rows add to the divisor; None if the loss has none.
 
-        The loss of the batch is the sum of all replicas' totals, divided by the sum of their
-        contributions.
+        The loss of the batch is the sum of all totals, divided by the sum of these values.
         """
         return None if self.weight_fn is None else self.weight_fn(output, target)
 
@@ -213,21 +185,17 @@ class Loss:
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def summed(self) -> Summed | None:
-        """Return the loss in the form that each replica can compute over its own rows, with the
-        present settings.
-
-        Return None if the loss cannot be computed in this way.
-        """
+        """Return the loss as a sum over rows, or None if it has no such form."""
         return self._fixed or self._summed()
 
     def _summed(self) -> Summed | None:
         if self.pair:
             sum_fn, weight_fn = self.pair
             return Summed(sum_fn, weight_fn, Bits.SAME)
-        found = _settings(self.loss_fn)
-        if found is None:
+        settings = _settings(self.loss_fn)
+        if settings is None:
             return None
-        rule, keywords = found
+        rule, keywords = settings
         reduction = keywords.pop("reduction", "mean")
         if reduction not in ("mean", "sum"):
             return None
@@ -245,15 +213,14 @@ class Loss:
 
 
 def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
-    """Return the rule and the current settings, by name, of one of torch's losses.
-
-    Return None for any other function, and for a loss module with hooks.
-    """
+    """Return the rule and the current settings, by name, of one of torch's losses without hooks."""
     if isinstance(loss_fn, functools.partial):
         rule = _BY_FUNCTION.get(loss_fn.func) if not loss_fn.args else None
-        known = {"reduction", *(rule.settings if rule else ())}
+        allowed = {"reduction", *(rule.settings if rule else ())}
         return (
-            (rule, dict(loss_fn.keywords)) if rule and known.issuperset(loss_fn.keywords) else None
+            (rule, dict(loss_fn.keywords))
+            if rule and allowed.issuperset(loss_fn.keywords)
+            else None
         )
     if isinstance(loss_fn, nn.Module):
         rule = _RULES.get(type(loss_fn))
@@ -271,10 +238,7 @@ def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
 
 
 def _placed(keywords: Mapping[str, Any], output: torch.Tensor | None) -> Mapping[str, Any]:
-    """Return the keywords with their tensors on the output's device.
-
-    Unchanged if `output` is None.
-    """
+    """Return the keywords with their tensors on the output's device."""
     if not keywords or output is None:
         return keywords
     return {
@@ -296,20 +260,20 @@ def _weigh(divisor: Divisor, keywords: Mapping[str, Any], output: Any, target: A
 def check(loss: Loss, parts: torch.Tensor, output: Any, target: Any) -> bool:
     """Compare `parts`, the loss computed from the replicas' sums, with the loss of the whole batch.
 
-    Return True if the two losses agree, and False if the loss of the whole batch is not finite, so
-    that they cannot be compared. Raises ValueError if they differ by more than rounding.
+    Return whether they could be compared: the loss of the whole batch must be finite. Raises
+    ValueError if they differ by more than rounding.
     """
     with torch.no_grad():
         whole = float(loss.whole(output, target))
-    mine = float(parts)
+    summed = float(parts)
     if not math.isfinite(whole):
         return False
     half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
-    if not abs(mine - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
+    if not abs(summed - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
-            f"loss=local: the loss from the replicas' sums is {mine:.6g}, but the loss of the whole"
-            f" batch is {whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass another"
-            " pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
+            f"loss=local: the loss from the replicas' sums is {summed:.6g}, but the loss of the"
+            f" whole batch is {whole:.6g}, so sum_fn or weight_fn is not a sum over rows; pass"
+            " another pair (sum_fn, weight_fn), or use a schedule with loss=gathered"
         )
     return True
 
@@ -338,13 +302,12 @@ class LocalLoss:
         scale: Callable[[torch.Tensor], torch.Tensor],
         weight: int | None = None,
     ) -> None:
-        self._summed, self._pieces, self._replicas, self._devices = (
-            summed,
-            pieces,
-            replicas,
-            devices,
-        )
-        self._mark, self._scale = mark, scale
+        self._summed = summed
+        self._pieces = pieces
+        self._replicas = replicas
+        self._devices = devices
+        self._mark = mark
+        self._scale = scale
         self.outputs: list[Any] = [None] * len(pieces)
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
@@ -354,7 +317,9 @@ class LocalLoss:
 
     def forward(self, i: int) -> None:
         """Run replica i, and compute the sum of the loss over the replica's rows."""
-        (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
+        inputs, target = self._pieces[i]
+        device = self._devices[i]
+        mark = self._mark
         with mark(Phase.FORWARD, device.index):
             self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
         if not self._summed.splits(self.outputs[i], target):
@@ -366,8 +331,7 @@ class LocalLoss:
     def meet(self) -> None:
         """Add the replicas' parts of the loss on the first device; the result is `loss`.
 
-        If `forward` has computed no part for a replica, because its rows do not correspond, only
-        set `split` to False.
+        If a part is missing, because its rows do not correspond, only set `split` to False.
         """
         self.split = all(total is not None for total in self._totals)
         if not self.split:
@@ -392,7 +356,8 @@ class LocalLoss:
         """Run replica i's backward; call this in the thread that ran the replica's forward."""
         if not self.split:
             return
-        device, total = self._devices[i], self._totals[i]
+        device = self._devices[i]
+        total = self._totals[i]
         if isinstance(self._weight, torch.Tensor):
             device.wait(self._devices[0])
             device.borrow([self._weight])
@@ -403,7 +368,9 @@ class LocalLoss:
 
     def alone(self, i: int) -> None:
         """Run replica i's forward and backward; `weight` must be known."""
-        (inputs, target), device, mark = self._pieces[i], self._devices[i], self._mark
+        inputs, target = self._pieces[i]
+        device = self._devices[i]
+        mark = self._mark
         with mark(Phase.FORWARD, device.index):
             output = call_on(device, self._replicas[i], inputs, {})
         with mark(Phase.LOSS, device.index):
@@ -412,24 +379,18 @@ class LocalLoss:
         self.backward(i)
 
     def add(self) -> None:
-        """Add the replicas' parts of the loss on the first device, after backward.
-
-        Record no phase for this.
-        """
+        """Add the replicas' parts of the loss on the first device, after backward, in no phase."""
         with torch.no_grad():
             self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
 
     def joint(self) -> torch.Tensor:
-        """Return the scaled loss of the batch, from which one backward through all replicas
-        starts.
-        """
+        """Return the scaled loss of the batch, for one backward through all replicas."""
         root = self._devices[0]
         with self._mark(Phase.LOSS, root.index):
             return self._scale(_divided(_sum(self._totals, root), self._weight))
 
 
 def _here(value: Any, device: Device) -> Any:
-    """Return a number unchanged; return a tensor on `device`, copied there if necessary."""
     if not isinstance(value, torch.Tensor) or value.device == device.torch_device:
         return value
     return value.to(device.torch_device, non_blocking=True)

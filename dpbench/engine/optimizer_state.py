@@ -1,10 +1,9 @@
-"""Optimizer state: `optimizer.state` with an entry per parameter, although the devices store the
-values by shard.
+"""Optimizer state: `optimizer.state` has an entry per parameter; the devices store shards.
 
 Reading and changing `optimizer.state` has the same effect as in a loop without the engine. The
-first access gathers the values from the shards. From then on the values are copied from the entries
-to the shards before each step, and back to the entries after each step, because the training loop
-may keep references to the entries. If the state is never accessed, no values are copied.
+first access gathers the values from the shards. From then on they are copied from the entries to
+the shards before each step, and back after each step, because the training loop may keep references
+to the entries. If the state is never accessed, no values are copied.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from dpbench.engine.errors import Refused
 
 State = defaultdict[Any, Any]
-"""An optimizer's state in torch's format: for each tensor that the optimizer steps, a dict of
-values by name.
-"""
+"""An optimizer's state in torch's format: for each tensor, a dict of values by name."""
 
 
 class FetchedState(State):
@@ -36,9 +33,7 @@ class FetchedState(State):
 
     @property
     def fetched(self) -> bool:
-        """Return whether the user's code has accessed the entries, and may therefore have changed
-        or kept them.
-        """
+        """Return whether the user's code has accessed the entries, and may have changed them."""
         return self._fetch is None
 
     def _load(self) -> None:
@@ -46,12 +41,12 @@ class FetchedState(State):
             fetch, self._fetch = self._fetch, None
             super().update(fetch())
 
-    def store(self, found: State) -> None:
-        """Write the values of `found` into the entries.
+    def store(self, state: State) -> None:
+        """Write the values of `state` into the entries.
 
         A tensor is overwritten in place if the new value has the same shape and dtype.
         """
-        for parameter, values in found.items():
+        for parameter, values in state.items():
             entry = super().setdefault(parameter, {})
             for name, value in values.items():
                 held = entry.get(name)
@@ -123,45 +118,42 @@ class FetchedState(State):
         return super().keys()
 
     def values(self) -> Any:
-        """Return the entries of all parameters; each entry is a dict of values by name."""
+        """Return the entries of all parameters."""
         self._load()
         return super().values()
 
     def items(self) -> Any:
-        """Return pairs of a parameter and its entry, a dict of values by name."""
+        """Return pairs of a parameter and its entry."""
         self._load()
         return super().items()
 
     def pop(self, *arguments: Any) -> Any:
-        """Remove the entry of a parameter and return it; the arguments are those of `dict.pop`."""
+        """Remove the entry of a parameter and return it."""
         self._load()
         return super().pop(*arguments)
 
     def popitem(self) -> Any:
-        """Remove the last entry; return a pair of its parameter and the entry."""
+        """Remove the last entry and return it with its parameter."""
         self._load()
         return super().popitem()
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the entry of a parameter; if there is none, set it to the default first."""
+        """Return the entry of a parameter, after setting it to the default if there is none."""
         self._load()
         return super().setdefault(key, default)
 
     def update(self, *arguments: Any, **entries: Any) -> None:
-        """Set entries of parameters; the arguments are those of `dict.update`."""
+        """Set entries of parameters."""
         self._load()
         super().update(*arguments, **entries)
 
     def clear(self) -> None:
-        """Remove the entries of all parameters."""
+        """Remove all entries."""
         self._load()
         super().clear()
 
 
 def _alike(held: Any, value: Any) -> bool:
-    """Return whether `value` can be copied into `held` in place: both are tensors of the same shape
-    and dtype.
-    """
     return (
         isinstance(held, torch.Tensor)
         and isinstance(value, torch.Tensor)
@@ -171,9 +163,7 @@ def _alike(held: Any, value: Any) -> bool:
 
 
 ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""The optimizers that step every element independently, so that parameters may be joined and
-cut.
-"""
+"""The optimizers that step every element independently: parameters may be joined and cut."""
 
 Stepped = tuple[torch.Tensor, torch.Tensor, int]
 """A weight, its gradient, and the index of its optimizer group."""
@@ -190,12 +180,10 @@ class Stepper:
     def __init__(
         self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool
     ) -> None:
-        self._optimizer, self._leader, self._shards, self._natural = (
-            optimizer,
-            leader,
-            shards,
-            natural,
-        )
+        self._optimizer = optimizer
+        self._leader = leader
+        self._shards = shards
+        self._natural = natural
         self._params = [
             [weight for weight, _, group in shards if group == g]
             for g in range(len(leader.param_groups))
@@ -211,17 +199,13 @@ class Stepper:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
-        """Inside the context, replace the optimizer's parameters and state by the shards and the
-        shards' state.
-
-        The optimizer also gets the present options of `leader`. With `natural`, the context has no
-        effect.
-        """
+        """Give the optimizer the shards, their state, and the present options of `leader`."""
         if self._natural:
             yield
             return
         groups, leaders = self._optimizer.param_groups, self._leader.param_groups
-        kept = [group["params"] for group in groups], self._optimizer.state
+        params_before = [group["params"] for group in groups]
+        state_before = self._optimizer.state
         if groups is not leaders:
             for group, leader in zip(groups, leaders, strict=True):
                 group.update({name: value for name, value in leader.items() if name != "params"})
@@ -232,9 +216,9 @@ class Stepper:
             yield
         finally:
             self.state = self._optimizer.state
-            for group, params in zip(groups, kept[0], strict=True):
+            for group, params in zip(groups, params_before, strict=True):
                 group["params"] = params
-            self._optimizer.state = kept[1]
+            self._optimizer.state = state_before
 
 
 @dataclass(frozen=True)
@@ -249,15 +233,14 @@ class OptimizerGroup:
 
 
 def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
-    """Return the optimizer's groups, split where the states of parameters cannot be joined in one
-    tensor.
+    """Return the optimizer's groups, split where parameters' states cannot be joined in one tensor.
 
-    States cannot be joined, for example, if one parameter has been stepped more often than another.
-    Parameters that require no gradient are left out. Raises Refused if the optimizer steps a tensor
-    that is not one of `parameters`.
+    They cannot, for example, if one parameter has been stepped more often than another. Parameters
+    that require no gradient are left out. Raises Refused if the optimizer steps a tensor that is
+    not one of `parameters`.
     """
     number = {id(p): n for n, p in enumerate(parameters)}
-    found = []
+    groups = []
     for g, group in enumerate(optimizer.param_groups):
         alike: dict[Hashable, list[int]] = {}
         for parameter in group["params"]:
@@ -271,8 +254,8 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
                 alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(
                     number[id(parameter)]
                 )
-        found += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
-    return found
+        groups += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
+    return groups
 
 
 def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
@@ -284,9 +267,7 @@ def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
 
 
 def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether the entry `name` of a parameter's optimizer state has one number per element
-    of the parameter.
-    """
+    """Return whether the state's entry `name` has one number per element of the parameter."""
     return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
 
 
@@ -299,8 +280,7 @@ def _plain(value: Any) -> Hashable:
 def mirror(optimizer: Optimizer) -> Optimizer:
     """Return a new optimizer of the same type and options, without parameters and state.
 
-    As pickle does when it restores an object, this function does not call the optimizer's
-    constructor.
+    As pickle does when it restores an object, this does not call the constructor.
     """
     groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
     twin: Optimizer = type(optimizer).__new__(type(optimizer))
@@ -317,10 +297,10 @@ def finish(
     scaler: torch.amp.GradScaler | None,
     stepper: Any,
 ) -> None:
-    """Clip the module's gradients if `clip_norm` is given, and call `stepper.step()`.
+    """Clip the gradients if `clip_norm` is given, and call `stepper.step()`.
 
-    `stepper` is an optimizer, or an object with the interface of one. A `scaler` first unscales the
-    gradients; it skips the step if a gradient is infinite or NaN.
+    `stepper` has the interface of an optimizer. A `scaler` first unscales the gradients; it skips
+    the step if a gradient is infinite or NaN.
     """
     if clip_norm is not None:
         if scaler is not None:

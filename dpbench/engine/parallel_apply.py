@@ -1,5 +1,4 @@
-"""Parallel apply: run each replica on its device, in a worker's thread, with the caller's torch
-settings.
+"""Parallel apply: run replicas in workers' threads, on their devices, with the caller's settings.
 
 `run_on_devices` runs any function in this way. If several replicas fail, only one of their errors
 is raised.
@@ -39,13 +38,12 @@ def run_on_devices(
     *,
     starting: Context = NOTHING,
 ) -> list[Result]:
-    """Call `work(i)` for each device i, with that device current, and return the results in the
-    order of the devices.
+    """Call `work(i)` for each device i, with that device current, and return the list of results.
 
-    The calling thread passes the calls to the workers' threads inside the context `starting`. This
-    can be a mark, which then records the time that the host needs for this. If calls fail, the
-    error of the failed device with the lowest index is raised after all calls have ended;
-    `errors.in_replica` describes this error.
+    The calling thread passes the calls to the workers' threads inside the context `starting`, such
+    as a mark that records the host's time for this. If calls fail, the error of the failed device
+    with the lowest index is raised after all calls have ended; `errors.in_replica` describes this
+    error.
     """
     results: dict[int, Result] = {}
 
@@ -83,16 +81,12 @@ def _run(
     *,
     starting: Context = NOTHING,
 ) -> None:
-    """Run the stages one after the other, each on all devices, and call `between` after each stage
-    but the last.
-
-    Raises the error of `between` if it fails. If stages fail, the error of the failed device with
-    the lowest index is raised.
-    """
+    """Run the stages one after the other on all devices, with `between` after all but the last."""
     errors: dict[int, BaseException] = {}
     settings = capture()
     guards = [device.guard() for device in devices]
-    caller, flushes = threading.get_ident(), flushes_denormals()
+    caller = threading.get_ident()
+    flushes = flushes_denormals()
     at_once = workers.concurrent and len(devices) > 1
     states, checked = (
         (SAVED_RANDOM_STATES, SAVED_RANDOM_STATES.checked) if at_once else (NOTHING, nullcontext)
@@ -105,10 +99,8 @@ def _run(
                 devices[i].settle()
             with checked(), settings(), guards[i]:
                 stage(i)
-        except (
-            BaseException
-        ) as error:  # `_raise` raises it in the caller after all stages have ended
-            errors[i] = error
+        except BaseException as error:
+            errors[i] = error  # `_raise` raises it in the caller after all stages have ended
 
     # Only `pause` decides whether the next stage runs, so that it runs on all devices or on none: a
     # device that fails early does not stop another one that has not begun the same stage.
@@ -148,16 +140,11 @@ def _run(
 
 
 BETWEEN = -1
-"""The key of an error that `between` has raised, in a dict of errors by device index.
-
-This error is raised unchanged, because no replica has raised it.
-"""
+"""The key of an error that `between` has raised, which is raised unchanged."""
 
 
 def _meet(meeting: threading.Barrier) -> bool:
-    """Wait until all threads have arrived at the barrier.
-
-    Return False if another thread has broken the barrier.
+    """Wait until all threads have arrived; return False if another thread has broken the barrier.
 
     A thread that is interrupted while it waits breaks the barrier, so that the other threads stop
     waiting.
@@ -173,11 +160,7 @@ def _meet(meeting: threading.Barrier) -> bool:
 
 
 def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
-    """Raise the error of `between`, or if there is none, the error of the failed device with the
-    lowest index.
-
-    `errors` maps device indices, or `BETWEEN`, to errors. Does nothing if it is empty.
-    """
+    """Raise the error with the lowest key, if there is one: a device index, or `BETWEEN`."""
     for i in sorted(errors):
         try:
             raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])
@@ -195,8 +178,6 @@ def parallel_apply(
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker.
-
-    Return the list of outputs.
 
     Without `devices`, each module runs on the device of its input's first tensor. An input that is
     not a tuple or list is passed as a single argument. A single module runs in the calling thread.

@@ -1,8 +1,7 @@
-"""Persistent replicas: modules with their own leaf parameters, kept between steps and refreshed in
-place.
+"""Persistent replicas: modules with their own leaf parameters, refreshed in place.
 
-Only TrainStep can use persistent replicas, because it runs the optimizer and therefore knows when
-the weights change.
+Only TrainStep can use them, because it runs the optimizer and therefore knows when the weights
+change.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from dpbench.records import Mark, Phase
 
 
 class ReplicaWeights:
-    """One persistent replica per device.
-
-    Its weights are leaf tensors, whose gradients come from this replica only.
+    """One persistent replica per device; its weights are leaf tensors with gradients of their own.
 
     As in torch's replicas, weights are no `nn.Parameter`s, so that `replica.parameters()` is empty.
 
@@ -37,7 +34,9 @@ class ReplicaWeights:
     def __init__(
         self, module: nn.Module, devices: Sequence[Device], flat: FlatWeights | None, mark: Mark
     ) -> None:
-        self._devices, self._flat, self._mark = devices, flat, mark
+        self._devices = devices
+        self._flat = flat
+        self._mark = mark
         self._cache = ReplicaCache(module)
         self._cache.check_placed(devices[0])
         self.originals = list(self._cache.parameters)
@@ -61,10 +60,7 @@ class ReplicaWeights:
         self._outside = [[parameters[i].data for i in outside] for parameters in self.parameters]
 
     def notice(self) -> bool:
-        """Read the module again if it has changed.
-
-        Return whether the module still has the same parameter objects.
-        """
+        """Read a changed module again; return whether its parameter objects are the same."""
         if not self._cache.refresh():
             return True
         self._cache.check_placed(self._devices[0])
@@ -75,12 +71,12 @@ class ReplicaWeights:
 
         `notice` must be called first.
         """
-        root, cache = self._devices[0], self._cache
+        root = self._devices[0]
+        cache = self._cache
         with self._mark(Phase.REPLICATE, root.index):
             buffers = copies_of(cache.buffers, self._devices[:count], self._mark)
-            for device in self._devices[
-                1:count
-            ]:  # replica 0 must not write its buffers while others copy them
+            # replica 0 must not write its buffers while others copy them
+            for device in self._devices[1:count]:
                 root.wait(device)
             order = [*cache.parameters, *cache.buffers]
             return cache.bind(
@@ -88,10 +84,7 @@ class ReplicaWeights:
             )
 
     def refresh(self, i: int, *, flats: bool = True) -> None:
-        """Copy replica 0's weights to replica i, with one transfer per flat buffer.
-
-        If `flats` is False, only the weights outside flat buffers are copied.
-        """
+        """Copy replica 0's weights to replica i; without `flats`, only those in no flat buffer."""
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
             device.wait(self._devices[0])
@@ -100,11 +93,7 @@ class ReplicaWeights:
             copy_all(self._outside[i], self._outside[0])
 
     def gradients(self, count: int) -> list[list[torch.Tensor | None]]:
-        """Return a list of gradients, in the order of the parameters, for each of the first `count`
-        replicas.
-
-        A missing gradient is None.
-        """
+        """Return the gradients of the first `count` replicas; a missing gradient is None."""
         return [[p.grad for p in one] for one in self.parameters[:count]]
 
     def clear(self) -> None:
@@ -118,24 +107,18 @@ class ReplicaWeights:
         return [p._version for p in self.originals]
 
     def all_versions(self, count: int) -> list[list[int]]:
-        """Return, for each weight of the first `count` replicas, torch's count of in-place
-        writes.
-        """
+        """Return torch's counts of in-place writes for the first `count` replicas' weights."""
         return [[p._version for p in one] for one in self.parameters[:count]]
 
     def drop_hooks_of_forward(self, count: int) -> None:
-        """Remove the hooks that a forward has registered on its own weights: as in torch, they are
-        for one step.
-        """
+        """Remove the hooks that a forward has set on its weights: as in torch, for one step."""
         for weights in self.parameters[:count]:
             for weight in weights:
                 if weight._backward_hooks:
                     weight._backward_hooks.clear()
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters whose values differ between the module and at least
-        one replica.
-        """
+        """Return the indices of parameters whose values differ between the module and a replica."""
         with torch.no_grad():
             return [
                 n
@@ -148,8 +131,7 @@ class ReplicaWeights:
 
 
 class Overlap:
-    """Hooks that call `ready` with a bucket as soon as all replicas have its gradients, while
-    backward still runs.
+    """Hooks that call `ready` with a bucket, during backward, once all replicas have its gradients.
 
     A bucket is a list of parameter indices. Buckets are ordered from the last parameters to the
     first, the order in which backward finishes them. For each bucket, `staged` is called once per
@@ -166,12 +148,10 @@ class Overlap:
         ready: Callable[[Sequence[int]], None],
         staged: Callable[[int, Sequence[int]], None],
     ) -> None:
-        self._buckets, self._ready, self._staged, self._lock = (
-            buckets,
-            ready,
-            staged,
-            threading.Lock(),
-        )
+        self._buckets = buckets
+        self._ready = ready
+        self._staged = staged
+        self._lock = threading.Lock()
         self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket}
         self._replicas = len(replicas.parameters)
         self.begin(0)
@@ -184,17 +164,17 @@ class Overlap:
 
     def begin(self, count: int) -> None:
         """Prepare for the next backward, in which the first `count` replicas compute gradients."""
-        self._expected, self._again, self._done = count, False, set[int]()
+        self._expected = count
+        self._again = False
+        self._done = set[int]()
         self._fired = [[0] * len(self._buckets) for _ in range(self._replicas)]
         self._complete = [0] * len(self._buckets)
 
     def rest(self) -> list[int]:
-        """Stop further calls of `ready`.
+        """Stop further calls of `ready`; return the parameter indices of the missing buckets.
 
-        Return the parameter indices of all buckets for which `ready` was not called.
-
-        If a gradient was computed more than once, return the indices of all buckets, because
-        `ready` may have been called too early.
+        If a gradient was computed more than once, these are all buckets, because `ready` may have
+        been called too early.
         """
         self._expected = 0
         done = () if self._again else self._done
@@ -237,5 +217,4 @@ def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 
 def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Return whether two lists contain the same objects in the same order."""
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -1,6 +1,4 @@
-"""Persistent replicas in a TrainStep: refresh their weights, reduce their gradients, and update the
-weights.
-"""
+"""Persistent replicas in a TrainStep: refresh weights, reduce gradients, and update the weights."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ from dpbench.records.schedule import Schedule
 
 
 class PersistentReplicas:
-    """Replicas whose weights stay on their devices between steps, and whose gradients are reduced
-    explicitly.
+    """Replicas whose weights stay on their devices, and whose gradients are reduced explicitly.
 
     The gradients are summed into the `.grad` of the module's own parameters before the optimizer
     steps if the step uses gradient accumulation, clipping or a scaler, if a parameter or the
@@ -44,7 +41,10 @@ class PersistentReplicas:
         whole_gradient: bool,
         mark: Mark,
     ) -> None:
-        self._module, self._devices, self._flat, self._mark = module, devices, flat, mark
+        self._module = module
+        self._devices = devices
+        self._flat = flat
+        self._mark = mark
         self._optimizer = optimizer
         self._weights = ReplicaWeights(module, devices, flat, mark)
         self._identity = Identity(self._weights.originals, optimizer)
@@ -63,23 +63,19 @@ class PersistentReplicas:
         self._root_only = schedule.update == "root"
         self._begun: list[list[int]] = []
         self._written_in_forward = False
-        self.unusual, self._closed = "", False
+        self.unusual = ""
+        self._closed = False
         self._overlap: Overlap | None = None
         if schedule.reduce == "overlap" and not self._whole:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
 
     def _has_unstepped(self) -> bool:
-        """Return whether some trained parameters are not in the optimizer.
-
-        Their gradients accumulate over steps.
-        """
+        """Return whether some gradients accumulate, because no optimizer steps the parameter."""
         stepped = set(map(id, self._stepped))
         return any(p.requires_grad and id(p) not in stepped for p in self._weights.originals)
 
     def changed(self) -> bool:
-        """Return whether the module's parameters or the optimizer have changed since the replicas
-        were built.
-        """
+        """Return whether the parameters or the optimizer have changed."""
         return (
             not self._weights.notice()
             or self._identity.changed()
@@ -88,10 +84,9 @@ class PersistentReplicas:
         )
 
     def stale(self) -> list[int]:
-        """Return the indices of the parameters whose values in the replicas differ from those in
-        the module.
+        """Return the indices of the parameters whose values differ between replicas and module.
 
-        Return an empty list if the next step copies the weights to the replicas anyway.
+        The list is empty if the next step copies the weights anyway.
         """
         return (
             []
@@ -107,9 +102,8 @@ class PersistentReplicas:
         self._update.begin()
         if self._root_only or self._weights.versions() != self._seen:
             self._refresh(workers)
-        if (
-            self._whole
-        ):  # gradients of earlier calls are added after this call's gradients have been summed
+        if self._whole:
+            # gradients of earlier calls are added after this call's gradients have been summed
             self._before = [p.grad for p in self._weights.originals]
             _set_gradients(self._weights.originals, [None] * len(self._before))
             self._muted = Muted(self._hooks.dicts())
@@ -131,9 +125,7 @@ class PersistentReplicas:
             self._before = []
 
     def _refresh(self, workers: Workers) -> None:
-        """Copy replica 0's weights to the replicas in use, or to all replicas if every device runs
-        an optimizer.
-        """
+        """Copy replica 0's weights to the replicas in use, or to all if all have optimizers."""
         devices = self._devices[: self._used] if self._root_only else self._devices
         together = self._update.exchange is not None and self._flat is not None
         if together:
@@ -167,21 +159,17 @@ class PersistentReplicas:
         ]
 
     def _stage(self, i: int, numbers: Sequence[int]) -> None:
-        """Copy replica i's gradients of one bucket to the buffers of the `Exchange`, if there is
-        one.
+        """Copy replica i's gradients of one bucket to the `Exchange`, if there is one.
 
-        The replica's backward continues while the bucket is reduced. `numbers` are the parameter
-        indices of the bucket.
+        The replica's backward continues while the bucket is reduced.
         """
         if self._update.exchange and self._used > 1 and not self._has_sparse(numbers):
             self._update.exchange.stage(i, [p.grad for p in self._weights.parameters[i]], numbers)
 
     def _ready(self, numbers: Sequence[int]) -> None:
-        """Reduce one bucket during backward.
+        """Reduce the bucket with the parameters `numbers` during backward.
 
         A bucket with sparse gradients is left to the end of the step.
-
-        `numbers` are the parameter indices of the bucket.
         """
         if self._has_sparse(numbers):
             return
@@ -197,10 +185,7 @@ class PersistentReplicas:
         return any((g := first[n].grad) is not None and g.is_sparse for n in numbers)
 
     def _together(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce by collectives the gradients that were not reduced during backward.
-
-        `numbers` are the indices of their parameters; None means all parameters.
-        """
+        """Reduce by collectives the gradients of the parameters `numbers`; None means all."""
         exchange = self._update.exchange
         assert exchange is not None
         exchange.wait()  # for this step's buckets, whose memory `stage` overwrites
@@ -213,8 +198,7 @@ class PersistentReplicas:
             exchange.wait()
 
     def reduce(self, workers: Workers) -> None:
-        """Add this call's gradients to the `.grad` of the module's parameters, if the optimizer
-        step needs them there.
+        """Add this call's gradients to the module's `.grad` if the optimizer needs them there.
 
         The order of additions is that of torch.
         """
@@ -228,24 +212,23 @@ class PersistentReplicas:
             self._before = []
 
     def _bring(self) -> None:
-        """Sum the replicas' gradients into the `.grad` of the module's parameters, and drop the
-        replicas' gradients.
-        """
-        root, each = self._devices[0], self._weights.gradients(self._used)
+        """Move the replicas' gradients, summed, into the `.grad` of the module's parameters."""
+        root = self._devices[0]
+        gradients = self._weights.gradients(self._used)
         with torch.no_grad():
-            found = [
+            used = [
                 n
-                for n, column in enumerate(zip(*each, strict=True))
+                for n, column in enumerate(zip(*gradients, strict=True))
                 if any(g is not None for g in column)
             ]
             # a replica that did not use a parameter adds zeros, as in the backward of Broadcast
             filled = [
-                [self._zeros(i, n) if (g := one[n]) is None else g for n in found]
-                for i, one in enumerate(each)
+                [self._zeros(i, n) if (g := one[n]) is None else g for n in used]
+                for i, one in enumerate(gradients)
             ]
             sums = reduce(filled, self._devices[: self._used], mark=self._mark)
             with self._mark(Phase.REDUCE, root.index), root.guard():
-                self._deliver(dict(zip(found, sums, strict=True)))
+                self._deliver(dict(zip(used, sums, strict=True)))
         self._weights.clear()
 
     def _zeros(self, i: int, number: int) -> torch.Tensor:
@@ -253,15 +236,14 @@ class PersistentReplicas:
             return torch.zeros_like(self._weights.parameters[i][number], requires_grad=False)
 
     def _deliver(self, sums: Mapping[int, torch.Tensor]) -> None:
-        """Add each sum to the gradient of its parameter, as autograd would.
-
-        `sums` maps parameter indices to sums.
+        """Add each sum to the gradient of its parameter, given by index, as autograd would.
 
         A parameter that no replica used gets zeros, unless there is only one device.
         """
         hooked: list[tuple[torch.Tensor, torch.Tensor]] = []
         for n, parameter in enumerate(self._weights.originals):
-            gradient, outside = sums.get(n), parameter.grad
+            gradient = sums.get(n)
+            outside = parameter.grad
             if gradient is None and parameter.requires_grad and len(self._devices) > 1:
                 gradient = self._zeros(0, n)
             if outside is not None and gradient is not None:
@@ -273,9 +255,8 @@ class PersistentReplicas:
                 hooked.append((parameter, gradient))
             else:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        if (
-            hooked
-        ):  # in one backward, because a hook on several parameters waits for all of their gradients
+        if hooked:
+            # in one backward: a hook on several parameters waits for all of their gradients
             torch.autograd.backward(
                 [parameter for parameter, _ in hooked], [gradient for _, gradient in hooked]
             )
@@ -283,9 +264,7 @@ class PersistentReplicas:
     def update(
         self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> None:
-        """On each device with an optimizer, reduce the gradients and step the weights.
-
-        Then exchange the weights.
+        """Reduce the gradients, step the weights and exchange them.
 
         If some gradients cannot be represented in shards, the user's optimizer steps the module's
         own parameters.
@@ -303,8 +282,7 @@ class PersistentReplicas:
         self._update.end()
 
     def _is_unusual(self) -> bool:
-        """Return whether only the user's optimizer, on the module's own parameters, can take this
-        step.
+        """Return whether only the user's optimizer, on the module's parameters, can step.
 
         It must if a forward has written weights, because each device then has weights of its own,
         and if there are gradients that shards cannot represent. These are: a sparse gradient; a
@@ -321,9 +299,7 @@ class PersistentReplicas:
         )
 
     def _step_plainly(self) -> None:
-        """Run the user's optimizer on the module's own parameters, with the gradients in their
-        `.grad`.
-        """
+        """Run the user's optimizer on the module's own parameters and their `.grad`."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
             self._update.step_plainly()
         if not self._written_in_forward:
@@ -334,13 +310,13 @@ class PersistentReplicas:
         self._seen = []
 
     def _step(self, workers: Workers, sources: Any, numbers: Sequence[int] | None) -> None:
-        """Reduce the gradients, run the optimizers and exchange the updated weights, on all
-        stepping devices at once.
+        """Reduce the gradients, run the optimizers and exchange weights, on all devices at once.
 
         `numbers` are the indices of the parameters whose gradients were not reduced during
         backward; None means all.
         """
-        update, owners = self._update, [self._devices[i] for i in self._update.owners]
+        update = self._update
+        owners = [self._devices[i] for i in self._update.owners]
         together = update.exchange is not None and len(sources) > 1
         if together:
             self._together(workers, sources, numbers)
@@ -357,9 +333,8 @@ class PersistentReplicas:
             if update.shared:
                 update.spread(workers)
         if update.shared and not update.collective:
-            for device in self._devices[
-                1:
-            ]:  # later writes of weights wait for device 0, so it waits here for all
+            # later writes of weights wait for device 0, so it waits here for all
+            for device in self._devices[1:]:
                 self._devices[0].wait(device)
         self._weights.clear()
         update.show()
@@ -382,9 +357,8 @@ class PersistentReplicas:
         if self._overlap:
             self._overlap.close()
             self._overlap = None
-        if (
-            exchange := self._update.exchange
-        ):  # after a failed step, queued work may still use the memory freed here
+        # after a failed step, queued work may still use the memory freed here
+        if exchange := self._update.exchange:
             exchange.lead()
         for device in self._devices[1:]:
             self._devices[0].wait(device)
@@ -397,13 +371,11 @@ class PersistentReplicas:
 
 
 class _Everywhere:
-    """The optimizers of all devices, with the interface of one optimizer.
-
-    A GradScaler, if there is one, calls `step` only if no gradient is infinite or NaN.
-    """
+    """The optimizers of all devices as one optimizer, on which a GradScaler may call `step`."""
 
     def __init__(self, replicas: PersistentReplicas, workers: Workers) -> None:
-        self._replicas, self._workers = replicas, workers
+        self._replicas = replicas
+        self._workers = workers
         self.param_groups = replicas._optimizer.param_groups
 
     def step(self) -> None:
@@ -433,10 +405,7 @@ def _needs_the_optimizer(parameter: torch.Tensor) -> bool:
 
 
 def _in_strides_of(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the gradient in the parameter's strides, in which shards read it.
-
-    The user's code may have set others.
-    """
+    """Return the gradient in the parameter's strides, in which shards read it."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

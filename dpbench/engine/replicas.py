@@ -1,6 +1,4 @@
-"""Replicas of a TrainStep: copied through autograd in every step, or persistent with their own
-weights.
-"""
+"""Replicas of a TrainStep: copied through autograd in every step, or persistent."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ def flat_weights(
 
 
 def flat_copier(flat: FlatWeights) -> Copier:
-    """Return a copier that copies each flat buffer in one transfer, and all other tensors
-    separately.
-    """
+    """Return a copier that copies each flat buffer at once, and other tensors separately."""
     number = {id(parameter): n for n, parameter in enumerate(flat.parameters)}
 
     def copier(
@@ -75,9 +71,7 @@ def flat_copier(flat: FlatWeights) -> Copier:
 
 
 class CachePerThread(threading.local):
-    """A cache of replicas for each calling thread, so that threads do not share what a forward
-    stores in a replica.
-    """
+    """A cache per calling thread: threads do not share what a forward stores in a replica."""
 
     def __init__(self, module: nn.Module) -> None:
         self.cache = ReplicaCache(module)
@@ -87,11 +81,9 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 
 
 def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
-    """Return a function that replicates the module through autograd, according to the schedule's
-    switches.
+    """Return a function that replicates the module through autograd, as the schedule says.
 
-    `flat` are the flat buffers that hold the module's parameters; None means that each parameter
-    has separate storage.
+    `flat` has the buffers that hold the module's parameters; None means separate storage.
     """
     caches = CachePerThread(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
@@ -116,10 +108,7 @@ def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Ma
 
 
 class Autograd:
-    """Replicas that autograd joins to the module.
-
-    Backward adds their gradients to those of the module's parameters.
-    """
+    """Replicas whose gradients backward adds to those of the module's parameters."""
 
     unusual = ""
 
@@ -132,8 +121,12 @@ class Autograd:
         flat: FlatWeights | None,
         mark: Mark,
     ) -> None:
-        self._module, self._optimizer, self._devices, self._mark = module, optimizer, devices, mark
-        self._make, self._flat = make, flat
+        self._module = module
+        self._optimizer = optimizer
+        self._devices = devices
+        self._mark = mark
+        self._make = make
+        self._flat = flat
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
     def changed(self) -> bool:
@@ -148,17 +141,12 @@ class Autograd:
         return []
 
     def abandon(self) -> None:
-        """Do nothing: a failed backward leaves the `.grad` of the module's parameters as in an
-        ordinary loop.
-        """
+        """Do nothing: a failed backward leaves each `.grad` as in an ordinary loop."""
 
     def modules(
         self, count: int, workers: Workers, on_reduce: Callable[[], None] = lambda: None
     ) -> list[nn.Module]:
-        """Return the first `count` replicas.
-
-        With a single device, the module itself is the only replica.
-        """
+        """Return the first `count` replicas; with a single device, the module itself."""
         if len(self._devices) == 1:
             check_placement(self._module, self._devices[0])
             return [self._module]
@@ -174,9 +162,7 @@ class Autograd:
     def update(
         self, workers: Workers, clip_norm: float | None, scaler: torch.amp.GradScaler | None
     ) -> None:
-        """Run the optimizer on the first device, after clipping and unscaling if `clip_norm` and
-        `scaler` are given.
-        """
+        """Run the optimizer on the first device, after clipping and unscaling if requested."""
         with self._mark(Phase.OPTIMIZER, self._devices[0].index):
             finish(self._optimizer, self._module, clip_norm, scaler, self._optimizer)
 

@@ -1,11 +1,9 @@
-"""Replicate: copy the module to each device.
-
-Autograd joins the copies to the original. A cache can keep the copies.
+"""Replicate: copy the module to each device, joined to the original by autograd.
 
 Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies
-need preparation override that method; RNNs do so for their flat weights. Building the copies is
-most of the host time of replicate. Cached replicas keep the copies of the module tree. Each step
-only binds new tensors to these copies; this takes tens of nanoseconds per tensor.
+need preparation override that method; RNNs do so for their flat weights. Copying the module tree
+takes most of the host time of replicate. Cached replicas keep these copies; each step only binds
+new tensors to them, which takes tens of nanoseconds per tensor.
 """
 
 from __future__ import annotations
@@ -59,9 +57,8 @@ def replicate(
     with mark(Phase.REPLICATE, devices[0].index):
         if cache is None:
             parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            check_placed(
-                (*parameters, *buffers), devices[0]
-            )  # reuse the lists: walking the module again is slow
+            # reuse the lists: walking the module again is slow
+            check_placed((*parameters, *buffers), devices[0])
         else:
             cache.refresh()
             cache.check_placed(devices[0])
@@ -69,26 +66,26 @@ def replicate(
     sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     plain = [b for b in buffers if detach or not b.requires_grad]
     if detach:
-        with (
-            torch.no_grad()
-        ):  # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
+        # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
+        with torch.no_grad():
             copies = copier(sources, devices, mark)
     else:
         copies = broadcast(
             sources, devices, copier=copier, overlap=overlap, mark=mark, on_reduce=on_reduce
         )
     shared = copies_of(plain, devices, mark)
-    for device in devices[
-        1:
-    ]:  # replica 0 must not write its buffers in place while other devices still copy them
+    # replica 0 must not write its buffers in place while other devices still copy them
+    for device in devices[1:]:
         devices[0].wait(device)
     order = [*sources, *plain]
-    each = [[*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)]
+    replica_tensors = [
+        [*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)
+    ]
     if cache is not None:
         with mark(Phase.REPLICATE, devices[0].index):
-            return cache.bind(order, each, detached=detach)
+            return cache.bind(order, replica_tensors, detached=detach)
     replicas = []
-    for device, tensors in zip(devices, each, strict=True):
+    for device, tensors in zip(devices, replica_tensors, strict=True):
         with mark(Phase.REPLICATE, device.index):
             replicas.append(
                 rebuild(module, {id(s): t for s, t in zip(order, tensors, strict=True)})
@@ -97,9 +94,7 @@ def replicate(
 
 
 def check_placement(module: nn.Module, root: Device) -> None:
-    """Raise RuntimeError unless every parameter and buffer of `module` is on `root` and
-    initialized.
-    """
+    """Raise RuntimeError unless all parameters and buffers are on `root` and initialized."""
     check_placed((*module.parameters(), *module.buffers()), root)
 
 
@@ -120,9 +115,7 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
 
 
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
-    """Return a copy of the module tree, with `table[id(tensor)]` in place of each parameter and
-    buffer.
-    """
+    """Return a copy of the module tree, with `table[id(tensor)]` in place of each tensor."""
     modules = list(module.modules())
     _check_compiled(modules)
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
@@ -150,7 +143,7 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
 
 
 def _check_compiled(modules: Sequence[nn.Module]) -> None:
-    """Raise Refused if `torch.compile` has wrapped one of `modules`.
+    """Raise Refused if torch.compile has wrapped one of `modules`.
 
     Such a module cannot be copied, because an attribute set on the copy would change the original.
     """
@@ -170,16 +163,14 @@ def unique(tensors: Any) -> list[torch.Tensor]:
 
 
 class ReplicaCache:
-    """Copies of a module's tree, one per replica, in two sets: one for training, one for calls
-    without gradients.
+    """Copies of a module's tree, one per replica, in two sets: for training, and without gradients.
 
     Training needs a separate set, because activation checkpointing repeats the forward during
     backward, and calls without gradients may happen between forward and backward.
 
-    Before every use the module is compared with a record of its state when the copies were made. If
-    its parameters, submodules or plain attributes have changed (`eval()`, `dropout.p = 0.1`), the
-    copies are made again. The copies are also made again if a forward has written attributes of a
-    replica, because torch's replicas lose these attributes after each forward.
+    The copies are made again if the module's parameters, submodules or plain attributes have
+    changed (`eval()`, `dropout.p = 0.1`), or if a forward has written attributes of a replica,
+    because torch's replicas lose these attributes after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -188,7 +179,6 @@ class ReplicaCache:
         self._unchecked = True
 
     def _read(self) -> None:
-        """Record the module's present state, and discard all copies."""
         modules = self._modules = list(self.module.modules())
         self._types = list(map(type, modules))
         self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
@@ -206,10 +196,7 @@ class ReplicaCache:
         self._orders: dict[bool, list[int]] = {}
 
     def refresh(self) -> bool:
-        """If the module has changed, record its state again and discard all copies.
-
-        Return whether it had changed.
-        """
+        """If the module has changed, discard all copies; return whether it had changed."""
         changed = self._changed()
         if changed:
             self._read()
@@ -217,16 +204,13 @@ class ReplicaCache:
         return changed
 
     def check_placed(self, root: Device) -> None:
-        """Raise RuntimeError unless all of the module's parameters and buffers are on `root` and
-        initialized.
-        """
+        """Raise RuntimeError unless all parameters and buffers are on `root` and initialized."""
         home = root.torch_device
         if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
             check_placed(chain(self.parameters, self.buffers), root)
             self._unchecked = False
 
     def _changed(self) -> bool:
-        """Return whether the module's present state differs from the recorded state."""
         if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
             return True
         names = list(chain.from_iterable(self._watched))
@@ -247,9 +231,10 @@ class ReplicaCache:
         """Return one replica per list in `copies`.
 
         In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects
-        the set of copies for calls without gradients.
+        the copies for calls without gradients.
         """
-        order, replicas = [id(source) for source in sources], self._replicas.get(detached, [])
+        order = [id(source) for source in sources]
+        replicas = self._replicas.get(detached, [])
         watching = not self._library or any(self._hooks)
         if (
             len(replicas) < len(copies)
@@ -267,23 +252,18 @@ class ReplicaCache:
 
 
 def _is_library(module: nn.Module) -> bool:
-    """Return whether a module's forward is torch's own code, which sets no attributes.
-
-    Hooks are not checked.
-    """
+    """Return whether a module's forward, hooks aside, is torch's own: it sets no attributes."""
     return (
         type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
     )
 
 
 class _CachedReplica:
-    """One replica: its root module, and every place in the module tree that refers to a tensor of
-    the replica.
+    """One replica: its root module, and every place in the module tree that refers to a tensor.
 
-    `tensors` replace the tensors `sources` of the original module. With `watching`, the replica
-    keeps a record of its attributes, in which `written` finds changes. A record is needed only for
-    modules with hooks and for modules from outside torch, because all other modules set no
-    attributes in forward.
+    With `watching`, it keeps a record of its attributes, in which `written` finds changes. Only
+    modules with hooks and modules from outside torch need one, because all others set no attributes
+    in forward.
     """
 
     def __init__(
@@ -306,18 +286,18 @@ class _CachedReplica:
             *((holder, key, value) for holder in self._lists for key, value in enumerate(holder)),
         ]
         places = [
-            (at, holder, key, numbers[id(value)])
-            for at, (holder, key, value) in enumerate(entries)
+            (position, holder, key, numbers[id(value)])
+            for position, (holder, key, value) in enumerate(entries)
             if id(value) in numbers
         ]
-        self._at = [at for at, _, _, _ in places]
+        self._positions = [position for position, _, _, _ in places]
         self._holders = [holder for _, holder, _, _ in places]
         self._keys = [key for _, _, key, _ in places]
         self._pick = _picker([number for _, _, _, number in places])
         self._seen = self._values() if watching else []
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the replica's tensors by `tensors`, in every place that refers to them.
+        """Replace the replica's tensors in every place that refers to them.
 
         The loop runs in C, because it runs for every tensor in every step.
         """
@@ -327,11 +307,10 @@ class _CachedReplica:
         picked = self._pick(tensors)
         deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
         if self.watching:
-            deque(map(setitem, repeat(self._seen), self._at, picked), maxlen=0)
+            deque(map(setitem, repeat(self._seen), self._positions, picked), maxlen=0)
 
     def written(self) -> bool:
-        """Return whether a forward has set attributes of the replica since it was built or last
-        bound.
+        """Return whether a forward has set attributes since the last `bind`.
 
         Always False without `watching`.
         """
@@ -342,8 +321,7 @@ class _CachedReplica:
     def _values(self) -> list[Any]:
         """Return all values of the replica's dicts and lists, in order.
 
-        The list keeps a reference to each value, so that the id of a deleted value cannot be
-        reused.
+        The list keeps each value alive, so that the id of a deleted value cannot be reused.
         """
         return [
             *chain.from_iterable(map(dict.values, self._dicts)),
@@ -352,11 +330,10 @@ class _CachedReplica:
 
 
 def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists have the same objects, or equal integers and strings, in the same
-    order.
+    """Return whether two lists have the same objects, or equal integers and strings, in order.
 
     Other equal objects may differ: 0.0 from -0.0, a tensor from one of another dtype, a list from
-    another list that the user's code changes later.
+    another that the user's code changes later.
     """
     if len(values) != len(others):
         return False
@@ -368,11 +345,10 @@ def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:
-    """Yield, for each module of a tree, its attribute dict, and the lists and dicts in it that may
-    contain tensors.
+    """Yield each module's attribute dict, and the lists and dicts in it that may contain tensors.
 
-    `_HOLDERS` has the names of these dicts. All lists are included, such as the `_flat_weights` of
-    RNNs.
+    Any list may, such as the `_flat_weights` of RNNs; of the dicts only those that `_HOLDERS`
+    names.
     """
     for module in root.modules():
         yield module.__dict__
@@ -382,11 +358,7 @@ def _containers(root: nn.Module) -> Iterable[Any]:
 
 
 def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function that returns the items of a sequence at the indices `numbers`, as a tuple
-    or list.
-
-    For two or more indices this function is implemented in C.
-    """
+    """Return a function that picks the items at `numbers`, in C if there are several."""
     if len(numbers) > 1:
         return itemgetter(*numbers)
     return lambda tensors: [tensors[number] for number in numbers]

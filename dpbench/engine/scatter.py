@@ -1,8 +1,6 @@
-"""Scatter: split every tensor of a structure over the devices, and pass all other values to every
-device.
+"""Scatter: split every tensor of a structure over the devices; all pieces share other values.
 
-The devices may get different numbers of rows: a device that also does other work can get fewer
-rows.
+A device that also does other work can get fewer rows.
 """
 
 from __future__ import annotations
@@ -23,9 +21,7 @@ from dpbench.records.words import count
 def weights_of(
     chunk_sizes: Sequence[float] | None, devices: Sequence[Device]
 ) -> tuple[float, ...] | None:
-    """Return the weights by which a batch's rows are divided between devices.
-
-    None means torch's equal chunks.
+    """Return the weights by which a batch's rows are divided; None means torch's equal chunks.
 
     Raises ValueError unless there is one weight above 0 per device.
     """
@@ -41,8 +37,7 @@ def weights_of(
 
 
 def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return the number of rows of each device: one row each, and all further rows in proportion to
-    the weights.
+    """Return each device's number of rows: one, and a share of the rest proportional to its weight.
 
     Fractions are rounded by the method of largest remainders. If there are fewer rows than devices,
     only the first devices get a row, and the list is shorter.
@@ -59,10 +54,7 @@ def apportion(rows: int, weights: Sequence[float]) -> list[int]:
 
 
 class Scatter(Function):
-    """An autograd function that copies one tensor's chunks to the devices.
-
-    Backward concatenates chunk gradients.
-    """
+    """An autograd function that copies a tensor's chunks to the devices."""
 
     @staticmethod
     def forward(
@@ -74,7 +66,8 @@ class Scatter(Function):
         tensor: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return one new chunk per device, or fewer chunks than devices if the tensor is short."""
-        ctx.dim, ctx.home = dim, tensor.device
+        ctx.dim = dim
+        ctx.home = tensor.device
         chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
         pieces = []
         for device, chunk in zip(devices, chunks, strict=False):
@@ -84,9 +77,7 @@ class Scatter(Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient of the whole tensor, on its device, and None for each other argument
-        of `forward`.
-        """
+        """Return the gradient of the whole tensor, and None for each other argument."""
         whole = torch.cat([gradient.to(ctx.home) for gradient in gradients], ctx.dim)
         return None, None, None, None, whole
 
@@ -106,8 +97,8 @@ def scatter(
     instance that contains tensors. All other values are shared by all pieces. Without
     `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of
     another length. In all other cases, tensors of different lengths raise ValueError, because torch
-    would silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors.
-    Raises TypeError for PackedSequences, sparse tensors, and nested tensors that require gradients.
+    would silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors,
+    and TypeError for PackedSequences, sparse tensors, and nested tensors that require gradients.
     """
     devices = as_devices(devices)
     if not devices:
@@ -128,10 +119,6 @@ def _split(
     dim: int,
     mark: Mark,
 ) -> list[Any]:
-    """Return `value` split into `pieces` pieces, by `torch.chunk`.
-
-    If `sizes` is given, piece i has `sizes[i]` rows.
-    """
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     keys = keys_of(value)
@@ -145,10 +132,7 @@ def _split(
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
-    """Return the length of a tensor along `dim`.
-
-    Raises RuntimeError or TypeError if the tensor cannot be scattered.
-    """
+    """Raise RuntimeError or TypeError if the tensor cannot be scattered."""
     if tensor.dim() == 0:
         raise RuntimeError(
             "chunk expects at least a 1-dimensional tensor, but scatter got a 0-dimensional tensor;"
@@ -169,12 +153,10 @@ def _length(tensor: torch.Tensor, dim: int) -> int:
 
 
 def _agreed(lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces into which all tensors are cut.
+    """Return the number of pieces into which all tensors, of these lengths along `dim`, are cut.
 
-    `lengths` are their lengths along `dim`.
-
-    Raises ValueError if the tensors would give different numbers of pieces, or if their lengths
-    differ. A tensor with exactly one row per piece may differ in length from the others.
+    Raises ValueError if the numbers of pieces or the lengths differ. A tensor with exactly one row
+    per piece may differ in length from the others.
     """
     counts = {_chunks(length, devices) for length in lengths}
     pieces = max(counts, default=devices)
@@ -189,11 +171,6 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
 
 
 def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) -> int:
-    """Return the number of pieces, which is the number of `sizes`.
-
-    Raises ValueError if a size is not a positive integer, if there are more sizes than devices, or
-    if the sizes do not sum to the length of every tensor.
-    """
     if not 0 < len(sizes) <= devices or any(
         not isinstance(size, int) or size < 1 for size in sizes
     ):
@@ -212,8 +189,8 @@ def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) ->
 def _chunks(length: int, devices: int) -> int:
     """Return the number of chunks that `torch.chunk` makes of a tensor of the given length.
 
-    Each chunk has ceil(length / devices) rows; the last chunk may have fewer. A tensor of length 0
-    gives one empty chunk per device.
+    Each chunk has ceil(length / devices) rows; the last may have fewer. Length 0 gives one empty
+    chunk per device.
     """
     if length == 0:
         return devices
@@ -222,9 +199,7 @@ def _chunks(length: int, devices: int) -> int:
 
 
 def same_rows(inputs: Any, target: Any) -> bool:
-    """Return whether every tensor of the target has as many rows as the inputs, so that both can be
-    cut alike.
-    """
+    """Return whether every tensor of the target has as many rows as the inputs."""
     tensors = [target] if isinstance(target, torch.Tensor) else tensors_in(target)
     rows = max((tensor.size(0) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
     return all(
@@ -234,10 +209,7 @@ def same_rows(inputs: Any, target: Any) -> bool:
 
 
 def checked_target(target: Any, root: Device) -> Any:
-    """Return the target unchanged.
-
-    Raises RuntimeError if it is on an accelerator other than `root`.
-    """
+    """Return the target; raise RuntimeError if it is on an accelerator other than `root`."""
     where = device_of(target)
     if where is not None and where.type != "cpu" and where != root.torch_device:
         raise _wrong_target(where, root.torch_device)
@@ -245,11 +217,9 @@ def checked_target(target: Any, root: Device) -> Any:
 
 
 def place_target(target: Any, device: torch.device | None, root: Device, mark: Mark) -> Any:
-    """Return the target on `device`, the output's device.
+    """Return the target on `device`, the output's device; None leaves it unchanged.
 
-    A target on the host is copied there, in the phase scatter.
-
-    None as `device` leaves the target unchanged. Raises RuntimeError for a target on another
+    A copy from the host belongs to the phase scatter. Raises RuntimeError for a target on another
     accelerator.
     """
 

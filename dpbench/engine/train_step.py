@@ -1,6 +1,4 @@
-"""TrainStep: a callable that runs one whole training step over several devices, under any
-schedule.
-"""
+"""TrainStep: one whole training step over several devices, under any schedule."""
 
 from __future__ import annotations
 
@@ -47,25 +45,24 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class TrainStep:
-    """A training step over several devices: `step(inputs, target)` runs one step on a batch and
-    returns its loss.
+    """A training step over several devices: `step(inputs, target)` returns the loss of a batch.
 
     The phases are scatter, replicate, forward, gather, loss, backward, reduce, optimizer. `module`
     stays unwrapped and has the current weights and buffers after every call. `loss_fn(output,
     target)` returns a scalar. If it is one of torch's own losses, or a pair of functions `(sum_fn,
     weight_fn)`, each replica can compute it over its own rows. `optimizer_fn(parameters)` is called
-    once; it returns the optimizer, which is then the attribute `optimizer`. `device_ids` accepts
-    the values that `DataParallel` accepts, or Device objects; None means all GPUs, or one CPU
-    device if there is no GPU. `schedule` is a Schedule, the name of one, its switches as text, or
-    "copying" or "fastest". For these two, TrainStep selects a schedule whose results are bitwise
-    equal to those of "reference" (on distinct GPUs: equal within rounding); see `step.schedule`.
-    "copying", the default, copies the first device's weights to the other devices in every step.
-    Under "fastest", each device may update its own weights.
+    once; it returns the optimizer, which is then the attribute `optimizer`. `device_ids` is as for
+    `DataParallel`; None means all GPUs, or one CPU device if there is no GPU. `schedule` is a
+    Schedule, the name of one, its switches as text, or "copying" or "fastest". For these two,
+    TrainStep selects a schedule whose results are bitwise equal to those of "reference" (on
+    distinct GPUs: equal within rounding); see `step.schedule`. "copying", the default, copies the
+    first device's weights to the other devices in every step. Under "fastest", each device may
+    update its own weights.
 
     The optimizer steps once in every `accumulate` calls, with the gradient of the average of their
     losses. `clip_norm` limits the gradient's total norm. `scaler` is a torch.amp.GradScaler.
-    `chunk_sizes` has one weight per device; the rows of a batch are divided in proportion to the
-    weights; None means torch's equal chunks.
+    `chunk_sizes` has one weight per device; the rows of a batch are divided in proportion to them;
+    None means torch's equal chunks.
 
     A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on
     the host is copied to the output's device; a target on another accelerator raises RuntimeError.
@@ -106,15 +103,15 @@ class TrainStep:
         self.optimizer = optimizer_fn(module.parameters())
         self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
         self.note = ""
-        self._accumulate, self._clip_norm, self._scaler, self._mark = (
-            accumulate,
-            clip_norm,
-            scaler,
-            mark,
-        )
+        self._accumulate = accumulate
+        self._clip_norm = clip_norm
+        self._scaler = scaler
+        self._mark = mark
         self.chunk_sizes = weights_of(chunk_sizes, self.devices)
         self._debug = debug
-        self._calls, self._failed, self._closed = 0, False, False
+        self._calls = 0
+        self._failed = False
+        self._closed = False
         self._hired: dict[str, Workers] = {}
         self._threads = IntraOp(self.devices)
         keep_memory(self.devices)
@@ -124,10 +121,9 @@ class TrainStep:
         self._build()
 
     def _build(self) -> None:
-        """Create the objects that persist between steps, for the present module, loss and
-        optimizer.
-        """
-        self._loss, self._checked = Loss(self.loss_fn), False
+        """Create the objects that persist between steps."""
+        self._loss = Loss(self.loss_fn)
+        self._checked = False
         setup = TrainingSetup(
             self.module, self._loss, self.optimizer, self.devices, powers=self._powers()
         )
@@ -153,17 +149,12 @@ class TrainStep:
 
     @property
     def _workers(self) -> Workers:
-        """Return the workers of the present schedule.
-
-        `fastest` alternates between two kinds in the first steps.
-        """
         name = self._best.workers
         if name not in self._hired:
             self._hired[name] = choose(name)
         return self._hired[name]
 
     def _dismiss(self) -> None:
-        """End all worker threads."""
         for workers in self._hired.values():
             workers.close()
         self._hired = {}
@@ -179,20 +170,14 @@ class TrainStep:
         self.close()
 
     def close(self) -> None:
-        """End the threads.
-
-        Give the parameters the storage, gradients and optimizer state of an ordinary loop.
-        """
+        """End the threads; leave module and optimizer as an ordinary loop would."""
         if not self._closed:
             self._closed = True
             self._dismiss()
             self._replicas.close()
 
     def sync(self) -> None:
-        """Make the next step copy the weights to all devices.
-
-        This is needed after writes that torch does not track.
-        """
+        """Make the next step copy the weights, after writes that torch does not track."""
         self._replicas.sync()
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
@@ -211,8 +196,7 @@ class TrainStep:
             raise
 
     def _prepare(self) -> None:
-        """Rebuild the persistent state if the last step failed, or if the training loop has changed
-        something.
+        """Rebuild the persistent state if the last step failed, or something has changed.
 
         Raises RuntimeError after `close`. Raises Refused if the schedule can no longer run, or if
         `debug` finds weights that need `sync()`.
@@ -246,10 +230,7 @@ class TrainStep:
             )
 
     def _rebuild(self) -> None:
-        """Discard the persistent state and build it again.
-
-        If building raises an error, the next step tries again.
-        """
+        """Build the persistent state again; if that raises an error, the next step tries again."""
         # a failed backward leaves its nodes and graph queued in this thread until the next backward
         if self._failed:
             torch.zeros((), requires_grad=True).clone().backward()
@@ -283,9 +264,7 @@ class TrainStep:
         return loss
 
     def _backward(self, arguments: tuple[Any, ...], target: Any, mark: Mark) -> torch.Tensor:
-        """Run the replicas, compute the loss over the gathered batch, and run backward.
-
-        Return the loss.
+        """Run the replicas, and the loss and backward over the gathered batch; return the loss.
 
         Persistent replicas keep their gradients. Autograd sums those of other replicas in the
         `.grad` of the module.
@@ -307,10 +286,9 @@ class TrainStep:
         running: ExitStack,
         mark: Mark,
     ) -> torch.Tensor:
-        """Gather the outputs, compute the loss of the whole batch, and run one backward through all
-        replicas.
+        """Gather the outputs, and run one loss and one backward for all replicas; return the loss.
 
-        Return the loss. The backward phase begins here and ends when `running` is closed.
+        The backward phase ends when `running` is closed.
         """
         root = self.devices[0]
         output = gather(outputs, root, devices, mark=mark) if len(self.devices) > 1 else outputs[0]
@@ -324,10 +302,9 @@ class TrainStep:
         return loss.detach()
 
     def _summed(self, arguments: tuple[Any, ...], target: Any) -> Summed | None:
-        """Return this step's loss in the form that each replica can compute over its own rows.
+        """Return this step's loss as sums over the replicas' rows, or None if it must be gathered.
 
-        If the loss must be computed over the gathered batch, the method returns None under a
-        schedule that TrainStep has selected, and raises Refused under one that the user has named.
+        Raises Refused instead of returning None if the user has named the schedule.
         """
         summed = self._loss.summed()
         if summed is None:
@@ -361,22 +338,17 @@ class TrainStep:
         return None
 
     def _has_history(self, arguments: tuple[Any, ...], target: Any) -> bool:
-        """Return whether the target requires gradients, or an input is the result of a recorded
-        operation.
-        """
+        """Return whether the target requires gradients, or an input is a recorded result."""
         if isinstance(target, torch.Tensor) and all(
-            isinstance(one, torch.Tensor) for one in arguments
+            isinstance(value, torch.Tensor) for value in arguments
         ):
-            return target.requires_grad or any(one.grad_fn is not None for one in arguments)
+            return target.requires_grad or any(value.grad_fn is not None for value in arguments)
         return any(tensor.requires_grad for tensor in tensors_in(target)) or any(
             tensor.grad_fn is not None for tensor in tensors_in(arguments)
         )
 
     def _gather_loss(self, reason: str) -> None:
-        """Change the schedule of this step to loss=gathered, and add `reason` to `note`.
-
-        Raises Refused if the user has named the schedule.
-        """
+        """Change this step to loss=gathered; raise Refused if the user named the schedule."""
         if self._wanted is not None:
             raise Refused(
                 f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered"
@@ -387,10 +359,7 @@ class TrainStep:
     def _local(
         self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark
     ) -> torch.Tensor:
-        """Compute each replica's loss over its own rows, without gathering outputs.
-
-        Return the loss of the batch.
-        """
+        """Compute each replica's loss over its own rows; return the batch's loss."""
         root = self.devices[0]
         pieces = self._scatter((arguments, checked_target(target, root)), mark)
         devices = self.devices[: len(pieces)]
@@ -436,9 +405,6 @@ class TrainStep:
         return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:
-        """Split a structure over the devices, in proportion to their weights, or equally if the
-        devices have none.
-        """
         sizes: list[int] = []
         if (
             self.chunk_sizes is not None
@@ -449,19 +415,14 @@ class TrainStep:
         return scatter(value, self.devices, chunk_sizes=sizes or None, mark=mark)
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss, divided by `accumulate`, and multiplied by the scale of the grad scaler
-        if there is one.
-        """
         if self._accumulate > 1:
             loss = loss / self._accumulate
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with the state dicts of the module, the optimizer and, if there is one, the
-        grad scaler.
+        """Return the state dicts of "module", "optimizer" and, if there is a grad scaler, "scaler".
 
-        The keys are "module", "optimizer" and "scaler". The result has the same form under every
-        schedule; the names of weights and buffers have no prefix.
+        The form is the same under every schedule; the names of weights and buffers have no prefix.
         """
         state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
         if self._scaler is not None:
@@ -469,10 +430,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` has returned.
-
-        Gradient accumulation starts again with the next call.
-        """
+        """Restore a state from `state_dict`; gradient accumulation starts again."""
         self._calls = 0
         check_prefix(list(self.module.state_dict()), list(state["module"]), strict=True)
         self.module.load_state_dict(state["module"])

@@ -1,9 +1,8 @@
-"""Update: step all weights on device 0, all weights on every device, or a share of the weights on
-each device.
+"""Update: step all weights on device 0, all on every device, or a share of them on each device.
 
 A shard is a tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a
 flat buffer. The user's optimizer steps device 0's shards, so that its param_groups, schedulers and
-hooks take effect. The optimizers of the other devices copy the options of the user's optimizer.
+hooks take effect. The optimizers of the other devices copy its options.
 """
 
 from __future__ import annotations
@@ -37,25 +36,20 @@ from dpbench.records.schedule import Schedule
 from dpbench.records.work import owners
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
-"""For each replica that has gradients: its device, and its gradients in the order of the
-parameters.
-"""
+"""For each replica that has gradients: its device, and its gradients by parameter index."""
 SMALL_BYTES = 2**16
-"""One call sums all gradients up to this size in bytes.
+"""One call sums all gradients up to this size.
 
 It writes each sum twice, but such sums fit in the cache.
 """
 FEW = 8
-"""The minimum number of small gradients to sum in one call.
-
-Fewer gradients are summed separately.
-"""
+"""The minimum number of small gradients to sum in one call."""
 HELD = 2
 """The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
 
 
 class Update:
-    """The optimizers of all devices that step weights, and the shards that these optimizers step.
+    """The optimizers of all devices that step weights, and the shards that they step.
 
     `owners` are the indices of these devices. With `natural`, the user's optimizer steps the
     module's own parameters, in its own groups. With `joined`, the shards are flat buffers or slices
@@ -71,12 +65,10 @@ class Update:
         schedule: Schedule,
         mark: Mark,
     ) -> None:
-        self.optimizer, self._replicas, self._devices, self._mark = (
-            optimizer,
-            replicas,
-            devices,
-            mark,
-        )
+        self.optimizer = optimizer
+        self._replicas = replicas
+        self._devices = devices
+        self._mark = mark
         self._groups = groups_of(optimizer, replicas.originals)
         # the optimizer steps the module's own parameters, whose memory replica 0 shares
         self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
@@ -90,9 +82,8 @@ class Update:
         self._whole_buffers: list[torch.Tensor] = []
         if schedule.optimizer == "flat":
             assert flat is not None
-            if (
-                self._on_host
-            ):  # logical devices share the host's memory: their slices make up the whole gradient
+            # logical devices share the host's memory: their slices make up the whole gradient
+            if self._on_host:
                 self._whole_buffers = flat.layout.allocate(devices[0])
             self._shards = [self._slices(flat, i) for i in self.owners]
         else:
@@ -129,8 +120,8 @@ class Update:
         """Move the optimizer's state to the shards.
 
         `optimizer.state` becomes a mapping that gathers the state from the shards at the first
-        access. If it already is a mapping of this kind that the training loop has accessed, it
-        stays in place, because the loop may have references to its entries.
+        access. If it is one that the training loop has accessed, it stays in place, because the
+        loop may have references to its entries.
         """
         state: Any = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
@@ -145,23 +136,18 @@ class Update:
         ]
 
     def _shared_out(self) -> dict[int, int]:
-        """Assign each parameter to the device that steps it.
-
-        Return device indices by parameter index.
-
-        Every device gets about the same number of elements.
-        """
+        """Return each parameter's device; all devices step about equally many elements."""
         numbers = [n for group in self._groups for n in group.parameters]
         sizes = [self._replicas.originals[n].numel() for n in numbers]
         return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
 
     def _exchange(self, schedule: Schedule) -> Exchange | None:
-        """Return the exchange that sums gradients by collectives, or None if the devices have no
-        usable collectives.
+        """Return the exchange that sums gradients by collectives, or None if there are none.
 
-        With an exchange, the gradients of the shards are views of the exchange's buffers.
+        The gradients of the shards are then views of the exchange's buffers.
         """
-        parameters, count = self._replicas.parameters, len(self._devices)
+        parameters = self._replicas.parameters
+        count = len(self._devices)
         stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
         collectives = choose(self._devices, stepped)
         if collectives is None:
@@ -187,15 +173,13 @@ class Update:
         )
 
     def _whole(self, i: int) -> list[ParamShard]:
-        """Return one shard per parameter that device i steps, for a schedule that steps parameters
-        separately.
-        """
+        """Return one shard per parameter that device i steps."""
         parameters = self._weights
-        mine = [
+        stepped = [
             (g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i
         ]
         shards = []
-        for group, n in mine:
+        for group, n in stepped:
             weight = parameters[i][n]
             if self.exchange:
                 gradient = self.exchange.views[i][n]
@@ -223,9 +207,8 @@ class Update:
             group = group_of.get(plan.slots[0].parameter)
             if group is None:
                 continue
-            share = plan.size // len(
-                self._devices
-            )  # no remainder: the layout was made for this number of devices
+            # no remainder: the layout was made for this number of devices
+            share = plan.size // len(self._devices)
             start, stop = (i * share, (i + 1) * share) if self._sharded else (0, plan.size)
             segments = tuple(
                 Segment(
@@ -250,30 +233,27 @@ class Update:
         return shards
 
     def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Sum the gradients of all replicas, in the order of `sources`, into the gradients of
-        device i's shards.
+        """Sum the gradients of all replicas, in the order of `sources`, for device i's shards.
 
         `numbers` are the indices of the parameters whose gradients are summed; None means all.
         """
-        device, wanted = self._devices[i], None if numbers is None else set(numbers)
+        device = self._devices[i]
+        wanted = None if numbers is None else set(numbers)
         with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
             for other, gradients in () if self._on_host else sources:
                 device.wait(other)
                 device.borrow([g for g in gradients if g is not None])
-            single = self._sum_small(i, sources) if wanted is None else self._sums[i]
-            for one in single:
-                if wanted is None or one.segment.parameter in wanted:
+            remaining = self._sum_small(i, sources) if wanted is None else self._sums[i]
+            for segment_sum in remaining:
+                if wanted is None or segment_sum.segment.parameter in wanted:
                     self._sum(
-                        device, one, [gradients[one.segment.parameter] for _, gradients in sources]
+                        device,
+                        segment_sum,
+                        [gradients[segment_sum.segment.parameter] for _, gradients in sources],
                     )
 
     def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
-        """Sum the small gradients of device i's shards in one call.
-
-        Return the sums that are still to be computed.
-
-        If one call cannot compute the sums of the small gradients, return all sums.
-        """
+        """Sum device i's small gradients in one call, if possible; return the other sums."""
         small = self._small[i]
         if not small:
             return self._sums[i]
@@ -284,27 +264,26 @@ class Update:
         sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
         return self._large[i]
 
-    def _sum(self, device: Device, one: Sum, found: Sequence[torch.Tensor | None]) -> None:
-        """Write the sum of one segment's gradients to the segment's target on `device`.
-
-        `found` has each replica's gradient, which is None if the replica did not use the parameter.
-        """
-        own = [one.of(part) for part in found if part is not None]
-        parts = own if self._on_host else [arrive(part, device) for part in own]
+    def _sum(
+        self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Write the sum of one segment's gradients; None stands for an unused parameter."""
+        slices = [segment_sum.of(part) for part in gradients if part is not None]
+        parts = slices if self._on_host else [arrive(part, device) for part in slices]
         if not parts:
-            one.target.zero_()
+            segment_sum.target.zero_()
         elif len(parts) == 1:
-            one.target.copy_(parts[0])
+            segment_sum.target.copy_(parts[0])
         else:
-            torch.add(parts[0], parts[1], out=one.target)
+            torch.add(parts[0], parts[1], out=segment_sum.target)
             for part in parts[2:]:
-                one.target.add_(part)
+                segment_sum.target.add_(part)
 
     def show(self) -> None:
         """Set the `.grad` of the module's parameters to the reduced gradients.
 
-        If a parameter's reduced gradient is not complete in one tensor on device 0 (or, for logical
-        CPU devices, on the host), set its `.grad` to None.
+        It is None if the gradient is not complete in one tensor on device 0 (or, for logical CPU
+        devices, on the host).
         """
         # `hide` or `module.to()` may have given earlier gradients other memory
         if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
@@ -315,9 +294,7 @@ class Update:
             parameter.grad = None
 
     def hide(self) -> None:
-        """Move each gradient that the user's code still references to separate memory, before a
-        step overwrites it.
-        """
+        """Before a step, move gradients that the user's code references to separate memory."""
         shown = self._shown
         for i in range(len(shown)):  # by index: a loop variable would be one more reference
             if sys.getrefcount(shown[i]) > HELD:
@@ -326,7 +303,7 @@ class Update:
     def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
         """Return, by parameter index, the reduced gradients that are complete in one tensor.
 
-        These tensors are on device 0; with logical CPU devices, any device may have summed them.
+        They are on device 0; with logical CPU devices, any device may have summed them.
         """
         if self._whole_buffers and flat is not None:
             return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
@@ -340,9 +317,7 @@ class Update:
             self._steppers[i].step()
 
     def spread(self, workers: Workers) -> None:
-        """Copy to each device the weights that the other devices have updated, by a collective if
-        there is one.
-        """
+        """Copy to each device the weights that the others have updated."""
         if self.collective:
             assert self.exchange is not None
             self.exchange.spread(
@@ -356,14 +331,11 @@ class Update:
 
     @property
     def collective(self) -> bool:
-        """Return whether a collective sends the updated weights to all devices.
-
-        If not, each device copies them.
-        """
+        """Return whether a collective sends the updated weights to all devices."""
         return self.exchange is not None and not self._owner
 
     def copy(self, i: int) -> None:
-        """Copy to device i the weights that the other devices have updated."""
+        """Copy to device i the weights that the others have updated."""
         device = self._devices[i]
         with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
             for j in self.owners:
@@ -376,28 +348,24 @@ class Update:
 
     @property
     def shared(self) -> bool:
-        """Return whether each device steps a share of the weights, and gets all other weights from
-        other devices.
-        """
+        """Return whether each device steps only a share of the weights."""
         return self._sharded
 
     def gather_gradients(self) -> None:
-        """Gather the reduced gradients from all devices into the `.grad` of the module's
-        parameters.
+        """Gather the reduced gradients from all devices into the module's `.grad`.
 
-        If each device has reduced only its share of the gradients, the caller calls this once, when
-        training ends.
+        If each device has reduced only its share of them, call this once, when training ends.
         """
-        found: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
         for shard in (shard for shards in self._shards for shard in shards):
             for segment in shard.segments:
                 n = segment.parameter
-                if n not in found:
-                    found[n] = torch.zeros_like(
+                if n not in gradients:
+                    gradients[n] = torch.zeros_like(
                         self._replicas.parameters[0][n], requires_grad=False
                     )
-                line(found[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
-        for n, gradient in found.items():
+                line(gradients[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
+        for n, gradient in gradients.items():
             parameter = self._replicas.originals[n]
             dtypes = parameter.dtype, getattr(parameter, "grad_dtype", parameter.dtype)
             if parameter.shape == gradient.shape and dtypes == (gradient.dtype, gradient.dtype):
@@ -405,9 +373,7 @@ class Update:
 
     @property
     def regrouped(self) -> bool:
-        """Return whether the optimizer's state has been replaced, or changed so that it no longer
-        fits the shards.
-        """
+        """Return whether the optimizer's state was replaced, or no longer fits the shards."""
         if self.natural:
             return False
         if self.optimizer.state is not self._state:
@@ -418,23 +384,17 @@ class Update:
         )
 
     def begin(self) -> None:
-        """Copy `optimizer.state` to the shards before a step, if the training loop may have changed
-        its entries.
-        """
+        """Copy `optimizer.state` to the shards if the training loop may have changed it."""
         if not self.natural and self._state.fetched:
             self._import(self._state)
 
     def end(self) -> None:
-        """Copy the shards' state to `optimizer.state` after a step, if the training loop has
-        accessed its entries.
-        """
+        """Copy the shards' state to `optimizer.state` if the training loop has accessed it."""
         if not self.natural and self._state.fetched:
             self._state.store(self._gathered())
 
     def step_plainly(self) -> None:
-        """Step the module's own parameters with the user's optimizer and state, as an ordinary loop
-        does.
-        """
+        """Step the module's own parameters with the user's optimizer and state."""
         if self.natural:
             self.optimizer.step()
             return
@@ -446,56 +406,41 @@ class Update:
             self._shut()
 
     def _gathered(self) -> State:
-        """Return the optimizer state by parameter, gathered from all shards.
-
-        Entries of tensors that no shard contains are included unchanged.
-        """
+        """Return the state by parameter, including entries of tensors that no shard contains."""
         owners = self.owners if self._sharded else self.owners[:1]
         states = [(self._shards[i], self._steppers[i].state) for i in owners]
         found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
         return State(dict, {**self._rest, **found})
 
     def _import(self, state: State) -> None:
-        """Set the state of each device's shards to its part of `state`, the optimizer state by
-        parameter.
-        """
         for i in self.owners:
             self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
 
     def _open(self) -> None:
-        """Set `optimizer.state` to the gathered state by parameter, so that torch's own code can
-        use it.
+        """Make `optimizer.state` the state by parameter, so that torch's own code can use it.
 
-        Does nothing if the training loop has replaced or accessed `optimizer.state`.
+        Does nothing if the training loop has replaced or accessed it.
         """
         self._opened = self.optimizer.state is self._state and not self._state.fetched
         if self._opened:
             self.optimizer.state = self._gathered()
 
     def _shut(self) -> None:
-        """Undo `_open`: set `optimizer.state` back to the mapping that gathers the state at the
-        first access.
-        """
+        """Undo `_open`."""
         if self._opened:
             self.optimizer.state = self._state
 
     def close(self) -> None:
-        """Leave the user's optimizer as an ordinary loop would, with the complete state and without
-        hooks.
-        """
+        """Leave the user's optimizer with its complete state and without hooks."""
         if not self.natural and self.optimizer.state is self._state and not self._state.fetched:
             self.optimizer.state = self._gathered()
         for hook in self._hooks:
             hook.remove()
-        self._state = FetchedState(
-            State
-        )  # break a cycle: the former mapping references this object
+        # break a cycle: the former mapping references this object
+        self._state = FetchedState(State)
 
 
-def _small(each: Sequence[Sum]) -> list[Sum]:
-    """Return the sums of small gradients that one call can compute.
-
-    None if there are fewer than `FEW` such sums.
-    """
-    found = [one for one in each if one.whole and one.target.nbytes <= SMALL_BYTES]
-    return found if len(found) >= FEW else []
+def _small(candidates: Sequence[Sum]) -> list[Sum]:
+    """Return the sums of small gradients, or none if there are fewer than `FEW`."""
+    small = [one for one in candidates if one.whole and one.target.nbytes <= SMALL_BYTES]
+    return small if len(small) >= FEW else []

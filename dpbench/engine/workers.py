@@ -1,5 +1,4 @@
-"""Workers: the threads that run the replicas, with torch's per-thread settings copied from the
-calling thread.
+"""Workers: the threads that run the replicas, with the calling thread's torch settings.
 
 There are three kinds: a new thread per replica and call (`Spawn`), the threads of a pool (`Pool`),
 or only the calling thread (`Serial`).
@@ -32,8 +31,7 @@ Enter = Callable[[], AbstractContextManager[Any]]
 
 
 def capture() -> Enter:
-    """Return a factory of context managers that apply the calling thread's torch settings in any
-    thread.
+    """Return a factory of context managers that apply the calling thread's torch settings.
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting,
     default device, saved-tensor hooks, function and dispatch modes, and the multithreading of
@@ -73,7 +71,6 @@ def _applied(settings: Sequence[Enter]) -> Iterator[None]:
 
 
 def _autocasts() -> list[Enter]:
-    """Return a factory of context managers for each autocast that is on in the calling thread."""
     if not torch._C._is_any_autocast_enabled():
         return []
     kinds = [
@@ -87,8 +84,7 @@ def _autocasts() -> list[Enter]:
 
 
 def _modes() -> list[Enter]:
-    """Return factories of context managers that push the calling thread's function and dispatch
-    modes in any thread.
+    """Return factories that push the calling thread's function and dispatch modes.
 
     A default device is one of the function modes.
     """
@@ -132,13 +128,9 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def _autograd() -> list[Enter]:
-    """Return factories of context managers that apply the calling thread's autograd settings in any
-    thread.
+    """Return factories that apply the calling thread's autograd settings.
 
-    There is one factory for each of these settings that is active in the calling thread: inference
-    mode, saved-tensor hooks, and single-threaded backward. If saved-tensor hooks are disabled in
-    the calling thread, there is also a factory that disables them. Only the innermost saved-tensor
-    hooks are included, because torch applies no others.
+    Only the innermost saved-tensor hooks are included, because torch applies no others.
     """
     settings: list[Enter] = []
     if torch.is_inference_mode_enabled():
@@ -153,8 +145,7 @@ def _autograd() -> list[Enter]:
 
 
 def flushes_denormals() -> bool:
-    """Return whether the calling thread rounds denormal numbers to zero: see
-    torch.set_flush_denormal.
+    """Return whether the calling thread rounds denormal numbers to zero: torch.set_flush_denormal.
 
     torch cannot tell, but half of the smallest normal number is denormal.
     """
@@ -182,7 +173,7 @@ def check_uncached(module: nn.Module) -> None:
 
 
 class SavedRandomStates:
-    """A context in which replicas that save the state of the random number generator are noticed.
+    """A context that notices replicas that save the state of the random number generator.
 
     Activation checkpointing saves this state in forward, and restores it in backward to draw the
     same numbers again. Concurrent replicas share the host's generator, so that numbers that another
@@ -191,7 +182,9 @@ class SavedRandomStates:
     """
 
     def __init__(self) -> None:
-        self._lock, self._runs, self._read = threading.Lock(), 0, torch.get_rng_state
+        self._lock = threading.Lock()
+        self._runs = 0
+        self._read = torch.get_rng_state
         self._thread = threading.local()
 
     def __enter__(self) -> None:
@@ -221,9 +214,7 @@ class SavedRandomStates:
 
     @contextmanager
     def checked(self) -> Iterator[None]:
-        """Raise Refused at the end if the calling thread has saved a state and numbers have been
-        drawn since.
-        """
+        """Raise Refused at the end if numbers were drawn after the calling thread saved a state."""
         before = getattr(self._thread, "saved", ...)
         self._thread.saved = None
         try:
@@ -246,15 +237,13 @@ SAVED_RANDOM_STATES = SavedRandomStates()
 
 
 KEEP_MEMORY = "DPBENCH_KEEP_MEMORY"
-"""The name of an environment variable; if its value is 0, the settings of malloc stay unchanged."""
+"""The name of an environment variable; 0 leaves the settings of malloc unchanged."""
 
 
 def keep_memory(devices: Sequence[Device]) -> None:
-    """Make malloc keep freed memory if there are several logical CPU devices, unless
-    DPBENCH_KEEP_MEMORY is 0.
+    """Make malloc keep freed memory if there are several logical CPU devices: see `processes.keep`.
 
-    The setting applies to the whole process and is permanent. It has an effect only on glibc's
-    malloc: see `processes.keep`.
+    The setting applies to the whole process and is permanent. It affects only glibc's malloc.
     """
     if (
         len(devices) > 1
@@ -265,13 +254,11 @@ def keep_memory(devices: Sequence[Device]) -> None:
 
 
 class IntraOp:
-    """A context that divides the caller's intra-op threads between logical CPU devices that work at
-    the same time.
+    """A context that divides torch's intra-op threads between logical CPU devices.
 
-    Inside the context an operation runs on max(1, threads // devices) threads, where `threads` is
-    torch's number of intra-op threads before the context. On exit this number is restored. All
-    schedules use the context, because the rounding of some operations depends on the number of
-    threads.
+    Inside it an operation runs on max(1, threads // devices) threads; on exit the number of threads
+    is restored. All schedules use it, because the rounding of some operations depends on the number
+    of threads.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -309,15 +296,11 @@ class Workers(Protocol):
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Call `job(i)` for each i below `count`, and wait for all of these calls to end.
 
-        If other threads run jobs, the calling thread passes the jobs to them inside the context
-        `starting`.
+        If other threads run jobs, they get the jobs inside the context `starting`.
         """
 
     def close(self) -> None:
-        """End the threads that persist between calls, if there are any.
-
-        A later `run` starts new ones.
-        """
+        """End the threads that persist between calls; a later `run` starts new ones."""
 
 
 class Spawn:
@@ -326,11 +309,7 @@ class Spawn:
     concurrent = True
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Start one thread for each of `count` jobs inside the context `starting`, and wait for all
-        threads to end.
-
-        If `count` is 1, the job runs in the calling thread, and `starting` is not used.
-        """
+        """Run each job in a new thread, or a single job in the calling thread."""
         if count == 1:
             return job(0)
         with starting:
@@ -347,17 +326,12 @@ class Spawn:
 
 
 class Serial:
-    """Workers that run all replicas in the calling thread, so that threads do not compete for the
-    interpreter lock.
-    """
+    """Workers that run all replicas in the calling thread: no threads compete for the GIL."""
 
     concurrent = False
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Call `job(i)` for each i below `count`, in order, in the calling thread.
-
-        `starting` is not used.
-        """
+        """Call `job(i)` for each i below `count`, in order, in the calling thread."""
         for i in range(count):
             job(i)
 
@@ -366,13 +340,11 @@ class Serial:
 
 
 class Pool:
-    """Workers with one persistent thread per replica, except for the first replica, which runs in
-    the calling thread.
+    """Workers with one persistent thread per replica but the first, which the calling thread runs.
 
     Persistent threads avoid the cost of starting threads, and keep the state that libraries hold
-    per thread (cuDNN's plans). The threads start with the first call that needs them, and end with
-    `close` or when the pool is garbage-collected. In a forked child process, the pool starts new
-    threads.
+    per thread (cuDNN's plans). They start with the first call that needs them, and end with `close`
+    or when the pool is garbage-collected. In a forked child process, the pool starts new threads.
     """
 
     concurrent = True
@@ -382,15 +354,10 @@ class Pool:
         self._owner = os.getpid()
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
-        """Run job 0 in the calling thread, and job i in thread i of the pool, for i below `count`.
-
-        Wait for all jobs.
-
-        The jobs are passed to the threads inside the context `starting`. If there are too few
-        threads, more are started before that.
-        """
+        """Run job 0 in the calling thread, and job i in thread i of the pool; wait for all jobs."""
         if os.getpid() != self._owner:
-            self._inboxes, self._owner = [], os.getpid()
+            self._inboxes = []
+            self._owner = os.getpid()
         while len(self._inboxes) < count - 1:
             self._start()
         done: SimpleQueue[None] = SimpleQueue()
@@ -424,15 +391,12 @@ class Pool:
         self._inboxes = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make `copy` and `pickle` create a new pool without threads, because threads cannot be
-        copied.
-        """
+        """Make `copy` and `pickle` create a new pool, because threads cannot be copied."""
         return Pool, ()
 
 
 def _all(waits: Iterable[Callable[[], object]]) -> None:
-    """Call all functions in `waits`, each of which waits for one job, even if the calling thread is
-    interrupted.
+    """Call all `waits`, each of which waits for one job, even if the calling thread is interrupted.
 
     The interrupt is raised after the last call, because a job that is still running in the next
     step would write into that step's tensors. A second interrupt is raised at once.
@@ -451,10 +415,7 @@ def _all(waits: Iterable[Callable[[], object]]) -> None:
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
-    """Run the jobs from the inbox until the message None arrives.
-
-    Each other message is a job, its index, and a queue to which the end of the job is reported.
-    """
+    """Run the jobs from the inbox until the message None arrives."""
     while (message := inbox.get()) is not None:
         job, i, done = message
         job(i)
@@ -463,8 +424,6 @@ def _serve(inbox: SimpleQueue[Any]) -> None:
 
 
 def choose(name: str) -> Workers:
-    """Return new workers of the kind `name`, a value of the schedule's switch `workers`: spawn,
-    pool or serial.
-    """
+    """Return new workers of the kind `name`: spawn, pool or serial."""
     kinds: dict[str, type[Workers]] = {"spawn": Spawn, "pool": Pool, "serial": Serial}
     return kinds[name]()
