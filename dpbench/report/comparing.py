@@ -1,6 +1,4 @@
-"""Comparing: the comparison of two runs, before and after a change, as text, as Markdown, and as an
-HTML page.
-"""
+"""Comparing: the comparison of two runs as text, as Markdown, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ PANELS = 40
 
 
 def heading(report: Report) -> str:
-    """Return one line on a run: its id and name, time, the commits of dpbench and of the project,
-    and its machine.
-    """
+    """Return a line on a run: its id, name, time, commits of dpbench and project, and machine."""
     facts = dict(naming.facts(report))
     name = report.provenance.get("name", "")
     code = [
@@ -54,10 +50,7 @@ def heading(report: Report) -> str:
 
 
 def cells(found: Comparisons) -> list[tuple[str, ...]]:
-    """Return the cells of one line per case, in the order of `COLUMNS`.
-
-    Cases without a result come last.
-    """
+    """Return the cells of each case in the order of `COLUMNS`; cases without a result are last."""
     lost = [("undecided", case.label, *[""] * 5, reason) for case, reason in found.lost.items()]
     return [*map(_cells, found.lines), *lost]
 
@@ -81,9 +74,7 @@ def _cells(line: Comparison) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """Return a ratio as text with four digits, because two runs are compared with a margin of about
-    1 %.
-    """
+    """Return a ratio with four digits, because two runs are compared with a margin of about 1 %."""
     return words.number(value, 4)
 
 
@@ -92,10 +83,7 @@ def _ms(step: Estimate) -> str:
 
 
 def why(line: Comparison) -> str:
-    """Return the reason for a verdict.
-
-    If the case changed, the phase that changed most and its share come first.
-    """
+    """Return the reason for a verdict; if the case changed, after the phase that changed most."""
     phase = (
         f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the"
         " changes of all phases)"
@@ -112,8 +100,7 @@ def summary(found: Comparisons) -> str:
 
 
 def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple[str, str]]:
-    """Return a line on each run, and a line on each fact in which their machines differ, as pairs
-    of a name and a text.
+    """Return lines on both runs and on each fact in which their machines differ, with their names.
 
     The names are "before" and "after" for the runs, and "UNLIKE" for each fact.
     """
@@ -125,17 +112,13 @@ def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple
 
 
 def note(found: Comparisons) -> str:
-    """Return the note below a comparison: how to read a ratio, and what the intervals of observed
-    loops leave out.
-    """
+    """Return the note on how to read a ratio, and on what intervals of observed loops leave out."""
     observed = any(one.case.traits.observed for one in found.lines)
     return f"{NOTE} {caveats.PARTS[0].upper()}{caveats.PARTS[1:]}." if observed else NOTE
 
 
 def text(before: Report, after: Report, found: Comparisons) -> str:
-    """Return the comparison as plain text: a line on each run, and a table with one line per
-    case.
-    """
+    """Return the comparison as plain text: a line on each run, and a table with a line per case."""
     aligned = words.aligned(
         [COLUMNS, *cells(found)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS]
     )
@@ -155,10 +138,8 @@ def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
 class SideAnswer:
     """The headline and the labels of an answer.
 
-    `side` names the run, or both runs if they give the same answer.
-
-    `cases` has the ids of the compared cases to which the answer applies; if empty, the page always
-    shows the answer.
+    `side` names the run, or both runs if they give the same answer. `cases` has the ids of the
+    compared cases to which the answer applies; if empty, the page always shows the answer.
     """
 
     subject: str
@@ -169,11 +150,9 @@ class SideAnswer:
 
 
 def page(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the comparison as one HTML page: the answers of both runs, the table, and the steps of
-    both runs.
+    """Return the comparison as an HTML page: both runs' answers, the table, and both runs' steps.
 
-    The page has the style sheet and the script of the page of a run, so that filters, tooltips and
-    themes are the same.
+    The page has the style sheet and the script of the page of a run.
     """
     from dpbench.report import page as report_page
 
@@ -223,8 +202,7 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
 
 
 def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
-    """Return one record per case, in the order of the table, with the case's settings, verdict and
-    numbers.
+    """Return the settings, verdict and numbers of each case, in the order of the table.
 
     Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why
     reports do not show a number, or None.
@@ -250,10 +228,7 @@ def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
 
 
 def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswer]:
-    """Return the answers of both runs, grouped by subject.
-
-    An answer that is the same in both runs is returned once.
-    """
+    """Return the answers of both runs by subject; an answer of both is returned once."""
     # the page identifies a case by its id in the first run, even if the second run has other
     # devices
     known = {naming.case_id(line.other): naming.case_id(line.case) for line in found.lines}
@@ -331,13 +306,7 @@ def _part(
     drawable: int,
     styles: Styles,
 ) -> PageSection | None:
-    """Return a section of the page with the given panels, each of which comes with its case.
-
-    None without panels.
-
-    `drawable` is the number of cases that could be drawn. If it exceeds the number of panels, a
-    note says by how much.
-    """
+    """Return a section with the panels, or None without any; a note counts the cases left out."""
     from dpbench.report import page as report_page
 
     if not panels:

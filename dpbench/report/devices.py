@@ -1,8 +1,4 @@
-"""Devices: the tables below the drawings of a report.
-
-They show the latency of the forward alone, the imbalance of the devices, memory by phase, bytes
-over links, and predictions next to measurements.
-"""
+"""Devices: the tables below the drawings of a report."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 
 class TableSection(NamedTuple):
-    """A section of a report: a table with the text before it (`lead`) and the labels of its cases.
+    """A table of a report, with the text before it (`lead`) and the labels of its cases.
 
     `open` is whether the table is expanded when the page opens. `cases` has the case of each line.
     """
@@ -46,9 +42,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory, transfers and predictions, except for
-    empty tables.
-    """
+    """Return the sections on latency, imbalance, memory, transfers and predictions with lines."""
     ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
@@ -296,9 +290,6 @@ def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
 
 
 def _ways(flow: PhaseTraffic) -> str:
-    """Return the direction in which bytes move in a phase, such as "host → each", "0 → each" or "a
-    ring".
-    """
     sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
     if all(source < 0 for source in sources):
         return "host → each" if len(targets) > 1 else "host → 0"

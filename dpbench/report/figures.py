@@ -1,6 +1,4 @@
-"""Figures: the sections on throughput, phases, the ladder and commits, and the list of all sections
-with drawings.
-"""
+"""Figures: the sections on throughput, phases, ladders and commits, and the list of sections."""
 
 from __future__ import annotations
 
@@ -34,18 +32,14 @@ from dpbench.report.svg import Panel, Section
 from dpbench.store import PAST
 
 NAMED = 4
-"""The largest number of commits that a panel names on its axis.
-
-With more, it names only the first and the last.
-"""
+"""Above this number of commits, a panel names only the first and the last on its axis."""
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
 """The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
 BEYOND = 1.5
-"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step
-time.
+"""The lines of `ddp` and of the limit are drawn up to this multiple of the slowest rung's time.
 
-A line farther to the right would make all bars short. If `ddp` has no line, the caption states the
-step time of `ddp`.
+A line farther to the right would make all bars short. The caption then states the step time of
+`ddp`.
 """
 ENDS = (
     "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep"
@@ -54,10 +48,7 @@ ENDS = (
 
 
 def over_commits(report: Report) -> Section | None:
-    """Return the section on the history of the report's cases.
-
-    None if no case has enough commits.
-    """
+    """Return the section on the history of the cases; None if no case has enough commits."""
     by_case = {one.case: one for one in report.histories}
     if not by_case:
         return None
@@ -207,21 +198,16 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether the bar of a rung can be drawn, because none of the estimates that it shows is
-    in doubt.
+    """Return whether none of the estimates that a rung's bar shows is in doubt.
 
-    It shows the rung's step time and, except for the lowest rung, its change and the step time of
-    the rung below it. `steps` has the step times in milliseconds by rung; step times that are in
-    doubt are not in it.
+    `steps` has the step times by rung in milliseconds, except for those in doubt.
     """
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Return a rung's name with the change of its step time and the verdict, which the colours
-    alone would not tell.
-    """
+    """Return a rung's name with its change and verdict, which the colours alone would not tell."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return (
@@ -231,10 +217,9 @@ def _name(rung: Rung) -> str:
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: float) -> float:
-    """Draw the bar of a rung at height `y`, and return the upper end of its whisker, at most
-    `farthest`, in ms.
+    """Draw a rung's bar at height `y`, and return its whisker's end, at most `farthest`, in ms.
 
-    The bar of the lowest rung is its step time. The bar of another rung is the difference from the
+    The bar of the lowest rung is its step time, and that of another rung the difference from the
     rung below it. `steps` has the step times of rungs in milliseconds.
     """
     if rung.change is None:
@@ -272,12 +257,9 @@ def _colour(change: RungGain) -> str:
 
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the vertical lines at the step times of `ddp` and of the limit, as (name,
-    milliseconds, style).
+    """Return the lines of `ddp` and of the limit up to `BEYOND`, as (name, milliseconds, style).
 
     The limit is the step time of `single` with one device's share of the batch.
-
-    A line is left out if its step time is far longer than that of the slowest rung; see `BEYOND`.
     """
     slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
     looks = (
@@ -322,8 +304,8 @@ def _caption(ladder: Ladder) -> str:
 def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the order of the page.
 
-    The sections on the ladder and on phases show all rungs of each ladder. The other sections show
-    only the lowest rung, the best rung, and the schedule that TrainStep selected.
+    The sections on the ladder and on phases show all rungs of each ladder, the others only the
+    lowest rung, the best rung, and the schedule that TrainStep selected.
     """
     ladders = report.ladders
     drawable = notable(report.rows, report.ladders)
@@ -355,9 +337,7 @@ def sections(report: Report) -> list[Section]:
 
 
 def throughput(rows: Sequence[Row]) -> Section:
-    """Return the section on throughput, which shows the samples per second of each case as a
-    bar.
-    """
+    """Return the section on throughput, with a bar for the samples per second of each case."""
     panels, left_out = small_multiples.split(
         [row for row in rows if naming.drawable(row.throughput)], per=12
     )
@@ -398,9 +378,7 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def phases(rows: Sequence[Row]) -> Section:
-    """Return the section on phases, which shows a bar for the step of each case, with the phases as
-    its parts.
-    """
+    """Return the section on phases, with a bar for the step of each case, made of its phases."""
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
     panels, left_out = small_multiples.split(drawn, per=16)  # enough for a whole ladder
     left_out = " ".join(
@@ -445,11 +423,9 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
 def _stack(
     axes: Axes, row: Row, case: str, present: Sequence[str], y: float, widest: float
 ) -> None:
-    """Draw the phases of one case as the parts of a bar at height `y`, with the names of phases
-    that fit.
+    """Draw the phases `present` of a case as parts of a bar at height `y`, with the names that fit.
 
-    `present` has the names of the phases to draw, and `widest` is the longest bar of the panel in
-    milliseconds.
+    `widest` is the longest bar of the panel in milliseconds.
     """
     left = 0.0
     for name in present:

@@ -30,9 +30,7 @@ COLUMNS = (
 
 
 def section(found: LoaderCurve, trials: Sequence[Trial]) -> Section:
-    """Return the section with a plot of the rate over the number of workers, and a table of its
-    numbers.
-    """
+    """Return the section with a plot of the rate over the number of workers, and its table."""
     note = "" if found.points else "No measurement succeeded."
     return Section(
         "loaders",
@@ -123,10 +121,7 @@ def _drawing(found: LoaderCurve) -> str:
 
 
 def _knee(axes: Axes, found: LoaderCurve) -> list[Line2D]:
-    """Draw the knee, if there is one, as a vertical line with its interval as a band.
-
-    Return the line.
-    """
+    """Draw the knee, if there is one, as a vertical line with its interval as a band."""
     if found.shape is not Shape.KNEE or found.knee is None:
         return []
     colour = svg.ROLES[Role.ENGINE]
@@ -136,10 +131,7 @@ def _knee(axes: Axes, found: LoaderCurve) -> list[Line2D]:
 
 
 def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
-    """Draw the rate that the step needs as a horizontal line, with its interval as a band.
-
-    Return the line.
-    """
+    """Draw the rate that the step needs as a horizontal line, with its interval as a band."""
     colour, rate = svg.ROLES[Role.BASELINE], batch_size / step.value
     axes.axhspan(
         batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0

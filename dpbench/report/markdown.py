@@ -1,6 +1,4 @@
-"""Markdown: a run's report as a comment for a pull request, without drawings and without
-matplotlib.
-"""
+"""Markdown: a run's report for a pull request, without drawings and without matplotlib."""
 
 from __future__ import annotations
 
@@ -16,14 +14,11 @@ from dpbench.records import words
 from dpbench.report import devices, naming, table
 
 REASON = 160
-"""The number of columns after which the reason of a problem is cut off.
-
-The HTML page shows reasons in full.
-"""
+"""The columns after which the reason of a problem is cut off; the HTML page shows it in full."""
 
 
 def render(report: Report) -> str:
-    """Return the report as a text in GitHub's Markdown."""
+    """Return the report in GitHub's Markdown."""
     rows = report.rows
     columns, lines = table.all_cases(report)
     parts = [
@@ -60,18 +55,13 @@ def render(report: Report) -> str:
 
 
 def _said(text: str, columns: int = 1000) -> str:
-    """Return the text as one line of at most `columns` columns, with Markdown markup, mentions and
-    links escaped.
-    """
+    """Return the text as one line of at most `columns`, with markup, mentions and links escaped."""
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
 
 
 def _answer(one: Answer) -> str:
-    """Return the Markdown of an answer: its headline, its clauses as sentences, and the command to
-    run next.
-    """
     clauses = [
         _said(f"{part[0].upper()}{part[1:]}.")
         for part in (one.reason, one.certainty, one.memory)
@@ -88,9 +78,7 @@ def _answer(one: Answer) -> str:
 
 
 def _code(text: str) -> str:
-    """Return the text as code in Markdown, enclosed by one backtick more than its longest series of
-    backticks.
-    """
+    """Return the text as code, enclosed by one backtick more than its longest run of them."""
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     space = " " * text.startswith("`") or " " * text.endswith("`")
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
@@ -116,7 +104,6 @@ def _cell(cell: table.Cell) -> str:
 
 
 def _diagnosis(one: Diagnosis) -> Iterator[str]:
-    """Yield the Markdown of a diagnosis: its answer, then a list of its findings."""
     yield f"**Explained**{_labels(one.labels)} {_said(one.text, 2000)}"
     lines = []
     for finding in one.findings:
@@ -130,9 +117,6 @@ def _diagnosis(one: Diagnosis) -> Iterator[str]:
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
-    """Yield the Markdown of a ladder: a heading with the labels of its rows, then its tables with
-    their notes.
-    """
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
     for found in reversed(table.tables(ladder)):
         yield f"**{_said(found.title)}**"
@@ -152,9 +136,6 @@ def _table(
 
 
 def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
-    """Yield one list item for each problem of each case, with the name of the case and the
-    reason.
-    """
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:
@@ -172,9 +153,6 @@ def _phases(rows: Sequence[Row]) -> str:
 
 
 def _part(part: devices.TableSection) -> str:
-    """Return the Markdown of a section: its title, and folded below it the text, the labels and the
-    table.
-    """
     cells = [[_cell(cell) for cell in line] for line in part.table.lines]
     body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
     return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")
@@ -198,7 +176,7 @@ def compared(
 ) -> str:
     """Return a comparison of two runs as Markdown: its facts as a list, its table, and a note.
 
-    `text` has the columns of the table that contain text, and not numbers.
+    `text` has the columns that contain text, not numbers.
     """
     listed = "\n".join(f"- {name}: {_said(value)}" for name, value in facts)
     body = _table(columns, ([_said(cell) for cell in line] for line in cells), text)

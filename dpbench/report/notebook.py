@@ -1,6 +1,4 @@
-"""Notebook: the answers of a run and the table of its cases, as HTML for the output of a notebook's
-cell.
-"""
+"""Notebook: a run, or a comparison of two, as HTML for the output of a notebook's cell."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def render(report: Report) -> str:
 
 
 def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the HTML of two runs that are compared: a line on each run, and the table of their
-    common cases.
-    """
+    """Return the HTML of a comparison: a line on each run, and the table of their common cases."""
     head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, comparisons)]
     cells = [
         Markup("").join(

@@ -1,6 +1,4 @@
-"""Swim lanes: the section that draws one median step of each strategy on a common time axis, with a
-lane per device.
-"""
+"""Swim lanes: one median step of each strategy on a common time axis, with a lane per device."""
 
 from __future__ import annotations
 
@@ -54,12 +52,10 @@ def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield one group of rows per setting and batch size, for one panel or, if the group is large,
-    for several.
+    """Yield one group of rows per setting and batch size, for one or several panels.
 
     A group has the cases on the largest number of devices, and the one-device cases with the same
-    batch size. If no one-device case has this batch size, the group has the one-device cases whose
-    batch size is one device's share.
+    batch size or, if there are none, with one device's share of it.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
@@ -87,8 +83,7 @@ def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
 
 
 def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
-    """Return the panel with one median step of a case in two runs, one above the other, on the same
-    time axis.
+    """Return the panel with one median step of a case in two runs, one above the other.
 
     `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page
     filters the panel by the case of the first run.
@@ -103,10 +98,6 @@ def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], k
 def _drawing(
     title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
 ) -> str:
-    """Return the timelines as one drawing with a common time axis.
-
-    `cases`, if given, has the case of each timeline.
-    """
     captions = [_said(one) for one in shown]
     heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
     phases = {bar.phase.value for one in shown for lane in _shown(one) for bar in lane.bars}
@@ -201,9 +192,6 @@ def _short(device: int) -> str:
 
 
 def _place(device: int) -> str:
-    """Return "device i" for the index of a device, "host" for the host, and "host i" for a further
-    machine of a run.
-    """
     if device >= 0:
         return f"device {device}"
     return "host" if device == HOST else f"host {HOST - device + 1}"
@@ -244,8 +232,7 @@ def _outline(
     edges: Mapping[int | None, float],
     whole: tuple[float, float],
 ) -> None:
-    """Draw the critical path: an outline around each of its stretches, and lines where it changes
-    lanes.
+    """Draw the critical path: an outline around each stretch, and lines where it changes lanes.
 
     `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the
     bottom of all lanes. A stretch without an open phase is a dashed box across all lanes.

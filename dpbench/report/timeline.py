@@ -1,6 +1,4 @@
-"""Timeline: report sections on the distribution of steps, utilisation over time, and device 0
-against the others.
-"""
+"""Timeline: the sections on step distribution, utilisation, and device 0 against the others."""
 
 from __future__ import annotations
 
@@ -37,15 +35,11 @@ _CORE = re.compile(r"core(\d+)_utilization_ratio")
 Place = tuple[str, int]
 """The kind of a device, which is "GPU" or "core", and the index of the device."""
 Series = dict[Place, list[tuple[float, float]]]
-"""The readings of the utilisation of each GPU or core, as pairs of a time in seconds and a ratio
-from 0 to 1.
-"""
+"""The utilisation of each GPU or core, as pairs of a time in seconds and a ratio from 0 to 1."""
 
 
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on utilisation over time: of GPUs if GPUs were sampled, else of CPU
-    cores.
-    """
+    """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
         if trial.source.timed and (series := _series(trial)):
@@ -123,12 +117,9 @@ def _case(
     thick: float,
     pause: float,
 ) -> float:
-    """Draw the utilisation in the rounds of one case, one after another.
+    """Draw the utilisation in the rounds of a case, and return the last one's end in seconds.
 
-    Return the end of the last round in seconds.
-
-    `y` is the top edge of the drawing, `thick` the height of one device's row, and `pause` the gap
-    between two rounds.
+    `y` is the top edge of the drawing, `thick` the height of a device's row.
     """
     left = 0.0
     for number, series in enumerate(group, start=1):
@@ -142,11 +133,10 @@ def _case(
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return the image of the utilisation in one round, transparent without readings, and the
-    seconds of its width.
+    """Return the image of the utilisation in one round, and its width in seconds.
 
-    A reading covers the time since the previous reading, but no more than three typical sampling
-    intervals.
+    A reading covers the time since the previous one, but no more than three typical sampling
+    intervals. The image is transparent where there are no readings.
     """
     begin = min(readings[0][0] for readings in series.values())
     apart = np.diff([time for readings in series.values() for time, _ in readings])
@@ -175,9 +165,7 @@ def _colour_scale(figure: Figure) -> None:
 
 
 def imbalance(rows: Sequence[Row]) -> Section:
-    """Return the section that compares device 0 with the other devices in busy time, and in memory
-    if it is known.
-    """
+    """Return the section that compares device 0 with the others in busy time and known memory."""
     panels, notes = [], []
     for kind, draw in (("busy", _busy), ("memory", _memory)):
         drawn = [row for row in rows if len(getattr(row, kind)) > 1]
@@ -219,11 +207,7 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def _sentence(facet: small_multiples.Facet) -> str:
-    """Return a sentence on the case with the highest ratio of device 0's busy time to the other
-    devices'.
-
-    Return an empty text if the ratio is not known for any case.
-    """
+    """Return a sentence on the case with the highest ratio of busy times; "" if none is known."""
     known_ratios = [
         (row.imbalance, row.memory_imbalance, name)
         for row, name in zip(facet.rows, facet.names, strict=True)
@@ -273,8 +257,7 @@ def _pairs(
     key: str,
     title: str,
 ) -> str:
-    """Return the drawing of a pair of bars per case: the amount of device 0, and the mean of the
-    other devices.
+    """Draw a pair of bars per case: the amount of device 0, and the mean of the other devices.
 
     `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to
     the cases' names.
@@ -331,22 +314,15 @@ ROUNDS = 5
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
 """The line style of each round."""
 CURVE = 50
-"""The height of a curve in SVG units.
-
-A curve is drawn from at most this number of timed steps of a round.
-"""
+"""The height of a curve in SVG units, and the largest number of steps from which it is drawn."""
 LEFT = 46.0
 """The margin for the labels of the curves' axes, in SVG units."""
 OUTLIER = 3.0
-"""A timed step is an outlier if it is farther than this multiple of the interquartile range from
-the quartiles.
-"""
+"""An outlier is farther than this multiple of the interquartile range from the quartiles."""
 
 
 def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on the distribution of step times, with a curve per round, warm-up steps
-    and outliers.
-    """
+    """Return the section on the distribution of step times, with a curve per round."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.source.timed and trial.timed:
@@ -424,9 +400,7 @@ def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the time axis to the range from `low` to `high`, with a margin at both ends.
-
-    Return the ends of the axis.
+    """Set the time axis to a range with a margin, and return its ends.
 
     The axis has a log scale if the range spans more than a factor of 6.
     """
@@ -450,8 +424,6 @@ def _curve(
     axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]
 ) -> Line2D:
     """Draw the distribution of a round's timed steps above the height `bottom`, outliers as dots.
-
-    Return its curve.
 
     `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends
     the curve.
@@ -519,9 +491,7 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
 def _left_out(
     facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float
 ) -> str:
-    """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds
-    that are not drawn.
-    """
+    """Return a caption on the timed steps beyond `end` (in ms) and the rounds not drawn."""
     sentences = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
