@@ -191,7 +191,7 @@ class Compared:
         return self._found.unlike
 
     def page(self, path: str | Path) -> Path:
-        """Write the comparison and both runs' answers and phases to an HTML file; return its path."""
+        """Write the comparison, with both runs' answers and phases, as HTML; return the path."""
         from dpbench.report import comparing as drawing
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -85,7 +85,7 @@ def give_bands(figure: Drawing) -> None:
 
 
 def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist) -> int | None:
-    """Return the number of an artist's band; None for one that no band contains, such as an axis."""
+    """Return the number of the band of an artist; None if no band contains it, as for an axis."""
     if isinstance(artist, Axis | Spine) or artist is axes.patch or not artist.get_visible():
         return None
     low, high = _edges(axes, artist)

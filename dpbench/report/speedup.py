@@ -175,7 +175,7 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
 
 
 def _level(axes: Axes, line: Points, end: float) -> Line2D:
-    """Draw the speed-up of one device with all cores as a horizontal line, its interval as a band."""
+    """Draw the speed-up of one device with all cores as a line, and its interval as a band."""
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, min(last.high, end), color=colour, alpha=0.15, linewidth=0)
