@@ -227,10 +227,10 @@ def left_text(seconds: Sequence[float], trials: int) -> str:
 def details(trial: Trial) -> str:
     """Return the times of a trial's stages, its steps, memory peaks and verification as text."""
     warmup = sum(step.warmup for step in trial.steps)
-    peaks = [one for one in trial.memory if not one.phase and one.kind == "allocated"]
+    peaks = [peak for peak in trial.memory if not peak.phase and peak.kind == "allocated"]
     named = [
-        ("host" if one.device < 0 else f"device {one.device}", words.size(one.peak_bytes))
-        for one in peaks
+        ("host" if peak.device < 0 else f"device {peak.device}", words.size(peak.peak_bytes))
+        for peak in peaks
     ]
     parts = [
         ", ".join(

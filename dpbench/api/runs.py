@@ -155,8 +155,10 @@ class Run:
         """
         if not isinstance(after, Run):
             after = Run(*side(self._store or STORE, str(after)), None)
-        found = comparison.between(self.analysis, after.analysis, margin=margin, unlike=unlike)
-        return Compared(self.analysis, after.analysis, found)
+        comparisons = comparison.between(
+            self.analysis, after.analysis, margin=margin, unlike=unlike
+        )
+        return Compared(self.analysis, after.analysis, comparisons)
 
     def __repr__(self) -> str:
         rows = self.analysis.rows
@@ -175,20 +177,20 @@ class Run:
 class Compared:
     """The comparison of two runs, with one line per case as text and as HTML in a notebook."""
 
-    def __init__(self, before: Report, after: Report, found: Comparisons) -> None:
+    def __init__(self, before: Report, after: Report, comparisons: Comparisons) -> None:
         self._before = before
         self._after = after
-        self._found = found
+        self._comparisons = comparisons
 
     @property
     def cases(self) -> Sequence[Comparison]:
         """Return the comparison of each case that has a result in both runs."""
-        return self._found.lines
+        return self._comparisons.lines
 
     @property
     def unlike(self) -> Sequence[Unlike]:
         """Return the facts in which the machines or the software of the runs differ."""
-        return self._found.unlike
+        return self._comparisons.unlike
 
     def page(self, path: str | Path) -> Path:
         """Write the comparison, with both runs' answers and phases, as HTML; return the path."""
@@ -196,21 +198,21 @@ class Compared:
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(
-            drawing.page(self._before, self._after, self._found), encoding="utf-8"
+            drawing.page(self._before, self._after, self._comparisons), encoding="utf-8"
         )
         return Path(path)
 
     def __repr__(self) -> str:
         from dpbench.report import comparing as drawing
 
-        return f"<dpbench.Compared: {drawing.summary(self._found)}>"
+        return f"<dpbench.Compared: {drawing.summary(self._comparisons)}>"
 
     def __str__(self) -> str:
         from dpbench.report import comparing as drawing
 
-        return drawing.text(self._before, self._after, self._found)
+        return drawing.text(self._before, self._after, self._comparisons)
 
     def _repr_html_(self) -> str:
         from dpbench.report import notebook
 
-        return notebook.compared(self._before, self._after, self._found)
+        return notebook.compared(self._before, self._after, self._comparisons)

@@ -61,16 +61,16 @@ def _said(text: str, columns: int = 1000) -> str:
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
 
 
-def _answer(one: Answer) -> str:
+def _answer(answer: Answer) -> str:
     clauses = [
         _said(f"{part[0].upper()}{part[1:]}.")
-        for part in (one.reason, one.certainty, one.memory)
+        for part in (answer.reason, answer.certainty, answer.memory)
         if part
     ]
-    command = [f"Next: {_code(one.command)}"] if one.command else []
+    command = [f"Next: {_code(answer.command)}"] if answer.command else []
     return " ".join(
         [
-            f"**{_said(one.subject)}: {_said(one.headline)}**{_labels(one.labels)}",
+            f"**{_said(answer.subject)}: {_said(answer.headline)}**{_labels(answer.labels)}",
             *clauses,
             *command,
         ]
@@ -89,9 +89,9 @@ def _remarks(report: Report) -> str:
 
 
 def _machines(report: Report) -> str:
-    found = table.machines(report)
-    cells = [[_cell(cell) for cell in line] for line in found.lines] if found else []
-    return _details("Hosts", _table(found.columns, cells, found.columns)) if found else ""
+    machines = table.machines(report)
+    cells = [[_cell(cell) for cell in line] for line in machines.lines] if machines else []
+    return _details("Hosts", _table(machines.columns, cells, machines.columns)) if machines else ""
 
 
 def _labels(labels: Iterable[str]) -> str:
@@ -103,29 +103,29 @@ def _cell(cell: table.Cell) -> str:
     return f"{_said(cell.text)}{small}"
 
 
-def _diagnosis(one: Diagnosis) -> Iterator[str]:
-    yield f"**Explained**{_labels(one.labels)} {_said(one.text, 2000)}"
+def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
+    yield f"**Explained**{_labels(diagnosis.labels)} {_said(diagnosis.text, 2000)}"
     lines = []
-    for finding in one.findings:
-        detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
+    for finding in diagnosis.findings:
+        detail = "; ".join(f"{name}: {value}" for name, value in text.parts(finding))
         lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
     yield _details(
-        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, the most costly"
-        " first",
+        f"{words.count(len(lines), 'finding')} on {_said(diagnosis.row.case.model)}, the most"
+        " costly first",
         "\n".join(lines),
     )
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
-    for found in reversed(table.tables(ladder)):
-        yield f"**{_said(found.title)}**"
+    for ladder_table in reversed(table.tables(ladder)):
+        yield f"**{_said(ladder_table.title)}**"
         yield _table(
-            found.columns,
-            ([_cell(cell) for cell in line] for line in found.lines),
-            found.columns[: found.text],
+            ladder_table.columns,
+            ([_cell(cell) for cell in line] for line in ladder_table.lines),
+            ladder_table.columns[: ladder_table.text],
         )
-        yield _said(found.note)
+        yield _said(ladder_table.note)
 
 
 def _table(
@@ -147,15 +147,15 @@ def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
 
 
 def _phases(rows: Sequence[Row]) -> str:
-    found, _ = table.phases(rows)
-    lines = ([_cell(cell) for cell in line] for line in found.lines)
-    return _table(found.columns, lines, found.columns[: found.text]) if found.lines else ""
+    phases, _ = table.phases(rows)
+    lines = ([_cell(cell) for cell in line] for line in phases.lines)
+    return _table(phases.columns, lines, phases.columns[: phases.text]) if phases.lines else ""
 
 
-def _part(part: devices.TableSection) -> str:
-    cells = [[_cell(cell) for cell in line] for line in part.table.lines]
-    body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
-    return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")
+def _part(section: devices.TableSection) -> str:
+    cells = [[_cell(cell) for cell in line] for line in section.table.lines]
+    body = _table(section.table.columns, cells, section.table.columns[: section.table.text])
+    return _details(section.title, f"{_said(section.lead)}{_labels(section.labels)}\n\n{body}")
 
 
 def _details(summary: str, body: str) -> str:

@@ -90,8 +90,8 @@ def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist
         return None
     low, high = _edges(axes, artist)
     middle = (low + high) / 2
-    found = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
-    number = next(found, None)
+    containing = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
+    number = next(containing, None)
     # an artist that is higher than a band, such as a line across several bands, belongs to none
     return (
         number if number is not None and high - low <= bands[number][2] - bands[number][1] else None

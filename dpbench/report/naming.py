@@ -97,11 +97,13 @@ def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
         ("devices", "Devices"),
         ("batch_size", "Batch"),
     )
-    found = [
+    candidates = [
         (name, title, sorted({getattr(case, name) for case in cases})) for name, title in names
     ]
     return [
-        (name, title, list(map(str, values))) for name, title, values in found if len(values) > 1
+        (name, title, list(map(str, values)))
+        for name, title, values in candidates
+        if len(values) > 1
     ]
 
 
@@ -199,14 +201,14 @@ def _other_load(provenance: Mapping[str, Any]) -> str:
     """Return a text on the load of other processes; "" for a run that did not measure it."""
     if provenance.get("noisy"):
         return foreign_load.NOISY
-    known = "foreign" in (provenance.get(foreign_load.FACT) or {})
-    return f"below {foreign_load.LIMIT:.0%} of the cores" if known else ""
+    measured = "foreign" in (provenance.get(foreign_load.FACT) or {})
+    return f"below {foreign_load.LIMIT:.0%} of the cores" if measured else ""
 
 
-def gpus(found: Mapping[str, Any]) -> str:
+def gpus(inventory: Mapping[str, Any]) -> str:
     """Return the number of GPUs by model and the driver's version as text; "none" without GPUs."""
-    models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
-    driver = f", driver {found['driver']}" if "driver" in found else ""
+    models = Counter(str(gpu.get("name", "unknown")) for gpu in inventory.get("gpus") or ())
+    driver = f", driver {inventory['driver']}" if "driver" in inventory else ""
     return (
         ", ".join(f"{count} × {name}" for name, count in models.items()) + driver
         if models

@@ -140,7 +140,8 @@ def render(report: Report) -> str:
     styles = Styles()
     sections = _parts(report, styles)
     columns, lines = table.all_cases(report)
-    style, script = f"{text_of('page.css')}{styles}", text_of("page.js")
+    style = f"{text_of('page.css')}{styles}"
+    script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
     rendered = template("page.html").render(
         report=report,
@@ -176,14 +177,14 @@ def render(report: Report) -> str:
 
 def template(name: str) -> Template:
     """Return a template of the folder; it escapes all text that is not markup."""
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return found.get_template(name)
+    return environment.get_template(name)
 
 
 def text_of(name: str) -> str:
@@ -197,8 +198,8 @@ def allowed(content: str) -> str:
 
 
 def _parts(report: Report, styles: Styles) -> list[PageSection]:
-    drawn = (_drawn(section, report, styles) for section in figures.sections(report))
-    parts = [*drawn, *(_tabled(section) for section in devices.parts(report))]
+    with_drawings = (_drawn(section, report, styles) for section in figures.sections(report))
+    parts = [*with_drawings, *(_tabled(section) for section in devices.parts(report))]
     if machines := table.machines(report):
         lead = "The machines of the launch. A slow machine delays every rank at each collective."
         parts.append(
@@ -289,16 +290,16 @@ def keep(report: Report, folder: Path) -> Kept:
     The page also becomes the latest page if the run is the newest one that has a result.
     """
     name = report.run_id[:12]
-    own = folder / "runs" / name
+    run_folder = folder / "runs" / name
     text = render(report)
-    _write(own / "index.html", text)
-    _write(own / FACTS, msgspec.json.encode(_entry(report)).decode())
+    _write(run_folder / "index.html", text)
+    _write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())
     entries, unreadable = _entries(folder / "runs")
     _write(folder / "runs" / "index.html", _list(entries, unreadable))
     newest = next((one.run_id for one in entries if one.results), "")
     if newest == report.run_id:
         _write(folder / "latest" / "index.html", text)
-    return Kept(own / "index.html", newest)
+    return Kept(run_folder / "index.html", newest)
 
 
 def _write(path: Path, text: str) -> None:
@@ -320,7 +321,8 @@ def _entry(report: Report) -> Entry:
 
 def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
     """Return the entries of runs, the newest first, and the folders that cannot be read."""
-    entries, unreadable = [], []
+    entries = []
+    unreadable = []
     for path in folder.glob(f"*/{FACTS}"):
         try:
             entries.append(msgspec.json.decode(path.read_bytes(), type=Entry))

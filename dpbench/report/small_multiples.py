@@ -82,23 +82,25 @@ def panels(
 
     `per` and `unit` are those of `split`.
     """
-    every = list(groups)
-    found = list(islice((facet for group in every for facet in _parts(group, per, unit)), PANELS))
-    left_out = sum(map(len, every)) - sum(len(facet.rows) for facet in found)
+    all_groups = list(groups)
+    facets = list(
+        islice((facet for group in all_groups for facet in _parts(group, per, unit)), PANELS)
+    )
+    left_out = sum(map(len, all_groups)) - sum(len(facet.rows) for facet in facets)
     cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
-    return found, f"{cases} not drawn; the table shows all cases." if left_out else ""
+    return facets, f"{cases} not drawn; the table shows all cases." if left_out else ""
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> Iterator[Facet]:
     """Yield the panels of a group, with nearly equal numbers of units; see `split`."""
-    both = list(zip(group, named(group), strict=True))
+    pairs = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)
     edges = [len(units) * part // count for part in range(count + 1)]
     for number, (start, end) in enumerate(pairwise(edges), start=1):
         title = heading(group) + (f" ({number} of {count})" if count > 1 else "")
-        mine = [(row, name) for row, name in both if unit(row) in units[start:end]]
-        yield Facet(title, tuple(row for row, _ in mine), tuple(name for _, name in mine))
+        members = [(row, name) for row, name in pairs if unit(row) in units[start:end]]
+        yield Facet(title, tuple(row for row, _ in members), tuple(name for _, name in members))
 
 
 def heading(group: Sequence[Row]) -> str:

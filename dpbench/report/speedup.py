@@ -29,9 +29,9 @@ Points = Sequence[tuple[Row, Estimate]]
 
 def section(rows: Sequence[Row]) -> Section:
     """Return the section on speed-up, with one panel per model and amount of work."""
-    drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
-    levels = [row for row in drawn if row.case.traits.all_cores]
-    lines = [row for row in drawn if not row.case.traits.all_cores] or levels
+    drawable = _both_ways([row for row in rows if naming.drawable(row.speedup)])
+    levels = [row for row in drawable if row.case.traits.all_cores]
+    lines = [row for row in drawable if not row.case.traits.all_cores] or levels
     panels, left_out = small_multiples.split(lines, per=LINES, key=_work, unit=_identity)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
     missing = (
@@ -116,9 +116,9 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
         else f"Strong scaling: global batch {batch}"
     )
     title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
-    said = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
+    description = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
     drawing = svg.render(
-        figure, key=key, title=f"Speed-up against ideal: {title}", description=said
+        figure, key=key, title=f"Speed-up against ideal: {title}", description=description
     )
     return Panel(
         title,
@@ -201,13 +201,13 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
     }
     if "PREDICTED" in row.labels:
         look["markerfacecolor"] = svg.BACKGROUND
-    places = [one.case.devices + shift for one, _ in line]
+    places = [point_row.case.devices + shift for point_row, _ in line]
     axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})  # type: ignore[arg-type]
     colour = svg.colour(row.case)
-    for place, (one, e) in zip(places, line, strict=True):
-        with marks.owned(axes, [one.case]):
+    for place, (point_row, e) in zip(places, line, strict=True):
+        with marks.owned(axes, [point_row.case]):
             svg.whisker(axes, place, e.value, (e.low, e.high), end, upright=True, colour=colour)
             (point,) = axes.plot([place], [e.value], **{**look, "linestyle": ""})  # type: ignore[arg-type]
-            marks.explain(point, _said(one, e), [one.case])
+            marks.explain(point, _said(point_row, e), [point_row.case])
     value = f"{words.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

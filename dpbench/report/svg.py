@@ -213,23 +213,30 @@ def lanes(
     for name, value, top in zip(names, values, tops, strict=False):
         # if the text is too long, drop the interval, which is drawn and in the table too, and keep
         # the name
-        said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
-        write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(said)), left)
+        shown_value = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
+        write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(shown_value)), left)
         write_beside(
-            axes, top + 12, said, left, WIDTH - RIGHT, ha="right", fontweight="bold", fontsize=SMALL
+            axes,
+            top + 12,
+            shown_value,
+            left,
+            WIDTH - RIGHT,
+            ha="right",
+            fontweight="bold",
+            fontsize=SMALL,
         )
     return figure, axes, tops[:-1]
 
 
 def write_beside(
-    axes: Axes, y: float, text: str, left: float, at: float = MARGIN, **look: Any
+    axes: Axes, y: float, text: str, left: float, x: float = MARGIN, **look: Any
 ) -> None:
-    """Write a text at the height `y` of the axes, `at` units from the left edge of the figure.
+    """Write a text at the height `y` of the axes, `x` units from the left edge of the figure.
 
     `left` is the margin at the left of the axes.
     """
     axes.text(
-        (at - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look
+        (x - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look
     )
 
 
@@ -277,10 +284,10 @@ def whisker(
     low, high = interval
     along = [min(low, value), max(value, min(high, end))]
     # Axes.errorbar takes three times as long, and its drawing has twice the size
-    drawn = [(along, "-"), (along if high <= end else along[:1], "_" if upright else "|")]
+    pieces = [(along, "-"), (along if high <= end else along[:1], "_" if upright else "|")]
     if high > end:
-        drawn.append(([end], "^" if upright else ">"))
-    for values, look in drawn:
+        pieces.append(([end], "^" if upright else ">"))
+    for values, look in pieces:
         across = [place] * len(values)
         x, y = (across, values) if upright else (values, across)
         axes.plot(x, y, look, color=colour, linewidth=1.2, markersize=6)
@@ -293,9 +300,9 @@ def bar(
 
     Axes.barh takes five times as long, because it also adapts the limits of the axes.
     """
-    drawn = Rectangle((across[0], down[0]), across[1], down[1], **look)
-    axes.add_artist(drawn)
-    return drawn
+    rectangle = Rectangle((across[0], down[0]), across[1], down[1], **look)
+    axes.add_artist(rectangle)
+    return rectangle
 
 
 def room(width: float, whole: float, left: float = MARGIN) -> float:
@@ -413,9 +420,9 @@ def _cleaned(
             target.set(name, _shortened(value))
     for child in source:
         if child.tag.rpartition("}")[2] not in ("metadata", "style"):
-            found = _cleaned(child, referred, key, figure)
+            cleaned = _cleaned(child, referred, key, figure)
             # a group without attributes has no effect
-            target.extend(found if found.tag == "g" and not found.attrib else [found])
+            target.extend(cleaned if cleaned.tag == "g" and not cleaned.attrib else [cleaned])
     return target
 
 

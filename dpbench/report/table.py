@@ -82,19 +82,19 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
 
 def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
     """Return the columns and the lines of the table of all cases; see `lines`."""
-    found = lines(report.rows, report.trials)
+    every_line = lines(report.rows, report.trials)
     if not report.observed:
-        return COLUMNS, found
+        return COLUMNS, every_line
     kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
     return [COLUMNS[i] for i in kept], [
-        replace(one, cells=tuple(one.cells[i] for i in kept)) for one in found
+        replace(line, cells=tuple(line.cells[i] for i in kept)) for line in every_line
     ]
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case = row.case
     measured = row.step is not None
-    about = [
+    details = [
         *naming.strategy(case).partition("[")[1:],
         *(f" {name}={value}" for name, value in case.options),
     ]
@@ -103,7 +103,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
         Cell(
             naming.plain(naming.strategy(case).partition("[")[0]),
-            naming.plain("".join(about) + placed),
+            naming.plain("".join(details) + placed),
         ),
         Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(case.batch, sort=str(case.batch_size)),

@@ -44,8 +44,8 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     for trial in trials:
         if trial.source.timed and (series := _series(trial)):
             by_case.setdefault(trial.case, []).append(series)
-    drawn = [row for row in rows if row.source.timed and row.case in by_case]
-    panels, left_out = small_multiples.split(drawn, per=12)
+    sampled = [row for row in rows if row.source.timed and row.case in by_case]
+    panels, left_out = small_multiples.split(sampled, per=12)
     return Section(
         "utilisation",
         "Utilisation over time",
@@ -94,8 +94,10 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     axes.grid(False)
     _colour_scale(figure)
     kind = " or ".join(sorted({kind for rows in devices for kind, _ in rows}))
-    said = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
-    drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
+    description = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
+    drawing = svg.render(
+        figure, key=key, title=f"Utilisation: {facet.title}", description=description
+    )
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
     caption = f"One row per {kind}, with number 0 on top." + (
         f" Only the first {DEVICES} are drawn." if more else ""
@@ -166,12 +168,13 @@ def _colour_scale(figure: Figure) -> None:
 
 def imbalance(rows: Sequence[Row]) -> Section:
     """Return the section that compares device 0 with the others in busy time and known memory."""
-    panels, notes = [], []
+    panels = []
+    notes = []
     for kind, draw in (("busy", _busy), ("memory", _memory)):
         drawn = [row for row in rows if len(getattr(row, kind)) > 1]
-        found, left_out = small_multiples.split(drawn, per=12)
-        panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(found)]
-        if not found and kind == "memory" and panels:
+        facets, left_out = small_multiples.split(drawn, per=12)
+        panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(facets)]
+        if not facets and kind == "memory" and panels:
             notes.append("Memory is not compared, because it is not known per device.")
         notes.append(left_out)
     if not panels:
@@ -266,9 +269,9 @@ def _pairs(
     figure, axes, tops = svg.lanes(
         facet.names, values, [47] * len(values), keys=2 if several else 1, cases=facet.cases
     )
-    for row, name, found, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
-        rest = [amount for device, amount in found.items() if device]
-        means = [("device 0", found.get(0, 0.0), top + 24, colour)]
+    for row, name, by_device, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
+        rest = [amount for device, amount in by_device.items() if device]
+        means = [("device 0", by_device.get(0, 0.0), top + 24, colour)]
         if rest:
             means.append(("mean of the others", sum(rest) / len(rest), top + 36, svg.BACKGROUND))
         for device, amount, y, face in means:
@@ -287,7 +290,7 @@ def _pairs(
                 linewidth=1.2,
                 markersize=6,
             )
-    most = max(amount for found in amounts for amount in found.values())
+    most = max(amount for by_device in amounts for amount in by_device.values())
     axes.set(xlim=(0, most * 1.04 or 1), xlabel=unit)
     svg.amounts(axes.xaxis)
     keys: list[Patch | Line2D] = [
@@ -302,11 +305,13 @@ def _pairs(
         )
     svg.legend(figure, keys, 2)
     each = [
-        ", ".join(f"device {device} {words.number(amount)}" for device, amount in found.items())
-        for found in amounts
+        ", ".join(f"device {device} {words.number(amount)}" for device, amount in by_device.items())
+        for by_device in amounts
     ]
-    said = "; ".join(f"{name}: {text} {unit}" for name, text in zip(facet.names, each, strict=True))
-    return svg.render(figure, key=key, title=title, description=said)
+    description = "; ".join(
+        f"{name}: {text} {unit}" for name, text in zip(facet.names, each, strict=True)
+    )
+    return svg.render(figure, key=key, title=title, description=description)
 
 
 ROUNDS = 5
@@ -378,11 +383,11 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
         _warm_up(axes, group, bottom + 8, (low, high))
     axes.set_xlabel("milliseconds of one step")
     svg.legend(figure, _step_keys(max(map(len, groups))), 3)
-    said = "; ".join(
+    description = "; ".join(
         f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True)
     )
     drawing = svg.render(
-        figure, key=key, title=f"Distribution of step times: {facet.title}", description=said
+        figure, key=key, title=f"Distribution of step times: {facet.title}", description=description
     )
     return Panel(
         facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases
