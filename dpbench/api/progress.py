@@ -35,7 +35,7 @@ class Detail(Enum):
 
     @classmethod
     def of(cls, *, quiet: bool, verbose: bool) -> Self:
-        """Return the amount that the options select; raise ValueError if they contradict."""
+        """Return the amount of these options; raise ValueError if they contradict each other."""
         if quiet and verbose:
             raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.USUAL

@@ -38,8 +38,8 @@ COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
 BEYOND = 1.5
 """The lines of `ddp` and of the limit are drawn up to this multiple of the slowest rung's time.
 
-A line farther to the right would make all bars short. The caption then states the step time of
-`ddp`.
+A line farther to the right would make all bars short. If `ddp` has no line, the caption states its
+step time.
 """
 ENDS = (
     "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep"

@@ -14,7 +14,7 @@ from dpbench.records import words
 from dpbench.report import devices, naming, table
 
 REASON = 160
-"""The columns after which the reason of a problem is cut off; the HTML page shows it in full."""
+"""The number of columns of a problem's reason; the HTML page shows it in full."""
 
 
 def render(report: Report) -> str:

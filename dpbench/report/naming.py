@@ -114,7 +114,7 @@ def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return a sentence with the number of rounds behind the rows, or that they are predicted."""
+    """Return a sentence on the number of rounds behind the rows, or on predicted numbers."""
     counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."

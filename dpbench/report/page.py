@@ -245,7 +245,6 @@ def _tabled(section: devices.TableSection) -> PageSection:
 def _contents(
     sections: Sequence[PageSection], *, findings: bool, command: bool
 ) -> list[tuple[str, str]]:
-    """Return the id and the title of each section of the page."""
     return [
         ("answers", "Answers"),
         *((part.id, part.title) for part in sections),

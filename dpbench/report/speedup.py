@@ -82,7 +82,7 @@ def _work(row: Row) -> tuple[str, int]:
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return those of `levels` with the panel's setting and work that are not among its rows."""
+    """Return those of `levels` with the panel's setting and work that it does not have already."""
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 

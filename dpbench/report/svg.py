@@ -38,7 +38,7 @@ MARGIN, RIGHT = 12.0, 18.0
 """The usual margins at the left and at the right of the axes, in SVG units."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
-"""The letters that fit on a line across a panel, in the widest common sans-serif font."""
+"""The number of letters on a line across a panel, in the widest common sans-serif font."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {
     Role.BASELINE: "#020301",

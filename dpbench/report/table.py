@@ -150,7 +150,6 @@ def _efficiency(estimate: Estimate | None) -> Cell:
 
 
 def _speedup(row: Row) -> Cell:
-    """Return the cell with the speed-up and the kind of scaling; "1×" for the baseline."""
     if row.case.options == plan.LIMIT:
         return Cell("", "limit")
     if row.speedup is None:
@@ -177,7 +176,6 @@ def _memory(row: Row) -> Cell:
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    """Return each distinct problem of a case: a headline with its rounds, and the reason."""
     rounds_of: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
@@ -234,7 +232,7 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
 
 
 def machines(report: Report) -> Table | None:
-    """Return the table of a launch's machines with the pace of `single`; None for one machine."""
+    """Return the table of a launch's machines and their steps of `single`; None for one machine."""
     listed = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
