@@ -42,7 +42,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory, transfers and predictions, if not empty."""
+    """Return the sections on latency, imbalance, memory, transfers and predictions that exist."""
     ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
